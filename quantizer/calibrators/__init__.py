@@ -1,0 +1,10 @@
+"""Range estimators: one a file. They stream, and their results do not depend on the order of the batches."""
+
+from __future__ import annotations
+
+from quantizer.calibrators.base import Calibrator
+from quantizer.calibrators.base import make_calibrator
+from quantizer.calibrators.max import MaxCalibrator
+from quantizer.calibrators.percentile import PercentileCalibrator
+
+__all__ = ["Calibrator", "MaxCalibrator", "PercentileCalibrator", "make_calibrator"]

@@ -1,0 +1,75 @@
+"""What every calibrator is: a streaming estimator of an operand's range."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.calibrators.histogram import Histogram
+from quantizer.errors import CalibrationError
+from quantizer.registry import Registry
+
+__all__ = ["CALIBRATORS", "Calibrator", "make_calibrator"]
+
+CALIBRATORS: Registry[type[Calibrator]] = Registry("calibrator")
+"""Add a calibrator: subclass ``Calibrator``, give it ``amax()``, and put ``@CALIBRATORS.add("name")`` above it."""
+
+
+class Calibrator:
+    """Collects the values that one operand takes, in bounded memory, and gives its range.
+
+    The base class checks the data and keeps what every method and target needs: the minimum and maximum (an
+    asymmetric target is served from the same pass) and, where asked, a histogram. A subclass is one formula, ``amax``.
+
+    Args:
+        histogram: keep a histogram of |x|; the range of a residual operand is judged by it whatever the calibrator.
+    """
+
+    def __init__(self, *, histogram: bool = False) -> None:
+        self.minimum = math.inf
+        self.maximum = -math.inf
+        self.count = 0
+        self.histogram = Histogram() if histogram else None
+
+    def observe(self, x: Tensor) -> None:
+        """Take in the values of x [*] (any floating dtype and device).
+
+        Raises:
+            CalibrationError: x holds NaN or an infinity. Nothing of x is kept then.
+        """
+        if x.numel() == 0:
+            return
+        low, high = (float(bound) for bound in torch.aminmax(x.detach()))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            what = "NaN" if math.isnan(low) or math.isnan(high) else "an infinite value"
+            raise CalibrationError(f"{what} in its values, shape {tuple(x.shape)}")
+        self.minimum = min(self.minimum, low)
+        self.maximum = max(self.maximum, high)
+        self.count += x.numel()
+        if self.histogram is not None:
+            self.histogram.add(x, max(abs(low), abs(high)))
+
+    def merge(self, other: Calibrator) -> None:
+        """Take in all that another calibrator of the same kind has seen."""
+        self.minimum = min(self.minimum, other.minimum)
+        self.maximum = max(self.maximum, other.maximum)
+        self.count += other.count
+        if self.histogram is not None and other.histogram is not None:
+            self.histogram.merge(other.histogram)
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude seen; 0 before any value."""
+        return max(abs(self.minimum), abs(self.maximum)) if self.count else 0.0
+
+    def amax(self) -> float:
+        """The magnitude that maps to the largest step of the format."""
+        raise NotImplementedError
+
+
+def make_calibrator(name: str, *, histogram: bool = False, **options: Any) -> Calibrator:
+    """A new calibrator of the registered ``name``; ``options`` are its own keywords (``percentile=99.99``)."""
+    return CALIBRATORS[name](histogram=histogram, **options)

@@ -1,0 +1,115 @@
+"""A streaming histogram of |x| with a fixed number of bins.
+
+Legend: w = 2**exponent the bin width; bin i counts the values with i * w <= |x| < (i + 1) * w; counts are 64-bit.
+
+The width is a power of two and grows by doubling, which merges bins pairwise. Since floor(floor(|x| / w) / 2) =
+floor(|x| / 2w), merging gives exactly the histogram that the final width would have given from the start: the result
+does not depend on the order of the data or on how it was cut into batches. Memory is bounded by the number of bins.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["BINS", "Histogram"]
+
+BINS = 2048
+
+
+class Histogram:
+    """Counts of |x| in ``BINS`` bins whose width follows the largest value seen.
+
+    Attributes:
+        counts: int64 [BINS].
+        exponent: log2 of the bin width; None until a value other than zero was seen.
+    """
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(BINS, dtype=torch.int64)
+        self.exponent: int | None = None
+        self._zeros = 0
+
+    @property
+    def total(self) -> int:
+        """How many values were counted."""
+        return int(self.counts.sum()) + self._zeros
+
+    def add(self, x: Tensor, amax: float) -> None:
+        """Count the values of x [*]; ``amax`` is their largest magnitude, which must be finite."""
+        if amax == 0:
+            self._zeros += x.numel()
+            return
+        self._grow(_exponent_for(amax))
+        assert self.exponent is not None
+        # Scaling by a power of two is exact, so truncation gives the true bin. int32 is what bincount likes best.
+        bins = x.detach().float().abs().mul_(2.0**-self.exponent).to(torch.int32).flatten()
+        self.counts += torch.bincount(bins, minlength=BINS).cpu()
+
+    def merge(self, other: Histogram) -> None:
+        """Add the counts of another histogram."""
+        self._zeros += other._zeros
+        if other.exponent is None:
+            return
+        self._grow(other.exponent)
+        assert self.exponent is not None
+        self.counts += _coarsened(other.counts, self.exponent - other.exponent)
+
+    def centres(self) -> Tensor:
+        """The middle of each bin, float64 [BINS]; zeros stand in the first bin."""
+        width = 2.0 ** (self.exponent or 0)
+        return (torch.arange(BINS, dtype=torch.float64) + 0.5) * width
+
+    def quantile(self, share: float) -> float:
+        """The upper edge of the bin that holds the value below which ``share`` of all values lie."""
+        if self.exponent is None:
+            return 0.0
+        wanted = math.ceil(share * self.total) - self._zeros
+        cumulative = torch.cumsum(self.counts, 0)
+        place = int(torch.searchsorted(cumulative, torch.tensor(max(wanted, 1), dtype=torch.int64)))
+        return float((min(place, BINS - 1) + 1) * 2.0**self.exponent)
+
+    def share_above(self, amax: float) -> float:
+        """The share of values in bins that lie wholly above ``amax``."""
+        if self.exponent is None:
+            return 0.0
+        first = math.ceil(amax * 2.0**-self.exponent)
+        return int(self.counts[first:].sum()) / self.total
+
+    def sqnr_db(self, scale: float, qmin: int, qmax: int) -> float:
+        """Signal to quantization-noise ratio in dB if all values were rounded with ``scale``, from the bin centres."""
+        if self.exponent is None:
+            return math.inf
+        centres = self.centres()
+        rounded = (centres / scale).round().clamp(qmin, qmax) * scale
+        counts = self.counts.double()
+        noise = float((counts * (centres - rounded) ** 2).sum())
+        signal = float((counts * centres**2).sum())
+        return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+
+    def _grow(self, exponent: int) -> None:
+        if self.exponent is None:
+            self.exponent = exponent
+        elif exponent > self.exponent:
+            self.counts = _coarsened(self.counts, exponent - self.exponent)
+            self.exponent = exponent
+        # A smaller range than before keeps the wider bins.
+
+
+def _exponent_for(amax: float) -> int:
+    """The smallest exponent e for which amax falls into one of ``BINS`` bins of width 2**e."""
+    mantissa, exponent = math.frexp(amax)  # amax = mantissa * 2**exponent, 0.5 <= mantissa < 1
+    return exponent - int(math.log2(BINS))
+
+
+def _coarsened(counts: Tensor, doublings: int) -> Tensor:
+    for _ in range(min(doublings, int(math.log2(BINS)))):
+        merged = counts.reshape(-1, 2).sum(1)
+        counts = torch.cat([merged, torch.zeros_like(merged)])
+    if doublings > int(math.log2(BINS)):
+        total = counts.sum()
+        counts = torch.zeros_like(counts)
+        counts[0] = total
+    return counts

@@ -1,0 +1,54 @@
+"""The ``model:`` and ``data:`` sections: what is quantized, and the rows it is calibrated and judged on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from quantizer.config.section import Section
+from quantizer.config.section import Text
+
+__all__ = ["DataConfig", "DatasetConfig", "ModelConfig"]
+
+
+class ModelConfig(Section):
+    """The float model and the task it is judged on."""
+
+    source: Text = Field(
+        description="A local folder, a hub name, or 'package:NAME/FOLDER' for a folder inside an installed package. "
+        "A relative folder is resolved against the current directory, not against the YAML file."
+    )
+    task: Literal["sentence-similarity", "embedding-classification", "sequence-classification"] = Field(
+        description="What the model's output is used for; decides the metric."
+    )
+    attention: Literal["eager", "sdpa"] = Field(
+        default="eager", description="Attention implementation that the float model is loaded with."
+    )
+    max_length: int = Field(default=128, ge=1, description="Longer inputs are cut to this many tokens.")
+
+
+class DatasetConfig(Section):
+    """Rows of one data set."""
+
+    name: Text = Field(description="Name of a registered data set, such as 'stsb-csv' or 'vader'.")
+    path: Text | None = Field(
+        default=None,
+        description="File that holds the rows, where the data set is read from a file. A relative path is resolved "
+        "against the current directory, not against the YAML file.",
+    )
+    split: Text | None = Field(default=None, description="Name of the split, where the data set has several.")
+    rows: int | None = Field(default=None, ge=1, description="Take this many rows; null: all.")
+    offset: int = Field(default=0, ge=0, description="Skip this many rows first.")
+    subset: Text | None = Field(default=None, description="Part of the data set, such as 'movieReviewSnippets'.")
+
+
+class DataConfig(Section):
+    """The rows of each stage."""
+
+    calibration: DatasetConfig = Field(description="Rows that the activation ranges are taken from.")
+    evaluation: DatasetConfig = Field(description="Rows that the scores are measured on.")
+    head: DatasetConfig | None = Field(
+        default=None, description="Rows that the classifier is fitted on; needed by task 'embedding-classification'."
+    )
+    batch_size: int = Field(default=32, ge=1, description="Rows in one batch.")

@@ -1,0 +1,84 @@
+"""The ``quantizer:`` section: what is quantized, how its ranges are found, and for which backend."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from quantizer.config.section import Section
+from quantizer.config.section import TextList
+
+__all__ = ["ActivationsConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
+
+
+class ActivationsConfig(Section):
+    """How the ranges of activations are found."""
+
+    calibrator: Literal["percentile", "max"] = Field(
+        default="percentile", description="How a range is taken from the values seen in calibration."
+    )
+    percentile: float = Field(
+        default=99.99,
+        gt=0,
+        le=100,
+        description="Percent of the absolute values that the range covers; used by calibrator 'percentile'.",
+    )
+
+
+class WeightsConfig(Section):
+    """How the ranges of weights are found."""
+
+    granularity: Literal["per_channel", "per_tensor"] = Field(
+        default="per_channel", description="One scale for each output channel, or one for the whole weight."
+    )
+    calibrator: Literal["max"] = Field(default="max", description="How a range is taken from a weight.")
+
+
+class SitesConfig(Section):
+    """Which kinds of operation are quantized."""
+
+    linear: bool = Field(default=True, description="Quantize linear layers: input and weight.")
+    conv: bool = Field(default=True, description="Quantize convolutions: input and weight.")
+    matmul: bool = Field(default=True, description="Quantize products of two activations, as in attention.")
+    residual_add: Literal[True, False, "auto"] = Field(
+        default="auto",
+        description="Quantize the operands of residual additions; 'auto': only those that calibration shows INT8 holds.",
+    )
+
+
+class SelectionConfig(Section):
+    """Rules that choose sites; a site is chosen when any rule matches it."""
+
+    module_types: TextList = Field(
+        default=(), description="Names of module classes; a class covers its subclasses and all that is inside."
+    )
+    names: TextList = Field(
+        default=(), description="Module names; whole path segments, '*' is one segment and '**' any number."
+    )
+    sites: TextList = Field(
+        default=(), description="Site names as the coverage table shows them, with the same '*' and '**'."
+    )
+
+
+class QuantizerConfig(Section):
+    """The settings of a ``Quantizer``."""
+
+    backend: Literal["tensorrt", "tensorrt-rtx", "openvino", "onnxruntime"] = Field(
+        default="tensorrt", description="The engine that will run the quantized model."
+    )
+    dtype: Literal["int8"] = Field(default="int8", description="Number format of what is quantized.")
+    fallback_dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
+        default=None, description="Number format of what is not quantized; null: what the backend wants."
+    )
+    activations: ActivationsConfig = Field(
+        default=ActivationsConfig(), description="How the ranges of activations are found."
+    )
+    weights: WeightsConfig = Field(default=WeightsConfig(), description="How the ranges of weights are found.")
+    sites: SitesConfig = Field(default=SitesConfig(), description="Which kinds of operation are quantized.")
+    include: SelectionConfig = Field(
+        default=SelectionConfig(), description="Quantize only what these rules match; all empty: everything."
+    )
+    exclude: SelectionConfig = Field(
+        default=SelectionConfig(), description="Never quantize what these rules match; stronger than include."
+    )

@@ -1,0 +1,174 @@
+"""One run as a configuration: ``RunConfig`` and the sections that no other file holds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from typing import Literal
+
+from pydantic import AfterValidator
+from pydantic import BeforeValidator
+from pydantic import Field
+from pydantic import ValidationInfo
+from pydantic import field_validator
+from pydantic import model_validator
+
+from quantizer.config.data_section import DataConfig
+from quantizer.config.data_section import ModelConfig
+from quantizer.config.quantizer_section import QuantizerConfig
+from quantizer.config.section import AxisRange
+from quantizer.config.section import Expects
+from quantizer.config.section import Section
+from quantizer.config.section import Text
+from quantizer.config.section import reject
+from quantizer.config.section import tuple_from_list
+from quantizer.config.section import unique
+
+__all__ = [
+    "AmpConfig",
+    "DynamicConfig",
+    "EngineConfig",
+    "ExportConfig",
+    "FallbackConfig",
+    "ReportConfig",
+    "RunConfig",
+]
+
+
+class AmpConfig(Section):
+    """How the cost of each group of sites is measured."""
+
+    batches: int = Field(default=2, ge=1, description="Calibration batches that each group is measured on.")
+
+
+class FallbackConfig(Section):
+    """How many groups of sites go back to the fallback type: exactly one of ``num`` and ``ratio``."""
+
+    num: int | None = Field(default=None, ge=1, description="Put back this many of the most sensitive groups.")
+    ratio: float | None = Field(default=None, gt=0, le=1, description="Put back this share of all groups.")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> FallbackConfig:
+        if self.num is None and self.ratio is None:
+            reject(("", "neither num nor ratio is set; expected exactly one of them, such as num: 4"))
+        if self.num is not None and self.ratio is not None:
+            reject(("", f"num is {self.num} and ratio is {self.ratio}; expected exactly one of them: remove the other"))
+        return self
+
+
+class DynamicConfig(Section):
+    """Sizes of the dynamic axes, as [min, opt, max]."""
+
+    batch: AxisRange = Field(default=(1, 8, 32), description="Rows in a batch.")
+    sequence: AxisRange = Field(default=(16, 128, 512), description="Tokens in a row.")
+
+
+class ExportConfig(Section):
+    """How the ONNX file is written."""
+
+    opset: int = Field(
+        default=20,
+        ge=18,
+        le=24,
+        description="ONNX operator set: 18 is the first that torch's exporter writes, 24 the last that TensorRT reads.",
+    )
+    dynamic: DynamicConfig = Field(default=DynamicConfig(), description="Sizes of the dynamic axes.")
+
+
+class EngineConfig(Section):
+    """How the engine is built and run."""
+
+    compute_capability: (
+        Annotated[str, Field(pattern=r"^sm[0-9]{2,3}\Z"), Expects("a compute capability such as 'sm89'")] | None
+    ) = Field(
+        default=None, description="GPU that the engine is built for, such as 'sm89'; null: the one in this machine."
+    )
+    threads: int = Field(default=1, ge=1, description="CPU threads that the engine runs with.")
+
+
+class ReportConfig(Section):
+    """What is measured at the end, and how it is written."""
+
+    formats: Annotated[
+        tuple[Literal["json", "html"], ...],
+        Field(min_length=1),
+        BeforeValidator(tuple_from_list),
+        AfterValidator(unique),
+    ] = Field(default=("json", "html"), description="Files to write.")
+    latency_batch: int = Field(default=8, ge=1, description="Rows in a batch when latency is measured.")
+    latency_sequence: int = Field(default=128, ge=1, description="Tokens in a row when latency is measured.")
+    bootstrap: int = Field(default=1000, ge=1, description="Resamples behind each confidence interval.")
+
+
+class RunConfig(Section):
+    """One run: one model, one data set, one engine, one report."""
+
+    model: ModelConfig = Field(description="The float model and its task.")
+    data: DataConfig = Field(description="The rows of each stage.")
+    quantizer: QuantizerConfig = Field(default=QuantizerConfig(), description="What is quantized, and how.")
+    amp: AmpConfig | None = Field(default=None, description="Measure what each group costs; null: do not.")
+    fallback: FallbackConfig | None = Field(
+        default=None, description="Put the most sensitive groups back to the fallback type; null: none. Needs amp."
+    )
+    export: ExportConfig = Field(default=ExportConfig(), description="How the ONNX file is written.")
+    engine: EngineConfig = Field(default=EngineConfig(), description="How the engine is built and run.")
+    report: ReportConfig = Field(default=ReportConfig(), description="What is measured at the end.")
+    output: Text = Field(
+        default="runs/run", description="Folder of the run; a file's default is runs/ and the file's own name."
+    )
+
+    # Sections are checked against each other field by field: a validator of the whole run would only be called when
+    # every section is right, and so would hide its problems behind the others. `info.data` holds the sections above
+    # that are right.
+
+    @field_validator("data")
+    @classmethod
+    def _head_fits_task(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
+        model = info.data.get("model")
+        if isinstance(model, ModelConfig):
+            needs_head = model.task == "embedding-classification"
+            if needs_head and data.head is None:
+                reject(("head", f"is missing; expected the rows to fit the classifier of model.task {model.task!r} on"))
+            if not needs_head and data.head is not None:
+                reject(("head", f"is not used by model.task {model.task!r}; remove it"))
+        return data
+
+    @field_validator("fallback")
+    @classmethod
+    def _fallback_has_measurements(
+        cls, fallback: FallbackConfig | None, info: ValidationInfo
+    ) -> FallbackConfig | None:
+        if fallback is not None and "amp" in info.data and info.data["amp"] is None:
+            reject(("", "needs the ranking that amp measures; expected an amp section, such as amp: {batches: 2}"))
+        return fallback
+
+    @field_validator("export")
+    @classmethod
+    def _engine_takes_the_data(cls, export: ExportConfig, info: ValidationInfo) -> ExportConfig:
+        problems = []
+        data, model = info.data.get("data"), info.data.get("model")
+        rows, tokens = export.dynamic.batch[2], export.dynamic.sequence[2]
+        if isinstance(data, DataConfig) and data.batch_size > rows:
+            problems.append(("dynamic.batch", f"max is {rows}; expected at least data.batch_size, {data.batch_size}"))
+        if isinstance(model, ModelConfig) and model.max_length > tokens:
+            text = f"max is {tokens}; expected at least model.max_length, {model.max_length}"
+            problems.append(("dynamic.sequence", text))
+        if problems:
+            reject(*problems)
+        return export
+
+    @field_validator("report")
+    @classmethod
+    def _latency_is_in_range(cls, report: ReportConfig, info: ValidationInfo) -> ReportConfig:
+        problems = []
+        export = info.data.get("export")
+        if isinstance(export, ExportConfig):
+            for key, size, axis in (
+                ("latency_batch", report.latency_batch, "batch"),
+                ("latency_sequence", report.latency_sequence, "sequence"),
+            ):
+                low, _, high = export.dynamic.batch if axis == "batch" else export.dynamic.sequence
+                if not low <= size <= high:
+                    problems.append((key, f"got {size}; expected {low} to {high}, the export.dynamic.{axis} range"))
+        if problems:
+            reject(*problems)
+        return report

@@ -1,0 +1,43 @@
+"""Engines: build one from an ONNX file, load it, run it on numpy arrays, time it. Knows no proxy and no PyTorch module."""
+
+from __future__ import annotations
+
+from quantizer.engines import onnxruntime as _onnxruntime
+from quantizer.engines import openvino as _openvino
+from quantizer.engines import tensorrt as _tensorrt
+from quantizer.engines.base import Array
+from quantizer.engines.base import Backend
+from quantizer.engines.base import BuildOptions
+from quantizer.engines.base import BuildResult
+from quantizer.engines.base import Engine
+from quantizer.engines.base import Progress
+from quantizer.engines.base import TensorSpec
+from quantizer.engines.benchmark import PeakMemory
+from quantizer.engines.benchmark import interleaved_latency
+from quantizer.engines.benchmark import medians
+from quantizer.engines.benchmark import peak_memory_mib
+from quantizer.engines.registry import backend
+from quantizer.engines.registry import backends
+from quantizer.engines.registry import build_engine
+from quantizer.engines.registry import load_engine
+
+__all__ = [
+    "Array",
+    "Backend",
+    "BuildOptions",
+    "BuildResult",
+    "Engine",
+    "PeakMemory",
+    "Progress",
+    "TensorSpec",
+    "backend",
+    "backends",
+    "build_engine",
+    "interleaved_latency",
+    "load_engine",
+    "medians",
+    "peak_memory_mib",
+]
+
+# Importing a backend's file registers it.
+del _onnxruntime, _openvino, _tensorrt

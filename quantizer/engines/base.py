@@ -1,0 +1,174 @@
+"""The contract of an engine: numpy arrays in by name, numpy arrays out by name.
+
+A backend makes engines. It builds an engine file from an ONNX file and loads it; it knows paths and arrays, and nothing of
+proxies or PyTorch modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quantizer.errors import EngineError
+
+__all__ = [
+    "Array",
+    "Backend",
+    "BuildOptions",
+    "BuildResult",
+    "Engine",
+    "Progress",
+    "TensorSpec",
+    "checked_inputs",
+]
+
+Array = npt.NDArray[Any]
+
+Progress = Callable[[float, str], None]
+"""Called with the share of a build that is done, in [0, 1] and never falling, and the name of the current phase."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input of an engine: its name, its type and its shape, with None for a dynamic dimension."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
+        return f"{self.name}: {self.dtype}[{sizes}]"
+
+
+class Engine(Protocol):
+    """A model that is ready to run. Not for use from two threads at once."""
+
+    @property
+    def name(self) -> str:
+        """The backend that made it, as a configuration names it."""
+
+    @property
+    def device(self) -> str:
+        """Where it runs: ``cpu`` or ``cuda``."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Name, type and shape of each input."""
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the inputs, all of them required."""
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The names of the outputs, in the order of the ONNX file."""
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Run it once.
+
+        Args:
+            inputs: one array for each of ``input_names``, of the type and shape that ``inputs`` states.
+
+        Raises:
+            EngineError: an input is missing, unknown, or of another type or shape; or the run failed.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """How to build.
+
+    Attributes:
+        dynamic: smallest, usual and largest size of each dynamic dimension, by the name that it has in the ONNX file
+            (``{"batch": (1, 8, 32)}``). TensorRT needs it; engines on a CPU take any size and ignore it.
+        compute_capability: the GPU generation to build for ahead of time (``sm89``). TensorRT-RTX only; None builds one
+            engine for all that it supports.
+        precision: the type that OpenVINO computes the float rest in, ``f32`` or ``bf16``; the others take it from the graph.
+        progress: told how far the build is.
+
+    Raises:
+        EngineError: a range that is not ``1 <= smallest <= usual <= largest``.
+    """
+
+    dynamic: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    compute_capability: str | None = None
+    precision: str = "f32"
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        for dimension, sizes in self.dynamic.items():
+            if len(sizes) != 3 or not 1 <= sizes[0] <= sizes[1] <= sizes[2]:
+                raise EngineError(
+                    f"the range of dimension {dimension!r} is {list(sizes)}: "
+                    "give [smallest, usual, largest] with 1 <= smallest <= usual <= largest"
+                )
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A finished build: the engine file, its size in bytes, the time it took, and what the builder warned of."""
+
+    path: Path
+    size_bytes: int
+    seconds: float
+    warnings: tuple[str, ...] = ()
+
+
+class Backend(Protocol):
+    """Builds and loads the engines of one library. Neither method imports the library before it needs it."""
+
+    @property
+    def name(self) -> str:
+        """The name that a configuration gives it."""
+
+    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
+        """Write ``engine_path``, one file that needs the ONNX file no more; whole, or not at all.
+
+        Raises:
+            EngineError: the ONNX file is missing, broken or refused, or the engine cannot be written.
+            MissingDependencyError: the library is not installed.
+        """
+
+    def load(self, path: Path, *, threads: int = 1) -> Engine:
+        """Load an engine file, to run on ``threads`` threads of the CPU.
+
+        Raises:
+            EngineError: the file is missing or cannot be run here.
+            MissingDependencyError: the library is not installed.
+        """
+
+
+def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """``inputs`` in the order of ``specs``, as contiguous arrays.
+
+    Raises:
+        EngineError: one is missing or unknown, or has another type or shape than its spec.
+    """
+    expected = ", ".join(str(spec) for spec in specs)
+    names = [spec.name for spec in specs]
+    if wrong := [name for name in names if name not in inputs]:
+        raise EngineError(f"{engine} engine: input {', '.join(map(repr, wrong))} is missing; it takes {expected}")
+    if wrong := [name for name in inputs if name not in names]:
+        raise EngineError(f"{engine} engine: it has no input {', '.join(map(repr, wrong))}; it takes {expected}")
+    arrays: dict[str, Array] = {}
+    for spec in specs:
+        array = np.ascontiguousarray(inputs[spec.name])
+        fits = len(array.shape) == len(spec.shape) and all(
+            size in (None, actual) for size, actual in zip(spec.shape, array.shape, strict=True)
+        )
+        if array.dtype != spec.dtype or not fits:
+            raise EngineError(
+                f"{engine} engine: input {spec.name!r} is {array.dtype}{list(array.shape)}, expected {spec}"
+            )
+        arrays[spec.name] = array
+    return arrays

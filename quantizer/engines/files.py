@@ -1,0 +1,117 @@
+"""Files in and out: an ONNX file is looked at before a library reads it, and an engine file is whole or absent."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from quantizer.errors import EngineError
+
+__all__ = ["checked_engine", "checked_onnx", "checked_output", "whole_file"]
+
+# Fields of onnx.ModelProto that are messages, strings or numbers; field 7 is the graph.
+_MODEL_FIELDS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26})
+_GRAPH_FIELD = 7
+
+
+def checked_engine(path: Path, what: str = "engine") -> Path:
+    """``path``, when it is a file with something in it.
+
+    Raises:
+        EngineError: it is missing, a folder, or empty.
+    """
+    if not path.exists():
+        raise EngineError(f"{what} file not found: {path}")
+    if not path.is_file():
+        raise EngineError(f"{path} is not a file: expected the {what} file")
+    if path.stat().st_size == 0:
+        raise EngineError(f"{what} file {path} is empty: write it again")
+    return path
+
+
+def checked_onnx(path: Path) -> Path:
+    """``path``, when it is a whole ONNX file; only the frame is read, so a large file costs nothing.
+
+    The libraries' own words for a broken file range from a failed assertion to an attempt to read another format.
+
+    Raises:
+        EngineError: it is missing, empty, cut short, or no ONNX file.
+    """
+    size = checked_engine(path, "ONNX").stat().st_size
+    fields: set[int] = set()
+    try:
+        with path.open("rb") as stream:
+            while (position := stream.tell()) < size:
+                fields.add(_skip_field(stream))
+                if stream.tell() > size:
+                    raise EngineError(
+                        f"ONNX file {path} is cut short: the part at byte {position} ends at byte {stream.tell()}, "
+                        f"the file at {size}; export or copy it again"
+                    )
+    except ValueError as error:
+        raise EngineError(f"{path} is not an ONNX file, or is damaged: {error}; export it again") from error
+    if _GRAPH_FIELD not in fields:
+        raise EngineError(f"{path} holds no graph: it is not an ONNX file, or is damaged; export it again")
+    return path
+
+
+def _skip_field(stream: BinaryIO) -> int:
+    """Move past one top-level protobuf field; its number."""
+    position = stream.tell()
+    tag = _varint(stream)
+    number, wire = tag >> 3, tag & 7
+    if number not in _MODEL_FIELDS or wire not in (0, 2):
+        raise ValueError(f"unexpected data at byte {position}")
+    value = _varint(stream)
+    if wire == 2:
+        stream.seek(value, os.SEEK_CUR)
+    return number
+
+
+def _varint(stream: BinaryIO) -> int:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = stream.read(1)
+        if not byte:
+            raise ValueError("it ends in the middle of a number")
+        value |= (byte[0] & 0x7F) << shift
+        if byte[0] < 0x80:
+            return value
+    raise ValueError(f"a number at byte {stream.tell()} is too long")
+
+
+def checked_output(path: Path) -> Path:
+    """``path``, when a file can be written there; asked before a build, so that no build is lost to a bad path.
+
+    Raises:
+        EngineError: the folder is missing or cannot be written, or ``path`` is a folder.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        raise EngineError(f"cannot write {path}: {folder} is not an existing folder; make it first")
+    if path.is_dir():
+        raise EngineError(f"cannot write {path}: it is a folder; give the name of a file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise EngineError(f"cannot write {path}: no permission to write in {folder}; choose another folder")
+    return path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path beside ``path`` to write to; it takes the place of ``path`` at the end, and is removed on any exception.
+
+    Raises:
+        EngineError: the system refused to write.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        part.replace(path)
+    except OSError as error:
+        raise EngineError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)

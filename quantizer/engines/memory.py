@@ -1,0 +1,78 @@
+"""``python -m quantizer.engines.memory PATH BACKEND BATCH SEQUENCE THREADS``: peak memory of one engine, as JSON.
+
+Run by ``peak_memory_mib`` in a process of its own: a peak never falls, so a second engine could not be measured in the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from quantizer.engines.base import Array
+from quantizer.engines.base import TensorSpec
+from quantizer.engines.benchmark import PeakMemory
+from quantizer.engines.optional import import_library
+from quantizer.engines.registry import load_engine
+from quantizer.errors import QuantizerError
+
+__all__ = ["main", "made_up_inputs"]
+
+_RUNS = 3
+# What a backend's own load() imports; imported first, so that the baseline has it.
+_LIBRARIES = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
+
+
+def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int) -> dict[str, Array]:
+    """An array for each input: ones for integers (a valid token id and mask), small random numbers for floats.
+
+    Shapes: [None, 384] gives [batch, 384], [None, None] gives [batch, sequence].
+    """
+    random = np.random.default_rng(0)
+    arrays: dict[str, Array] = {}
+    for spec in specs:
+        shape = [
+            size if size is not None else (batch if axis == 0 else sequence) for axis, size in enumerate(spec.shape)
+        ]
+        values = random.standard_normal(shape) if spec.dtype.kind == "f" else np.ones(shape)
+        arrays[spec.name] = values.astype(spec.dtype)
+    return arrays
+
+
+def peak_rss_mib() -> float:
+    """Peak resident memory of this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists() and (match := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
+        # Not ru_maxrss: on Linux a new program starts with the peak of the process that started it.
+        return int(match[1]) / 1024
+    # Bytes on macOS, KiB elsewhere.
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print one line of JSON; 1 after a message when the engine does not load or run."""
+    path, backend, batch, sequence, threads = arguments
+    try:
+        if backend in _LIBRARIES:
+            import_library(backend, _LIBRARIES[backend])
+        baseline_mib = peak_rss_mib()
+        engine = load_engine(backend, path, threads=int(threads))
+        inputs = made_up_inputs(engine.inputs, int(batch), int(sequence))
+        for _ in range(_RUNS):
+            engine(inputs)
+    except QuantizerError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(PeakMemory(peak_mib=peak_rss_mib(), baseline_mib=baseline_mib))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

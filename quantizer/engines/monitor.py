@@ -1,0 +1,116 @@
+"""A long build in another thread: progress from its phases, and an end soon after Ctrl-C."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from typing import TypeVar
+
+from quantizer.engines.base import Progress
+
+__all__ = ["BuildMonitor", "run_monitored", "trt_monitor"]
+
+T = TypeVar("T")
+
+_POLL_S = 0.05
+
+
+@dataclass
+class _Phase:
+    parent: str | None
+    steps: int
+    done: int = 0
+
+
+class BuildMonitor:
+    """What a builder has told of its phases; written by the builder's thread, read by the one that waits.
+
+    Attributes:
+        latest: the share that is done, in [0, 1] and never falling, and the name of the phase that moved last. One tuple,
+            replaced as a whole, so that a reader needs no lock.
+        cancelled: set it, and the builder stops at its next step.
+    """
+
+    def __init__(self) -> None:
+        self.latest: tuple[float, str] = (0.0, "start")
+        self.cancelled = False
+        self._phases: dict[str, _Phase] = {}
+
+    def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+        """A phase of ``steps`` steps begins inside the current step of ``parent``."""
+        self._phases[name] = _Phase(parent, max(steps, 1))
+        self._update(name)
+
+    def step_complete(self, name: str, step: int) -> bool:
+        """Step ``step`` of a phase, counted from 0, is done; False asks the builder to stop."""
+        if name in self._phases:
+            phase = self._phases[name]
+            phase.done = max(phase.done, min(step + 1, phase.steps))
+            self._update(name)
+        return not self.cancelled
+
+    def phase_finish(self, name: str) -> None:
+        """A phase is over, all of its steps done or not."""
+        if name in self._phases:
+            self._phases[name].done = self._phases[name].steps
+            self._update(name)
+            del self._phases[name]
+
+    def _update(self, name: str) -> None:
+        roots = [phase for phase, state in self._phases.items() if state.parent not in self._phases]
+        share = max((self._share(root) for root in roots), default=0.0)
+        self.latest = (max(self.latest[0], min(share, 1.0)), name)
+
+    def _share(self, name: str) -> float:
+        phase = self._phases[name]
+        inner = max((self._share(child) for child, state in self._phases.items() if state.parent == name), default=0.0)
+        return min(phase.done + inner, phase.steps) / phase.steps
+
+
+def trt_monitor(trt: Any, state: BuildMonitor) -> Any:
+    """``state`` as the ``IProgressMonitor`` of the module ``trt``, whose class only exists once that is imported."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            # Bound here: a Python override that the builder calls must not raise, and these do not.
+            self.phase_start = state.phase_start
+            self.step_complete = state.step_complete
+            self.phase_finish = state.phase_finish
+
+    return Monitor()
+
+
+def run_monitored(build: Callable[[], T], state: BuildMonitor, progress: Progress | None) -> T:
+    """Run ``build`` in a thread and wait for it here, telling ``progress`` how far ``state`` says it is.
+
+    A builder that holds this thread in native code would keep Ctrl-C waiting until its end. On an exception here, Ctrl-C or one
+    of ``progress``, the builder is asked to stop, waited for, and the exception goes on; a second Ctrl-C does not wait.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(build())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            errors.append(error)
+
+    worker = threading.Thread(target=work, name="engine build", daemon=True)
+    worker.start()
+    try:
+        told: tuple[float, str] | None = None
+        while worker.is_alive():
+            worker.join(_POLL_S)
+            if progress and state.latest != told:
+                told = state.latest
+                progress(*told)
+    except BaseException:
+        state.cancelled = True
+        worker.join()
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]

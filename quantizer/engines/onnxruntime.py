@@ -1,0 +1,126 @@
+"""ONNX Runtime on the CPU.
+
+An engine file is an ONNX file with the optimizations that hold on every machine already done; ONNX Runtime adds those of
+the machine at hand when it loads the file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantizer.engines.base import Array
+from quantizer.engines.base import BuildOptions
+from quantizer.engines.base import BuildResult
+from quantizer.engines.base import TensorSpec
+from quantizer.engines.base import checked_inputs
+from quantizer.engines.files import checked_onnx
+from quantizer.engines.files import checked_output
+from quantizer.engines.files import whole_file
+from quantizer.engines.optional import import_library
+from quantizer.engines.registry import backends
+from quantizer.errors import EngineError
+
+__all__ = ["ONNXRuntimeBackend", "ONNXRuntimeEngine"]
+
+_DTYPES = {
+    "tensor(bool)": "bool",
+    "tensor(double)": "float64",
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int32)": "int32",
+    "tensor(int64)": "int64",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",
+}
+_ONLY_ERRORS = 3
+
+
+class ONNXRuntimeEngine:
+    """An ONNX Runtime session on the CPU.
+
+    Args:
+        session: an ``onnxruntime.InferenceSession``.
+    """
+
+    name = "onnxruntime"
+    device = "cpu"
+
+    def __init__(self, session: Any) -> None:
+        self.inputs = tuple(_spec(node) for node in session.get_inputs())
+        self.input_names = tuple(spec.name for spec in self.inputs)
+        self.output_names = tuple(node.name for node in session.get_outputs())
+        self._session = session
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Run it once; the arrays that come back are the caller's own."""
+        arrays = checked_inputs(self.name, self.inputs, inputs)
+        try:
+            results = self._session.run(list(self.output_names), arrays)
+        except Exception as error:
+            # The library's exceptions have no common base of their own.
+            raise EngineError(f"ONNX Runtime could not run the engine: {error}") from error
+        return dict(zip(self.output_names, results, strict=True))
+
+
+class ONNXRuntimeBackend:
+    """Builds and loads ONNX Runtime engines for the CPU."""
+
+    name = "onnxruntime"
+
+    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
+        """Optimize the ONNX file and write the result."""
+        if options.compute_capability is not None:
+            raise EngineError(
+                f"backend onnxruntime builds for the CPU: leave out compute_capability {options.compute_capability!r}"
+            )
+        started = time.perf_counter()
+        checked_onnx(onnx_path)
+        checked_output(engine_path)
+        ort = import_library("onnxruntime", "onnxruntime")
+        if options.progress:
+            options.progress(0.0, "optimize")
+        with whole_file(engine_path) as part:
+            settings = _settings(ort, threads=1)
+            settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+            settings.optimized_model_filepath = str(part)
+            _session(ort, onnx_path, settings)
+        if options.progress:
+            options.progress(1.0, "optimize")
+        return BuildResult(engine_path, engine_path.stat().st_size, time.perf_counter() - started)
+
+    def load(self, path: Path, *, threads: int = 1) -> ONNXRuntimeEngine:
+        """Load an engine file or any other ONNX file."""
+        checked_onnx(path)
+        ort = import_library("onnxruntime", "onnxruntime")
+        return ONNXRuntimeEngine(_session(ort, path, _settings(ort, threads)))
+
+
+def _settings(ort: Any, threads: int) -> Any:
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = threads
+    settings.inter_op_num_threads = 1
+    settings.log_severity_level = _ONLY_ERRORS
+    return settings
+
+
+def _session(ort: Any, path: Path, settings: Any) -> Any:
+    try:
+        return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        # The library's exceptions have no common base of their own.
+        raise EngineError(f"ONNX Runtime refused {path}: {error}") from error
+
+
+def _spec(node: Any) -> TensorSpec:
+    if node.type not in _DTYPES:
+        raise EngineError(f"input {node.name!r} has type {node.type}; this engine takes {', '.join(_DTYPES)}")
+    shape = tuple(size if isinstance(size, int) else None for size in node.shape)
+    return TensorSpec(node.name, np.dtype(_DTYPES[node.type]), shape)
+
+
+backends.add("onnxruntime")(ONNXRuntimeBackend())

@@ -1,0 +1,32 @@
+"""Import a library that an extra installs, when it is first needed."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from quantizer.errors import EngineError
+from quantizer.errors import MissingDependencyError
+
+__all__ = ["import_library"]
+
+
+def import_library(extra: str, *names: str) -> ModuleType:
+    """The first of the modules ``names`` that is installed.
+
+    Raises:
+        MissingDependencyError: none of them is; the message names ``extra``.
+        EngineError: one is installed and fails to load, as bindings do whose shared library is missing.
+    """
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise MissingDependencyError(str(error.name), extra) from error
+        except (ImportError, OSError) as error:
+            raise EngineError(
+                f"{name} is installed but does not load: {error}; "
+                f"install it again with  pip install --force-reinstall 'quantizer[{extra}]'"
+            ) from error
+    raise MissingDependencyError(names[0], extra)

@@ -1,0 +1,60 @@
+"""The backends by name, and the two things one does with them: build an engine, load an engine.
+
+``backends.add("name")(SomeBackend())`` in a file of its own adds one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizer.engines.base import Backend
+from quantizer.engines.base import BuildOptions
+from quantizer.engines.base import BuildResult
+from quantizer.engines.base import Engine
+from quantizer.errors import EngineError
+from quantizer.registry import Registry
+
+__all__ = ["backend", "backends", "build_engine", "load_engine"]
+
+backends: Registry[Backend] = Registry("backend")
+
+
+def backend(name: str) -> Backend:
+    """The backend ``name``.
+
+    Raises:
+        EngineError: no such backend; the message lists those there are.
+    """
+    if name not in backends.names():
+        raise EngineError(f"unknown backend {name!r}; known: {', '.join(backends.names())}")
+    return backends[name]
+
+
+def build_engine(
+    name: str, onnx_path: str | Path, engine_path: str | Path, options: BuildOptions | None = None
+) -> BuildResult:
+    """Build the ONNX file into one engine file for the backend ``name``.
+
+    Args:
+        name: a name from ``backends``.
+        onnx_path: the file to read.
+        engine_path: the file to write; its folder must exist. An older file there is replaced when all has gone well.
+        options: None means the defaults of ``BuildOptions``.
+
+    Raises:
+        EngineError: unknown backend; the ONNX file is missing, broken or refused; the engine cannot be written.
+        MissingDependencyError: the backend's library is not installed.
+    """
+    return backend(name).build(Path(onnx_path), Path(engine_path), options or BuildOptions())
+
+
+def load_engine(name: str, path: str | Path, *, threads: int = 1) -> Engine:
+    """Load an engine file of the backend ``name``; engines on a CPU also take an ``.onnx`` file.
+
+    Raises:
+        EngineError: unknown backend, or a file that is missing, not of this backend, or cannot be run here.
+        MissingDependencyError: the backend's library is not installed.
+    """
+    if threads < 1:
+        raise EngineError(f"threads is {threads}, expected 1 or more")
+    return backend(name).load(Path(path), threads=threads)

@@ -1,0 +1,176 @@
+"""TensorRT and TensorRT-RTX: one builder, two modules that share an API.
+
+TensorRT-RTX builds ahead of time for a named GPU generation on a machine that has no GPU; TensorRT builds for the GPU that
+it finds. Types come from the graph alone (strongly typed networks), so there is no precision to choose here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantizer.engines.base import BuildOptions
+from quantizer.engines.base import BuildResult
+from quantizer.engines.files import checked_engine
+from quantizer.engines.files import checked_onnx
+from quantizer.engines.files import checked_output
+from quantizer.engines.files import whole_file
+from quantizer.engines.monitor import BuildMonitor
+from quantizer.engines.monitor import run_monitored
+from quantizer.engines.monitor import trt_monitor
+from quantizer.engines.optional import import_library
+from quantizer.engines.registry import backends
+from quantizer.engines.tensorrt_run import TensorRTEngine
+from quantizer.engines.tensorrt_run import TrtLog
+from quantizer.engines.tensorrt_run import trt_log
+from quantizer.errors import EngineError
+
+__all__ = ["TensorRTBackend"]
+
+
+class TensorRTBackend:
+    """Builds engines with one module of the TensorRT family.
+
+    Args:
+        name: the backend's name, which is also that of the extra.
+        modules: where its Python API may be found, best first.
+    """
+
+    def __init__(self, name: str, modules: Sequence[str]) -> None:
+        self.name = name
+        self._modules = tuple(modules)
+
+    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
+        """Parse the ONNX file, build for ``options.dynamic`` and ``options.compute_capability``, write the engine."""
+        started = time.perf_counter()
+        checked_onnx(onnx_path)
+        checked_output(engine_path)
+        trt = self._import()
+        log = TrtLog()
+        builder = self._builder(trt, log)
+        # Strong typing is the only mode of newer releases, which accept the flag and ignore it.
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        config = builder.create_builder_config()
+        if options.compute_capability is not None:
+            config.num_compute_capabilities = 1
+            config.set_compute_capability(self._capability(trt, options.compute_capability), 0)
+        parser = _parse(trt, network, log, onnx_path)
+        _add_ranges(builder, config, network, options.dynamic)
+        state = BuildMonitor()
+        config.progress_monitor = trt_monitor(trt, state)
+        log.errors.clear()
+        plan = run_monitored(lambda: builder.build_serialized_network(network, config), state, options.progress)
+        if plan is None:
+            raise EngineError(
+                f"{self.name} could not build {onnx_path}: {log.reason()}{_narrow_nodes(trt, network, log)}"
+            )
+        # The network refers to weights that the parser owns.
+        del parser
+        with whole_file(engine_path) as part:
+            part.write_bytes(memoryview(plan))
+        if options.progress:
+            options.progress(1.0, "written")
+        return BuildResult(
+            engine_path, engine_path.stat().st_size, time.perf_counter() - started, tuple(dict.fromkeys(log.warnings))
+        )
+
+    def load(self, path: Path, *, threads: int = 1) -> TensorRTEngine:
+        """Load an engine onto the GPU; ``threads`` has no meaning there.
+
+        Raises:
+            EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
+        """
+        checked_engine(path)
+        return TensorRTEngine(self.name, self._import(), path)
+
+    def _import(self) -> Any:
+        return import_library(self.name, *self._modules)
+
+    def _builder(self, trt: Any, log: TrtLog) -> Any:
+        try:
+            return trt.Builder(trt_log(trt, log))
+        except TypeError as error:
+            # What the bindings make of a null pointer: TensorRT needs a GPU for its builder already.
+            raise EngineError(
+                f"{self.name} cannot build on this machine: {log.reason()}; backend tensorrt-rtx builds without a GPU"
+            ) from error
+
+    def _capability(self, trt: Any, name: str) -> Any:
+        if not hasattr(trt, "ComputeCapability"):
+            raise EngineError(
+                f"backend {self.name} builds for the GPU of this machine: leave out compute_capability {name!r}, "
+                "or use backend tensorrt-rtx"
+            )
+        known = {key.lower(): value for key, value in trt.ComputeCapability.__members__.items() if key.startswith("SM")}
+        if name.lower() not in known:
+            raise EngineError(f"unknown compute capability {name!r} for {self.name}; known: {', '.join(known)}")
+        return known[name.lower()]
+
+
+def _parse(trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:
+    """Fill ``network``; the parser, which owns its weights.
+
+    Raises:
+        EngineError: the parser refused nodes, all of which are named.
+    """
+    parser = trt.OnnxParser(network, trt_log(trt, log))
+    if parser.parse_from_file(str(onnx_path)):
+        return parser
+    problems = []
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        where = f"node {error.node_name()!r} ({error.node_operator()}): " if error.node_operator() else ""
+        problems.append(f"  - {where}{error.desc()}")
+    raise EngineError(f"{trt.__name__} refused {onnx_path}:\n" + "\n".join(problems or [f"  - {log.reason()}"]))
+
+
+def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, Sequence[int]]) -> None:
+    """Give each dynamic dimension of each input its range, found by its name in the ONNX file.
+
+    Raises:
+        EngineError: a dimension has no range; all such are named.
+    """
+    profile = builder.create_optimization_profile()
+    missing = []
+    found = False
+    for tensor in (network.get_input(index) for index in range(network.num_inputs)):
+        ranges = []
+        for axis, size in enumerate(tuple(tensor.shape)):
+            name = tensor.get_dimension_name(axis)
+            if size != -1:
+                ranges.append((size, size, size))
+            elif name in dynamic:
+                ranges.append(tuple(dynamic[name]))
+            else:
+                missing.append(f"input {tensor.name!r}, axis {axis} ({name or 'no name'})")
+        if -1 in tuple(tensor.shape) and len(ranges) == len(tensor.shape):
+            profile.set_shape(tensor.name, *zip(*ranges, strict=True))
+            found = True
+    if missing:
+        raise EngineError(
+            f"dynamic dimensions without a range: {'; '.join(missing)}; ranges were given for: "
+            f"{', '.join(dynamic) or 'none'}. Give each one [smallest, usual, largest] under its name"
+        )
+    if found:
+        config.add_optimization_profile(profile)
+
+
+def _narrow_nodes(trt: Any, network: Any, log: TrtLog) -> str:
+    """Names of the nodes that make FP8 or FP4, when the builder complained of types that a GPU generation lacks."""
+    if "datatypes" not in log.reason():
+        return ""
+    narrow = {getattr(trt, name) for name in ("fp8", "fp4") if hasattr(trt, name)}
+    layers = (network.get_layer(index) for index in range(network.num_layers))
+    names = [
+        layer.name
+        for layer in layers
+        if any(layer.get_output(index).dtype in narrow for index in range(layer.num_outputs))
+    ]
+    return f"; nodes with such types: {', '.join(names)}" if names else ""
+
+
+backends.add("tensorrt")(TensorRTBackend("tensorrt", ["tensorrt"]))
+backends.add("tensorrt-rtx")(TensorRTBackend("tensorrt-rtx", ["tensorrt_rtx_bindings", "tensorrt_rtx"]))

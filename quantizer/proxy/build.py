@@ -1,0 +1,123 @@
+"""Making a proxy: copy the module tree, share its tensors, swap the classes, hang in the sites."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import ProxyError
+from quantizer.proxy.attention import use_eager_attention
+from quantizer.proxy.classes import REWRITER
+from quantizer.proxy.classes import original_class
+from quantizer.proxy.site import Site
+from quantizer.source.find import SiteSource
+
+__all__ = ["SkippedSource", "build_proxy", "is_proxy", "sites_of", "skipped_sources", "source_diff"]
+
+_MARK = "_quantizer_proxy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkippedSource:
+    """A site whose text cannot be rewritten, or a class whose source cannot be read."""
+
+    path: str
+    host_type: str
+    source: SiteSource | None
+    reason: str
+
+
+def is_proxy(model: nn.Module) -> bool:
+    """Whether ``model`` was made by ``build_proxy``."""
+    return _MARK in model.__dict__
+
+
+def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
+    """A copy of ``model`` with every quantizable call behind a ``Site``; all sites off.
+
+    Parameters, buffers and other tensors are shared; everything else (configs, lists of modules, bound methods) is the
+    proxy's own. The model itself is not changed.
+
+    Args:
+        model: any module.
+        eager_attention: run attention as MatMul, Softmax, MatMul, whose products are sites, instead of the model's own
+            implementation.
+
+    Raises:
+        ProxyError: ``model`` is no module, or is a proxy itself.
+    """
+    if not isinstance(model, nn.Module):
+        raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
+    if is_proxy(model):
+        raise ProxyError("this is a proxy already; pass the float model that it was made from")
+    proxy = copy.deepcopy(model, _shared_tensors(model))
+    proxy.__dict__[_MARK] = True
+    reachable = REWRITER.reachable(model)
+    for path, module in list(proxy.named_modules()):
+        rewritten = REWRITER.rewrite(type(module), reachable)
+        if rewritten.cls is not type(module):
+            module.__class__ = rewritten.cls
+        for source in rewritten.sites:
+            if source.reason is None:
+                _attach(module, path, source)
+    if eager_attention:
+        use_eager_attention(proxy)
+    return proxy
+
+
+def sites_of(proxy: nn.Module) -> Iterator[Site]:
+    """All sites of a proxy, in the order of its modules."""
+    for module in proxy.modules():
+        if isinstance(module, Site):
+            yield module
+
+
+def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
+    """Sites of a model or proxy that stay outside, because of their text."""
+    reachable = REWRITER.reachable(model)
+    for path, module in model.named_modules():
+        rewritten = REWRITER.rewrite(original_class(module), reachable)
+        name = rewritten.original.__name__
+        for source in rewritten.sites:
+            if source.reason is not None:
+                yield SkippedSource(path=_join(path, source.name), host_type=name, source=source, reason=source.reason)
+        for problem in rewritten.problems:
+            yield SkippedSource(path=path, host_type=name, source=None, reason=problem)
+
+
+def source_diff(model: nn.Module) -> str:
+    """A unified diff, original source to rewritten source, of all functions that a proxy of ``model`` replaces."""
+    reachable = REWRITER.reachable(model)
+    keys = {key for module in model.modules() for key in REWRITER.rewrite(original_class(module), reachable).keys}
+    files = {file.rewritten_name: file for file in REWRITER.rebuilder.files.values()}
+    names = sorted({name for name, _ in keys})
+    return "".join(files[name].diff([key for owner, key in keys if owner == name]) for name in names)
+
+
+def _shared_tensors(model: nn.Module) -> dict[int, Any]:
+    """A memo for ``copy.deepcopy`` that says of every tensor: this is its own copy."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]
+        memo.update({id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
+    return memo
+
+
+def _attach(module: nn.Module, path: str, source: SiteSource) -> None:
+    if hasattr(module, source.attribute):
+        raise ProxyError(
+            f"{path or 'the model'} ({type(module).__name__}) has an attribute {source.attribute!r}, the name of a "
+            f"site; rename it"
+        )
+    site = Site(source, _join(path, source.name))
+    site.train(module.training)
+    module.add_module(source.attribute, site)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

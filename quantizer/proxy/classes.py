@@ -1,0 +1,172 @@
+"""Generated classes: a module's own class with its functions rewritten.
+
+For a class ``C(P)`` the generated class of C derives from C *and* from the generated class of P, in this order of
+resolution: generated C, C, generated P, P. So ``super()`` in C's rewritten method, whose ``__class__`` is still C,
+finds P's rewritten method.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from quantizer.proxy.site import Site
+from quantizer.source.find import SiteSource
+from quantizer.source.rebuild import Rebuilder
+from quantizer.source.text import Key
+
+__all__ = ["REWRITER", "ClassRewriter", "Rewritten", "original_class", "restore"]
+
+# They compute nothing, and the additions in their source are of indices.
+_LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(kw_only=True, slots=True)
+class Rewritten:
+    """What became of one class: the generated class (the class itself where nothing changed), its sites, problems."""
+
+    cls: type[nn.Module]
+    original: type[nn.Module]
+    sites: tuple[SiteSource, ...]
+    keys: frozenset[tuple[str, Key]]
+    problems: tuple[str, ...]
+
+
+class ClassRewriter:
+    """Makes generated classes, each once.
+
+    Attributes:
+        rebuilder: rewrites the functions.
+        done: results by original class and the names of those of its functions that may run in a forward pass.
+        read: attribute names that a class's functions mention, by class and function name.
+    """
+
+    def __init__(self) -> None:
+        self.rebuilder = Rebuilder()
+        self.done: dict[tuple[type[nn.Module], frozenset[str]], Rewritten] = {}
+        self.read: dict[type[nn.Module], dict[str, set[str]]] = {}
+
+    def reachable(self, model: nn.Module) -> frozenset[str]:
+        """Names of the functions that a forward pass of ``model`` may run.
+
+        Starts from ``forward`` and from what the root's own class defines, and follows every attribute name that a
+        function found so far mentions. That leaves out construction, resizing, saving and the like, whose arithmetic
+        is none of ours.
+        """
+        classes = {cls for module in model.modules() for cls in original_class(module).__mro__ if _is_ours(cls)}
+        root = vars(original_class(model))
+        names = {"forward"} | {name for name in root if not name.startswith("_")}
+        reached: set[str] = set()
+        while names - reached:
+            name = (names - reached).pop()
+            reached.add(name)
+            for cls in classes:
+                names |= self._functions(cls).get(name, set())
+        return frozenset(name for cls in classes for name in self._functions(cls) if name in reached)
+
+    def _functions(self, cls: type[nn.Module]) -> dict[str, set[str]]:
+        if cls not in self.read:
+            self.read[cls] = {name: self.rebuilder.names_read(attribute) for name, attribute in vars(cls).items()}
+        return self.read[cls]
+
+    def rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
+        """The generated class of a module class, with those of its functions rewritten that are ``reachable``."""
+        relevant = frozenset(name for base in cls.__mro__ if _is_ours(base) for name in vars(base)) & reachable
+        key = (cls, relevant)
+        if key not in self.done:
+            self.done[key] = self._rewrite(cls, relevant)
+        return self.done[key]
+
+    def _rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
+        if not _is_ours(cls):
+            return Rewritten(cls=cls, original=cls, sites=(), keys=frozenset(), problems=())
+        parents = [self.rewrite(base, reachable) for base in cls.__bases__]
+        namespace: dict[str, Any] = {}
+        sites: list[SiteSource] = []
+        keys: set[tuple[str, Key]] = set()
+        problems: list[str] = []
+        for name, attribute in vars(cls).items():
+            if name not in reachable:
+                continue
+            rebuilt = self.rebuilder.rebuild(attribute)
+            sites += [site for site in rebuilt.sites if site not in sites]
+            keys |= rebuilt.keys
+            if rebuilt.function is not None:
+                namespace[name] = rebuilt.function
+            if rebuilt.problem is not None and rebuilt.problem not in problems:
+                problems.append(rebuilt.problem)
+        for parent in parents:
+            sites += [site for site in parent.sites if site not in sites]
+            keys |= parent.keys
+            problems += [problem for problem in parent.problems if problem not in problems]
+        generated = [parent.cls for parent in parents if parent.cls is not parent.original]
+        made = cls
+        if namespace or generated:
+            made = self._derive(cls, (cls, *generated), {**namespace, "_quantizer_reachable": reachable})
+        return Rewritten(
+            cls=made, original=cls, sites=tuple(sites), keys=frozenset(keys), problems=tuple(problems)
+        )
+
+    def _derive(self, cls: type[nn.Module], bases: tuple[type, ...], namespace: dict[str, Any]) -> type[nn.Module]:
+        """A subclass that calls itself what ``cls`` does.
+
+        Libraries look classes up by ``str(type(module))``, which is made of ``__module__`` and ``__qualname__``; with
+        another name they would find nothing, silently.
+        """
+        body = {
+            **namespace,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "__reduce_ex__": _reduce_ex,
+            "_quantizer_original_class": cls,
+        }
+
+
+        if issubclass(cls, nn.Sequential | nn.ModuleList):
+            body.update(__iter__=_iterate_children, __len__=_count_children)
+        made: type[nn.Module] = types.new_class(cls.__name__, bases, exec_body=lambda ns: ns.update(body))
+        return made
+
+
+def _children(container: nn.Module) -> list[nn.Module]:
+    return [module for module in container._modules.values() if module is not None and not isinstance(module, Site)]
+
+
+def _iterate_children(container: nn.Module) -> Iterator[nn.Module]:
+    """A container's own children: its sites are children too, and must not run as a layer."""
+    return iter(_children(container))
+
+
+def _count_children(container: nn.Module) -> int:
+    return len(_children(container))
+
+
+REWRITER = ClassRewriter()
+"""One for the process: classes and synthetic modules are made once and shared by all proxies."""
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """A module's class as its author wrote it."""
+    original: type[nn.Module] = getattr(type(module), "_quantizer_original_class", type(module))
+    return original
+
+
+def _is_ours(cls: type) -> bool:
+    return issubclass(cls, nn.Module) and cls not in _LEFT_ALONE
+
+
+def restore(original: type[nn.Module], reachable: frozenset[str]) -> nn.Module:
+    """An empty instance of the generated class of ``original``; how a pickled or copied proxy is made anew."""
+    generated = REWRITER.rewrite(original, reachable).cls
+    return generated.__new__(generated)
+
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    # A class made at run time cannot be found by its name; its original can, and is rewritten again on arrival.
+    cls: Any = type(self)
+    return restore, (cls._quantizer_original_class, cls._quantizer_reachable), self.__getstate__()

@@ -1,0 +1,75 @@
+"""The quantizer of one operand: an activation rounded at run time, or a weight held as integers.
+
+Legend: x [*] the operand; scale [] or [C]; stored [*] the weight's steps, in the storage type of its dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.numerics import ops
+from quantizer.numerics.qtype import qtype
+
+__all__ = ["OperandQuantizer"]
+
+
+class OperandQuantizer(nn.Module):
+    """Rounds one operand of a site to what its dtype holds. Until ``set_scale`` it passes its operand through.
+
+    Attributes:
+        enabled: off, the operand passes through untouched.
+        scale: float [] (per tensor) or [C] (along ``axis``); None until a range is set.
+        stored: the weight's steps once it is frozen; None for an activation.
+        handed_over: the host's parameter is gone and its ``weight`` reads from here, so the operand that arrives is
+            already the dequantized weight.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = False
+        self.dtype = "int8"
+        self.axis: int | None = None
+        self.handed_over = False
+        self.register_buffer("scale", None)
+        self.register_buffer("stored", None)
+        self.scale: Tensor | None
+        self.stored: Tensor | None
+
+    def set_scale(self, scale: Tensor, dtype: str, axis: int | None) -> None:
+        """Fix the range and switch on. Scale must be positive and finite."""
+        if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+            raise ValueError("a scale must be positive and finite")
+        self.scale = scale.detach().clone()
+        self.dtype = dtype
+        self.axis = axis
+        self.enabled = True
+
+    def store(self, weight: Tensor) -> None:
+        """Keep the weight as integers; from now on the operand that arrives is ignored."""
+        assert self.scale is not None
+        self.stored = ops.quantize(weight.detach(), self.scale, self.dtype, self.axis)
+
+    def dequantized(self) -> Tensor:
+        """The stored weight in the scale's dtype."""
+        assert self.scale is not None
+        assert self.stored is not None
+        result: Tensor = ops.dequantize(self.stored, self.scale, self.axis)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.enabled or self.handed_over:
+            return x
+        if self.stored is not None:
+            return self.dequantized()
+        result: Tensor = ops.fake_quantize(x, self.scale, self.dtype, self.axis)
+        return result
+
+    def extra_repr(self) -> str:
+        if self.scale is None:
+            return "off"
+        kind = "per tensor" if self.axis is None else f"per channel, axis {self.axis}"
+        amax = float(self.scale.float().max()) * qtype(self.dtype).qmax
+        state = "stored" if self.stored is not None else "rounding" if self.enabled else "off"
+        return f"{self.dtype}, {kind}, amax {amax:.4g}, {state}"

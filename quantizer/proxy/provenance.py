@@ -1,0 +1,87 @@
+"""Where tensors come from, while a proxy observes: what makes an add a *residual* add.
+
+A dispatch mode sees every operation below Python and hands a tensor's origin on to what is computed from it. The
+origin is the last site that made it. Tensors themselves carry nothing of ours: the table is keyed by identity and
+forgets a tensor when it dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["Origin", "Provenance"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a tensor was last made by.
+
+    ``kind`` is ``weighted`` (a linear or convolution), ``product`` (of two activations), ``add`` (an add of two
+    tensors) or ``parameter`` (computed from parameters alone); ``name`` tells two of a kind apart.
+    """
+
+    kind: str
+    name: str
+
+
+class Provenance(TorchDispatchMode):
+    """Tracks origins while it is entered.
+
+    Attributes:
+        origins: by tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.origins: Any = WeakIdKeyDictionary()
+
+    def mark(self, value: Any, origin: Origin) -> None:
+        """Say that ``value`` was made by a site."""
+        if isinstance(value, Tensor):
+            self.origins[value] = origin
+
+    def origin(self, value: Tensor) -> Origin | None:
+        """The origin of a tensor; None where nothing is known of it."""
+        if isinstance(value, nn.Parameter):
+            return Origin("parameter", "")
+        found: Origin | None = self.origins.get(value)
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        if isinstance(first, Tensor) and first.is_floating_point():
+            origin = self._joined([*_tensors(args), *_tensors(kwargs.values())])
+            if origin is not None:
+                self.origins[first] = origin
+        return result
+
+    def _joined(self, inputs: Sequence[Tensor]) -> Origin | None:
+        """The origin of what is computed from ``inputs``: that of the first input with one, parameters last."""
+        known = [origin for origin in map(self.origin, inputs) if origin is not None]
+        computed = [origin for origin in known if origin.kind != "parameter"]
+        if computed:
+            return computed[0]
+        return known[0] if known and len(known) == len(inputs) else None
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                found.append(value)
+        elif isinstance(value, tuple | list):
+            found += [item for item in value if isinstance(item, Tensor) and item.is_floating_point()]
+    return found
+

@@ -1,0 +1,126 @@
+"""A site: one call of a quantizable operation, as a child of the module whose code makes it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+from typing import Protocol
+
+from torch import Tensor
+from torch import nn
+
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.source.catalogue import Operation
+from quantizer.source.catalogue import operation
+from quantizer.source.find import SiteSource
+
+__all__ = ["Observer", "Site"]
+
+
+class Observer(Protocol):
+    """Who is told of each call of a site while a proxy observes."""
+
+    def before(self, site: Site, values: list[Any]) -> None:
+        """The operands, in the catalogue's order, None where one was not given."""
+
+    def after(self, site: Site, result: Any) -> None:
+        """What the float operation gave."""
+
+
+def _call_method(name: str) -> Callable[..., Any]:
+    def call(value: Any, *args: Any, **keywords: Any) -> Any:
+        return getattr(value, name)(*args, **keywords)
+
+    return call
+
+
+_FORMS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("operator", "matmul"): operator.matmul,
+    ("operator", "add"): operator.add,
+    ("inplace", "matmul"): operator.imatmul,
+    ("inplace", "add"): operator.iadd,
+}
+
+
+class Site(nn.Module):
+    """Stands in the rewritten source where the operation stood, and calls it.
+
+    While nothing is switched on it calls the original with the original arguments and nothing else.
+
+    Attributes:
+        source: where it stands in the source.
+        path: its name: the host module's path and the source's name.
+        observer: told of each call (None: nobody).
+        active: at least one operand is rounded.
+        quantizers: names of the child modules that hold the operand quantizers, in the catalogue's order.
+    """
+
+    def __init__(self, source: SiteSource, path: str) -> None:
+        super().__init__()
+        self.source = source
+        self.path = path
+        self.observer: Observer | None = None
+        self.active = False
+        entry = operation(source.operation)
+        # The names that users of NVIDIA's toolkit know end in _input_quantizer and _weight_quantizer.
+        self.quantizers = tuple(_quantizer_name(operand.name) for operand in entry.operands)
+        for name in self.quantizers:
+            self.add_module(name, OperandQuantizer())
+        self._implied = None if source.form == "call" else _implied(source.form, entry)
+
+    @property
+    def operation(self) -> Operation:
+        """The catalogue's entry."""
+        return operation(self.source.operation)
+
+    def quantizer(self, index: int) -> OperandQuantizer:
+        """The quantizer of one operand."""
+        found = self._modules[self.quantizers[index]]
+        assert isinstance(found, OperandQuantizer)
+        return found
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        if self._implied is None:
+            function, *rest = args
+        else:
+            function, rest = self._implied, list(args)
+        if self.active:
+            self._round(rest, keywords)
+        elif self.observer is not None:
+            self.observer.before(self, self._operands(rest, keywords))
+            result = function(*rest, **keywords)
+            self.observer.after(self, result)
+            return result
+        return function(*rest, **keywords)
+
+    def _operands(self, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
+        return [
+            args[operand.index] if operand.index < len(args) else keywords.get(operand.keyword)
+            for operand in self.operation.operands
+        ]
+
+    def _round(self, args: list[Any], keywords: dict[str, Any]) -> None:
+        """Replace the operands in place by what their quantizers make of them."""
+        for position, operand in enumerate(self.operation.operands):
+            quantizer = self.quantizer(position)
+            if operand.index < len(args):
+                args[operand.index] = quantizer(args[operand.index])
+            elif operand.keyword in keywords:
+                keywords[operand.keyword] = quantizer(keywords[operand.keyword])
+
+    def extra_repr(self) -> str:
+        return f"{self.source.operation}, line {self.source.line}"
+
+
+def _implied(form: str, entry: Operation) -> Callable[..., Any]:
+    return _call_method(entry.methods[0]) if form == "method" else _FORMS[form, entry.name]
+
+
+def _quantizer_name(operand: str) -> str:
+    return f"_{operand}_quantizer" if operand in ("input", "weight") else f"_{operand}_input_quantizer"
+
+
+def is_tensor(value: Any) -> bool:
+    """A floating-point tensor."""
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,47 @@
+"""A registry: a decorator, one dictionary, and an error that lists the names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic
+from typing import TypeVar
+
+from quantizer.errors import ConfigError
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Named entries of one kind.
+
+    Add an entry with ``@registry.add("name")`` above a class or function; look it up with ``registry["name"]``.
+
+    Args:
+        kind: what the entries are, in the words of an error message ("calibrator").
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str) -> Callable[[T], T]:
+        """Register the decorated object under ``name``."""
+
+        def decorate(entry: T) -> T:
+            if name in self._entries:
+                raise ValueError(f"{self.kind} {name!r} is registered twice")
+            self._entries[name] = entry
+            return entry
+
+        return decorate
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._entries:
+            raise ConfigError([f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}"])
+        return self._entries[name]
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted(self._entries)

@@ -1,0 +1,88 @@
+"""What a figure depends on besides the code: installed versions and the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["PACKAGES", "collect_machine", "collect_versions"]
+
+PACKAGES = (
+    "quantizer",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "scipy",
+    "scikit-learn",
+    "onnx",
+    "onnx-ir",
+    "onnxscript",
+    "onnxruntime",
+    "openvino",
+    "tensorrt",
+    "tensorrt-rtx-cu13-bindings",
+    "tensorrt-rtx-cu13-libs",
+    "nncf",
+)
+"""Distributions whose version can change a figure of a run."""
+
+_INSTRUCTIONS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm", "sve")
+"""CPU flags that decide how fast INT8 is, in /proc/cpuinfo's spelling."""
+
+
+def collect_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Version of each of ``packages`` that is installed, in the given order; the others are left out."""
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def collect_machine() -> dict[str, str | int | float | None]:
+    """``cpu``, ``instructions``, ``cores`` (usable by this process), ``memory_gib``, ``os`` and ``python``.
+
+    ``memory_gib`` is the machine's memory, None where the system does not tell.
+    """
+    info = _cpu_info()
+    flags = set(info.get("flags", info.get("features", "")).split())
+    return {
+        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "instructions": ", ".join(name for name in _INSTRUCTIONS if name in flags) or None,
+        "cores": _usable_cores(),
+        "memory_gib": _memory_gib(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_info() -> dict[str, str]:
+    """First block of /proc/cpuinfo, keys in lower case; empty on other systems."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = re.findall(r"^([^:\n]+?)\s*:\s*(.*)$", text.split("\n\n")[0], flags=re.MULTILINE)
+    return {key.lower(): value for key, value in pairs}
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_gib() -> float | None:
+    try:
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+    return round(pages * page_bytes / 2**30, 1) if pages > 0 else None

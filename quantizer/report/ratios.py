@@ -1,0 +1,79 @@
+"""Entries with their ratios, from raw measurements: the division is done here and nowhere else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import TypeVar
+
+from quantizer.errors import QuantizerError
+from quantizer.report.record import LatencyEntry
+from quantizer.report.record import MemoryEntry
+from quantizer.report.record import SizeEntry
+
+__all__ = ["latency_entries", "memory_entries", "quantized_entry", "reference_entry", "size_entries"]
+
+Entry = TypeVar("Entry", LatencyEntry, SizeEntry, MemoryEntry)
+
+
+def latency_entries(times_ms: Mapping[str, Sequence[float]], reference: str = "float") -> tuple[LatencyEntry, ...]:
+    """Median, extremes and speed-up of each engine.
+
+    Args:
+        times_ms: milliseconds of each batch, by engine.
+        reference: the engine that ratios are taken to.
+
+    Raises:
+        QuantizerError: the reference is missing, or an engine has no times.
+    """
+    empty = [name for name, times in times_ms.items() if not times]
+    if empty:
+        raise QuantizerError(f"latency of {empty[0]!r}: no times; give at least one")
+    medians = {name: float(statistics.median(times)) for name, times in times_ms.items()}
+    ratios = _ratios(medians, reference, "latency")
+    return tuple(
+        LatencyEntry(
+            name=name,
+            median_ms=medians[name],
+            min_ms=float(min(times)),
+            max_ms=float(max(times)),
+            ratio_to_float=ratios[name],
+        )
+        for name, times in times_ms.items()
+    )
+
+
+def size_entries(sizes_bytes: Mapping[str, int], reference: str = "float") -> tuple[SizeEntry, ...]:
+    """Size and ratio of each form; arguments and errors as :func:`latency_entries`."""
+    ratios = _ratios(sizes_bytes, reference, "size")
+    return tuple(SizeEntry(name=name, bytes=int(size), ratio=ratios[name]) for name, size in sizes_bytes.items())
+
+
+def memory_entries(peaks_mib: Mapping[str, float], reference: str = "float") -> tuple[MemoryEntry, ...]:
+    """Peak memory and ratio of each form; arguments and errors as :func:`latency_entries`."""
+    ratios = _ratios(peaks_mib, reference, "memory")
+    return tuple(MemoryEntry(name=name, peak_mib=float(peak), ratio=ratios[name]) for name, peak in peaks_mib.items())
+
+
+def reference_entry(entries: Sequence[Entry]) -> Entry | None:
+    """The float entry: the one named ``float``, else the first; None where there is none."""
+    named = [entry for entry in entries if entry.name == "float"]
+    return (named or list(entries) or [None])[0]
+
+
+def quantized_entry(entries: Sequence[Entry]) -> Entry | None:
+    """The entry that the headline is about: the one named ``engine``, else the last that is not the reference."""
+    named = [entry for entry in entries if entry.name == "engine"]
+    reference = reference_entry(entries)
+    others = [entry for entry in entries if entry is not reference]
+    return (named or others[::-1] or [None])[0]
+
+
+def _ratios(values: Mapping[str, float], reference: str, what: str) -> dict[str, float]:
+    if reference not in values:
+        raise QuantizerError(f"{what}: no entry {reference!r} to take ratios to; there are: {', '.join(values)}")
+    wrong = [name for name, value in values.items() if not value > 0]
+    if wrong:
+        raise QuantizerError(f"{what} of {wrong[0]!r} is {values[wrong[0]]}; expected a number above 0")
+    return {name: float(values[reference] / value) for name, value in values.items()}

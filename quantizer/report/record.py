@@ -1,0 +1,275 @@
+"""The record of a run: what was done, what it cost and what it won, as frozen data.
+
+Every dataclass here is one object of ``report.json``; the text under a field is its documentation, from which
+``docs/report-format.md`` is made. All ratios read the same way: float divided by this, so larger is better.
+A field added, removed or changed in meaning needs a new :data:`VERSION`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import fields
+from typing import Any
+
+__all__ = [
+    "VERSION",
+    "EngineFile",
+    "Fallback",
+    "Latency",
+    "LatencyEntry",
+    "MemoryEntry",
+    "ModelFacts",
+    "Operand",
+    "RunRecord",
+    "Score",
+    "SensitivityRow",
+    "Site",
+    "SizeEntry",
+    "Stage",
+]
+
+VERSION = 1
+
+
+class _Record:
+    """Base: lists given to a constructor become tuples, so that a record is hashable in parts and compares by value."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            value = getattr(self, item.name)
+            if isinstance(value, list):
+                object.__setattr__(self, item.name, tuple(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts(_Record):
+    """The model that the run started from."""
+
+    source: str
+    """Where the model came from: a folder, a hub name, or ``package:NAME/FOLDER``."""
+    task: str
+    """The task it was run as, such as ``sentence-similarity``."""
+    parameters: int
+    """Number of parameters of the float model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score(_Record):
+    """The score of one form of the model on the evaluation data."""
+
+    which: str
+    """Which form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine)."""
+    value: float
+    """The metric's value."""
+    metric: str
+    """Name of the metric, such as ``spearman`` or ``accuracy``."""
+    paired: Mapping[str, float | None] = field(default_factory=dict)
+    """Figures against the float model on the same inputs, by name: ``label_flips`` (a share), ``mean_cosine``."""
+    difference: float | None = None
+    """This value minus the float value; null for float itself."""
+    interval: tuple[float, float] | None = None
+    """95% bootstrap interval [low, high] of the difference; null where it was not computed."""
+    rows: int | None = None
+    """Number of evaluation examples."""
+    higher_is_better: bool = True
+    """Whether a larger value is a better one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyEntry(_Record):
+    """How long one batch takes in one engine."""
+
+    name: str
+    """The engine; ``float`` names the reference and ``engine`` the quantized engine of this run."""
+    median_ms: float
+    """Median time of one batch, in milliseconds."""
+    min_ms: float
+    """Shortest time of one batch, in milliseconds."""
+    max_ms: float
+    """Longest time of one batch, in milliseconds."""
+    ratio_to_float: float
+    """Speed-up: the float median divided by this median; above 1 is faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency(_Record):
+    """Latencies of all engines, measured interleaved in one run."""
+
+    batch: int
+    """Examples in the batch."""
+    sequence: int | None
+    """Tokens in each example; null for a model without a sequence."""
+    threads: int
+    """Threads that each engine may use."""
+    engines: tuple[LatencyEntry, ...]
+    """One entry per engine, the float reference first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeEntry(_Record):
+    """What one form of the model takes on disk."""
+
+    name: str
+    """The form; ``float`` names the reference and ``engine`` the quantized one."""
+    bytes: int
+    """Size in bytes."""
+    ratio: float
+    """The float size divided by this size; above 1 is smaller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEntry(_Record):
+    """What one form of the model takes in memory while it runs."""
+
+    name: str
+    """The form; ``float`` names the reference and ``engine`` the quantized one."""
+    peak_mib: float
+    """Peak memory in MiB."""
+    ratio: float
+    """The float peak divided by this peak; above 1 is less memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand(_Record):
+    """One operand of a site."""
+
+    name: str
+    """Name of the operand quantizer."""
+    role: str
+    """``activation`` or ``weight``."""
+    quantized: bool
+    """Whether this operand is in low precision."""
+    amax: float | None = None
+    """Largest absolute value that is represented (of all channels); null where there is no range."""
+    scale: float | None = None
+    """Step between two neighbouring values (the largest of all channels); null where there is no range."""
+    channels: int = 1
+    """Number of ranges: 1 is per tensor, more is one for each output channel."""
+    sqnr_db: float | None = None
+    """Signal to quantization noise of this operand in calibration, in dB; null where it was not measured."""
+    clipped: float | None = None
+    """Share of the values beyond the range in calibration, 0 to 1; null where it was not measured."""
+    group: str | None = None
+    """The group that shares this operand's range; null where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site(_Record):
+    """One call of a quantizable operation, quantized or not."""
+
+    name: str
+    """Full name: the path of the module and the operation in its function."""
+    kind: str
+    """Kind of operation: ``linear``, ``conv``, ``matmul``, ``residual_add``."""
+    host_type: str
+    """Type of the module that runs the operation."""
+    file: str
+    """Source file that holds the operation."""
+    line: int
+    """Line in that file, from 1."""
+    quantized: bool
+    """Whether the site runs in low precision."""
+    reason: str
+    """Why it is quantized, or why not."""
+    rule: str | None = None
+    """The rule of the configuration that decided, such as ``exclude.names: classifier``; null where none did."""
+    multiply_adds: int | None = None
+    """Multiply-adds of one call in calibration; null where they were not counted."""
+    operands: tuple[Operand, ...] = ()
+    """The operands that can be quantized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityRow(_Record):
+    """What quantizing one group alone costs."""
+
+    group: str
+    """Name of the group."""
+    kind: str
+    """Kind of the group's sites."""
+    layer: int | str | None = None
+    """The layer it belongs to; null outside the layers."""
+    sites: tuple[str, ...] = ()
+    """Names of the sites in the group."""
+    error: float
+    """Relative error of the model's output with only this group quantized: 0.01 is 1%."""
+    rank: int
+    """Place in the ranking, from 1, the most sensitive."""
+    fallback: bool = False
+    """Whether the group was put back to float."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fallback(_Record):
+    """The groups that were put back to float."""
+
+    groups: tuple[str, ...]
+    """Names of the groups."""
+    reason: str
+    """Why these: the budget that was given, such as ``num=4``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFile(_Record):
+    """The engine that was built."""
+
+    backend: str
+    """Backend it was built for, such as ``openvino``."""
+    path: str
+    """Its file, relative to the run folder."""
+    build_seconds: float
+    """Time to build it, in seconds."""
+    verified: str
+    """What was checked on it, and the outcome."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(_Record):
+    """One stage of the run."""
+
+    name: str
+    """Name of the stage."""
+    seconds: float
+    """How long it took, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(_Record):
+    """The whole run; the top object of ``report.json``."""
+
+    version: int = VERSION
+    """Version of this format; a reader refuses every other."""
+    name: str
+    """Name of the run."""
+    created: str
+    """When the run started, ISO 8601 with time zone."""
+    config: Mapping[str, Any]
+    """The resolved configuration, every default filled in."""
+    model: ModelFacts
+    """The model that the run started from."""
+    scores: tuple[Score, ...] = ()
+    """Scores of float, proxy and engine; empty where nothing was evaluated."""
+    latency: Latency | None = None
+    """Latencies; null where they were not measured."""
+    size: tuple[SizeEntry, ...] = ()
+    """Sizes on disk; empty where they were not measured."""
+    memory: tuple[MemoryEntry, ...] = ()
+    """Peak memory; empty where it was not measured."""
+    coverage: tuple[Site, ...] = ()
+    """Every site found, quantized or not."""
+    sensitivity: tuple[SensitivityRow, ...] = ()
+    """The ranking of groups; empty where it was not measured."""
+    fallback: Fallback | None = None
+    """The groups put back to float; null where none were."""
+    engine: EngineFile | None = None
+    """The engine; null where none was built."""
+    diff: str = ""
+    """The rewritten source as a unified diff; may be long."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Installed version of each package that the run depends on."""
+    machine: Mapping[str, str | int | float | None] = field(default_factory=dict)
+    """Facts of the machine: ``cpu``, ``instructions``, ``cores``, ``memory_gib``, ``os``, ``python``."""
+    stages: tuple[Stage, ...] = ()
+    """The stages in order, with their durations."""

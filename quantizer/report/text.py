@@ -1,0 +1,95 @@
+"""Numbers as text, in ASCII so that every terminal can show them."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["count", "decibels", "interval", "mebibytes", "milliseconds", "percent", "plain", "score", "seconds"]
+__all__ += ["shorten", "significant", "signed", "times"]
+
+
+def score(value: float) -> str:
+    """A metric's value: ``0.8203``."""
+    return f"{value:.4f}"
+
+
+def signed(value: float) -> str:
+    """A difference with its sign: ``+0.0012``; no sign where it rounds to zero."""
+    text = f"{value:+.4f}"
+    return text[1:] if float(text) == 0 else text
+
+
+def interval(value: tuple[float, float]) -> str:
+    """A 95% interval: ``[-0.0031, +0.0008]``."""
+    return f"[{signed(value[0])}, {signed(value[1])}]"
+
+
+def times(value: float) -> str:
+    """A ratio: ``3.71x``."""
+    return f"{value:.2f}x"
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """A number with ``digits`` significant digits, without an exponent where that stays short."""
+    if not math.isfinite(value):
+        return {math.inf: "infinite", -math.inf: "-infinite"}.get(value, "not a number")
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    if -5 <= size < 9:
+        return f"{value:,.{max(digits - 1 - size, 0)}f}"
+    return f"{value:.{digits - 1}e}"
+
+
+def percent(value: float) -> str:
+    """A share as a percentage with three significant digits: ``0.0123`` is ``1.23%``."""
+    return f"{significant(value * 100, 3)}%" if math.isfinite(value) else significant(value)
+
+
+def decibels(value: float) -> str:
+    """``31.4``; the unit stands in the column's title."""
+    return f"{value:.1f}" if math.isfinite(value) else significant(value)
+
+
+def milliseconds(value: float) -> str:
+    """``12.3 ms``."""
+    return f"{significant(value, 3)} ms"
+
+
+def seconds(value: float) -> str:
+    """``0.42 s``, ``12.3 s`` or ``2 min 05 s``."""
+    if value < 100:
+        return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def mebibytes(size_bytes: float) -> str:
+    """Bytes as ``22.9 MiB``."""
+    return f"{size_bytes / 2**20:,.1f} MiB"
+
+
+def count(value: int) -> str:
+    """A whole number with separators: ``22,713,216``."""
+    return f"{value:,}"
+
+
+def plain(value: object) -> str:
+    """Any cell value: what is missing is ``-``, numbers get four significant digits."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return count(value)
+    if isinstance(value, float):
+        return significant(value)
+    return str(value)
+
+
+def shorten(name: str, length: int) -> str:
+    """``name`` cut in the middle to at most ``length`` characters: both ends of a site's name tell it apart."""
+    if len(name) <= length:
+        return name
+    left = (length - 1) // 2
+    return f"{name[:left]}…{name[len(name) - (length - 1 - left) :]}"

@@ -1,0 +1,3 @@
+"""Rewriting model source in memory: find quantizable calls, wrap them, rebuild the functions."""
+
+from __future__ import annotations

@@ -1,0 +1,256 @@
+"""Building functions from rewritten text: transplanted code, synthetic globals, cloned decorators.
+
+Nothing is executed again: no import, no class body, no decorator. A rewritten function is the compiled code of the
+rewritten text put into a new function object that keeps the original's defaults and closure (so ``super()`` works).
+Its globals are the dictionary of a *synthetic module*: a copy of the original module's, in which rewritten functions
+stand in the place of theirs. The synthetic module is in ``sys.modules`` under its own ``__name__``, because
+``torch.compile`` and ``torch.export`` look globals up by that name. The original module is never changed.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+from quantizer.errors import SourceError
+from quantizer.source.find import FunctionSource
+from quantizer.source.find import SiteSource
+from quantizer.source.text import Key
+from quantizer.source.text import SourceFile
+
+__all__ = ["Rebuilt", "Rebuilder"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Rebuilt:
+    """What became of one function.
+
+    ``function`` replaces the original (None: it stays); ``sites`` lists every site reached from it, those of helpers
+    included; ``keys`` says which functions of which file take part; ``problem`` why it could not be rewritten.
+    """
+
+    function: Any = None
+    sites: list[SiteSource] = field(default_factory=list)
+    keys: set[tuple[str, Key]] = field(default_factory=set)
+    problem: str | None = None
+
+
+class Rebuilder:
+    """Rewrites functions, each once, and remembers the results.
+
+    Attributes:
+        files: source files by (path, id of the globals their functions run in).
+        synthetic: synthetic modules by id of the original globals, with those globals (which keeps the id valid).
+        done: results by id of the innermost function, with that function.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[str, int], SourceFile] = {}
+        self.synthetic: dict[int, tuple[types.ModuleType, dict[str, Any]]] = {}
+        self.done: dict[int, tuple[types.FunctionType, Rebuilt]] = {}
+
+    def file(self, function: types.FunctionType) -> SourceFile:
+        """The source file of a function, parsed once.
+
+        Raises:
+            SourceError: the text cannot be read or parsed.
+        """
+        key = (function.__code__.co_filename, id(function.__globals__))
+        if key not in self.files:
+            self.files[key] = SourceFile(key[0], function.__globals__)
+        return self.files[key]
+
+    def names_read(self, attribute: Any) -> set[str]:
+        """Attribute names that a function mentions, those of the helpers it reaches included."""
+        plain = attribute.fget if isinstance(attribute, property) else attribute
+        if isinstance(plain, staticmethod | classmethod):
+            plain = plain.__func__
+        if not isinstance(plain, types.FunctionType):
+            return set()
+        return self._names_read(_innermost(plain), set())
+
+    def _names_read(self, function: types.FunctionType, seen: set[int]) -> set[str]:
+        if id(function) in seen:
+            return set()
+        seen.add(id(function))
+        try:
+            source = self._source(function)
+        except SourceError:
+            # Without text, ask the compiled code.
+            return set(function.__code__.co_names)
+        if source is None:
+            return set(function.__code__.co_names)
+        names = set(source.attributes_read)
+        for name in source.globals_read:
+            helper = function.__globals__.get(name)
+            if _may_be_rewritten(helper):
+                names |= self._names_read(_innermost(helper), seen)
+        return names
+
+    def _source(self, function: types.FunctionType) -> FunctionSource | None:
+        key = (function.__code__.co_qualname, function.__code__.co_firstlineno)
+        return self.file(function).functions.get(key)
+
+    def rebuild(self, attribute: Any) -> Rebuilt:
+        """Rewrite a function as it stands in a class or module: plain, a property, or under decorators."""
+        if isinstance(attribute, property):
+            inner = self.rebuild(attribute.fget)
+            function = property(inner.function, attribute.fset, attribute.fdel) if inner.function else None
+            return Rebuilt(function=function, sites=inner.sites, keys=inner.keys, problem=inner.problem)
+        if not isinstance(attribute, types.FunctionType):
+            return Rebuilt()
+        innermost = _innermost(attribute)
+        result = self._rebuild_plain(innermost)
+        if result.function is None or innermost is attribute:
+            return result
+        clone = _clone_chain(attribute, innermost, result.function)
+        if clone is None:
+            return Rebuilt(
+                problem=f"the decorators of {innermost.__qualname__} hold it in a way that cannot be cloned",
+            )
+        return Rebuilt(function=clone, sites=result.sites, keys=result.keys)
+
+    def _rebuild_plain(self, function: types.FunctionType) -> Rebuilt:
+        known = self.done.get(id(function))
+        if known is not None:
+            return known[1]
+        result = Rebuilt()
+        # Registered before the work is done: two functions that call each other must not recurse for ever.
+        self.done[id(function)] = (function, result)
+        try:
+            self._rewrite(function, result)
+        except SourceError as error:
+            result.problem = str(error)
+        return result
+
+    def _rewrite(self, function: types.FunctionType, result: Rebuilt) -> None:
+        file = self.file(function)
+        key = (function.__code__.co_qualname, function.__code__.co_firstlineno)
+        source = file.functions.get(key)
+        if source is None:
+            return
+        result.sites = list(source.sites)
+        helpers: dict[str, Any] = {}
+        for name in sorted(source.globals_read):
+            helper = self._helper(function, name)
+            if helper is not None:
+                result.sites += [site for site in helper.sites if site not in result.sites]
+                result.keys |= helper.keys
+                if helper.function is not None:
+                    helpers[name] = helper.function
+        if not helpers and not any(site.edits for site in source.sites):
+            return
+        code = file.code(key)
+        if code.co_freevars != function.__code__.co_freevars or code.co_varnames[: code.co_argcount] != (
+            function.__code__.co_varnames[: function.__code__.co_argcount]
+        ):
+            raise SourceError(f"{file.path}: {key[0]} differs from the loaded code; was the file changed after import?")
+        result.keys.add((file.rewritten_name, key))
+        result.function = _transplant(function, code, self._globals(function, helpers))
+
+    def _helper(self, function: types.FunctionType, name: str) -> Rebuilt | None:
+        """A function that ``function`` reaches through a global name, when it has sites of its own."""
+        value = function.__globals__.get(name)
+        if not _may_be_rewritten(value):
+            return None
+        rebuilt = self.rebuild(value)
+        return rebuilt if rebuilt.sites else None
+
+    def _globals(self, function: types.FunctionType, helpers: dict[str, Any]) -> dict[str, Any]:
+        """The synthetic module's dictionary, brought up to date with the original's."""
+        original = function.__globals__
+        if id(original) not in self.synthetic:
+            name = f"quantizer.rewritten.{original.get('__name__', 'unnamed')}"
+            while name in sys.modules:
+                name += "_"
+            module = types.ModuleType(name)
+            module.__dict__.update({**original, "__name__": name})
+            sys.modules[name] = module
+            self.synthetic[id(original)] = (module, original)
+        namespace = self.synthetic[id(original)][0].__dict__
+        namespace.update({key: value for key, value in original.items() if key not in namespace})
+        namespace.update(helpers)
+        return namespace
+
+
+def _may_be_rewritten(helper: Any) -> bool:
+    """Whether a global is a function to look into. Torch's own functions take no module, so they hold no site."""
+    return isinstance(helper, types.FunctionType) and helper.__module__.partition(".")[0] != "torch"
+
+
+def _innermost(function: types.FunctionType) -> types.FunctionType:
+    """The function that decorators wrap, found through ``__wrapped__``."""
+    seen: set[int] = set()
+    while id(function) not in seen:
+        seen.add(id(function))
+        wrapped = getattr(function, "__wrapped__", None)
+        if not isinstance(wrapped, types.FunctionType):
+            return function
+        function = wrapped
+    return function
+
+
+def _transplant(original: types.FunctionType, code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:
+    function = types.FunctionType(code, namespace, original.__name__, original.__defaults__, original.__closure__)
+    _copy_attributes(original, function)
+    return function
+
+
+def _copy_attributes(original: types.FunctionType, function: types.FunctionType) -> None:
+    function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
+    function.__annotations__ = dict(original.__annotations__)
+    function.__doc__ = original.__doc__
+    function.__qualname__ = original.__qualname__
+    function.__module__ = original.__module__
+    function.__dict__.update(original.__dict__)
+
+
+def _clone_chain(
+    wrapper: types.FunctionType, innermost: types.FunctionType, replacement: types.FunctionType
+) -> types.FunctionType | None:
+    """The same wrappers around ``replacement``; None where no closure cell leads to the function."""
+    clones = {id(innermost): replacement}
+    reached = False
+
+    def clone(function: types.FunctionType) -> types.FunctionType:
+        nonlocal reached
+        if function is innermost:
+            reached = True
+        if id(function) in clones:
+            return clones[id(function)]
+        # Cells are filled after the clone is known: a wrapper may hold itself.
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        copied = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        clones[id(function)] = copied
+        _copy_attributes(function, copied)
+        for old, new in zip(function.__closure__ or (), cells, strict=True):
+            value = _contents(old)
+            if value is not _EMPTY:
+                new.cell_contents = clone(value) if _leads_to(value, innermost) else value
+        wrapped = getattr(function, "__wrapped__", None)
+        if _leads_to(wrapped, innermost):
+            copied.__wrapped__ = clone(wrapped)  # type: ignore[attr-defined]
+        return copied
+
+    result = clone(wrapper)
+    held = any(_leads_to(_contents(cell), innermost) for cell in wrapper.__closure__ or ())
+    return result if reached and held else None
+
+
+def _leads_to(value: Any, innermost: types.FunctionType) -> bool:
+    return isinstance(value, types.FunctionType) and _innermost(value) is innermost
+
+
+_EMPTY = object()
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell: the name was never bound
+        return _EMPTY

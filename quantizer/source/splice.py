@@ -1,0 +1,99 @@
+"""Changing text at the positions that a syntax tree gives, without moving a line.
+
+Legend: an ``Edit`` replaces ``length`` bytes at byte offset ``start`` of the file. ``ast`` counts columns in UTF-8
+bytes, hence bytes and not characters.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Edit", "LineIndex", "apply_edits", "find_symbol"]
+
+_CLOSE = 0
+_REPLACE = 1
+_OPEN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One replacement. ``order`` sorts edits at one place: closing text, then replacements, then opening text.
+
+    ``depth`` is the nesting of the expression: at one place an outer expression opens before, and closes after, an
+    inner one.
+    """
+
+    start: int
+    length: int
+    text: str
+    order: int
+    depth: int
+
+    @classmethod
+    def opening(cls, start: int, text: str, depth: int) -> Edit:
+        """Text before an expression."""
+        return cls(start, 0, text, _OPEN, depth)
+
+    @classmethod
+    def closing(cls, start: int, text: str, depth: int) -> Edit:
+        """Text behind an expression."""
+        return cls(start, 0, text, _CLOSE, -depth)
+
+    @classmethod
+    def replacing(cls, start: int, length: int, text: str) -> Edit:
+        """Other text in the place of ``length`` bytes."""
+        return cls(start, length, text, _REPLACE, 0)
+
+
+class LineIndex:
+    """Byte offsets of a text's lines.
+
+    Lines end at ``\\n`` only: ``str.splitlines`` also cuts at form feeds, which the Python grammar does not.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.data = text.encode()
+        self._starts = [0]
+        for line in self.data.split(b"\n"):
+            self._starts.append(self._starts[-1] + len(line) + 1)
+
+    def start(self, node: ast.expr | ast.stmt) -> int:
+        """Byte offset of a node's first byte."""
+        return self._starts[node.lineno - 1] + node.col_offset
+
+    def end(self, node: ast.expr | ast.stmt) -> int:
+        """Byte offset behind a node's last byte."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self._starts[node.end_lineno - 1] + node.end_col_offset
+
+
+def find_symbol(data: bytes, symbol: bytes, start: int, end: int) -> int | None:
+    """Offset of ``symbol`` in ``data[start:end]``, comments passed over; None where it is not.
+
+    The range lies between two operands, so it holds white space, parentheses, comments and the symbol only.
+    """
+    position = start
+    while position < end:
+        if data[position : position + 1] == b"#":
+            newline = data.find(b"\n", position, end)
+            position = end if newline < 0 else newline
+        elif data.startswith(symbol, position):
+            return position
+        else:
+            position += 1
+    return None
+
+
+def apply_edits(data: bytes, edits: Iterable[Edit]) -> str:
+    """The text with all edits applied. No edit may hold a newline: line numbers stay true."""
+    parts: list[bytes] = []
+    position = 0
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.order, edit.depth)):
+        parts.append(data[position : edit.start])
+        parts.append(edit.text.encode())
+        position = edit.start + edit.length
+    parts.append(data[position:])
+    return b"".join(parts).decode()

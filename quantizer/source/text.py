@@ -1,0 +1,91 @@
+"""One source file: read, parsed, searched, rewritten, compiled."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import linecache
+import types
+from collections.abc import Collection
+from collections.abc import Iterator
+from typing import Any
+
+from quantizer.errors import SourceError
+from quantizer.source.find import FunctionSource
+from quantizer.source.find import find_functions
+from quantizer.source.splice import LineIndex
+from quantizer.source.splice import apply_edits
+
+__all__ = ["SourceFile", "read_source"]
+
+Key = tuple[str, int]
+
+
+class SourceFile:
+    """A file whose functions can be rewritten.
+
+    Attributes:
+        path: the file that the functions' code objects name.
+        module_name: the ``__name__`` in the globals of its functions.
+        text: the original text.
+        functions: every function found, with its sites, by (qualified name, first line).
+        rewritten_name: the synthetic file name under which the rewritten text is compiled and listed.
+    """
+
+    def __init__(self, path: str, namespace: dict[str, Any]) -> None:
+        self.path = path
+        self.module_name = str(namespace.get("__name__", "?"))
+        self.text = read_source(path, namespace)
+        self.rewritten_name = f"<quantizer {self.module_name if self.module_name != '__main__' else path}>"
+        try:
+            tree = ast.parse(self.text, filename=path)
+        except SyntaxError as error:
+            raise SourceError(f"{path}: cannot be parsed: {error}") from error
+        self._index = LineIndex(self.text)
+        self.functions: dict[Key, FunctionSource] = find_functions(tree, self._index, namespace, path)
+        self._codes: dict[Key, types.CodeType] | None = None
+
+    def rewritten_text(self, only: Collection[Key] | None = None) -> str:
+        """The text with the sites of all functions, or of ``only`` some, wrapped."""
+        chosen = self.functions.values() if only is None else [self.functions[key] for key in only]
+        return apply_edits(self._index.data, (edit for f in chosen for site in f.sites for edit in site.edits))
+
+    def code(self, key: Key) -> types.CodeType:
+        """The compiled code of a rewritten function.
+
+        The whole text is compiled, never a snippet, so that line numbers, ``super()`` and closures come out as in the
+        original; and it is registered in ``linecache`` so that tracebacks and ``inspect.getsource`` show it.
+        """
+        if self._codes is None:
+            text = self.rewritten_text()
+            code = compile(text, self.rewritten_name, "exec", dont_inherit=True)
+            lines = text.splitlines(keepends=True)
+            # A modification time of None tells linecache.checkcache to keep the entry.
+            linecache.cache[self.rewritten_name] = (len(text), None, lines, self.rewritten_name)
+            self._codes = {(c.co_qualname, c.co_firstlineno): c for c in _codes(code)}
+        return self._codes[key]
+
+    def diff(self, only: Collection[Key]) -> str:
+        """A unified diff of the original text and the text with the functions ``only`` rewritten."""
+        before = self.text.splitlines(keepends=True)
+        after = self.rewritten_text(only).splitlines(keepends=True)
+        return "".join(difflib.unified_diff(before, after, self.path, self.rewritten_name))
+
+
+def read_source(path: str, namespace: dict[str, Any]) -> str:
+    """The text of a file, also of a notebook cell or a zipped module (through ``linecache``).
+
+    Raises:
+        SourceError: there is no text.
+    """
+    lines = linecache.getlines(path, namespace)
+    if not lines:
+        raise SourceError(f"{path}: the source cannot be read, so its functions stay as they are")
+    return "".join(lines)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes(constant)

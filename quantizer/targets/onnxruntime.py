@@ -1,0 +1,19 @@
+"""ONNX Runtime on a CPU: unsigned asymmetric activations, and float attention."""
+
+from __future__ import annotations
+
+from quantizer.targets.base import TargetProfile
+from quantizer.targets.registry import profiles
+
+__all__ = ["ONNXRUNTIME"]
+
+ONNXRUNTIME = profiles.add("onnxruntime")(
+    TargetProfile(
+        name="onnxruntime",
+        float_dtype="float32",
+        # Its fused integer kernels take U8 activations; with S8 half of the products stay behind a DequantizeLinear.
+        symmetric=False,
+        # Quantized attention matmuls and adds gained nothing there.
+        site_kinds=frozenset({"linear", "conv"}),
+    )
+)

@@ -1,0 +1,16 @@
+"""OpenVINO on a CPU: the symmetric Q/DQ that TensorRT wants, with an FP32 rest. Attention matmuls pay here too."""
+
+from __future__ import annotations
+
+from quantizer.targets.base import TargetProfile
+from quantizer.targets.registry import profiles
+
+__all__ = ["OPENVINO"]
+
+OPENVINO = profiles.add("openvino")(
+    TargetProfile(
+        name="openvino",
+        float_dtype="float32",
+        site_kinds=frozenset({"linear", "conv", "matmul", "residual_add"}),
+    )
+)

@@ -1,0 +1,20 @@
+"""TensorRT 10.12 and later: strongly typed networks, so the FP16 of the rest is written into the graph."""
+
+from __future__ import annotations
+
+from quantizer.targets.base import TargetProfile
+from quantizer.targets.registry import profiles
+
+__all__ = ["TENSORRT"]
+
+TENSORRT = profiles.add("tensorrt")(
+    TargetProfile(
+        name="tensorrt",
+        float_dtype="float16",
+        site_kinds=frozenset({"linear", "conv", "matmul", "residual_add"}),
+        # Matrix-vector products and narrow ones run slower in INT8: the tensor cores' tiles stay half empty.
+        min_gemm_dim=16,
+        # QuantizeLinear takes FLOAT16 scales from opset 19 on.
+        min_opset=19,
+    )
+)
