@@ -52,6 +52,12 @@ class Calibrator:
         if self.histogram is not None:
             self.histogram.add(x, max(abs(low), abs(high)))
 
+    def start_histogram(self, x: Tensor) -> None:
+        """Keep a histogram from now on, beginning with x [*], which was observed just before."""
+        if self.histogram is None and x.numel():
+            self.histogram = Histogram()
+            self.histogram.add(x, float(x.detach().abs().max()))
+
     def merge(self, other: Calibrator) -> None:
         """Take in all that another calibrator of the same kind has seen."""
         self.minimum = min(self.minimum, other.minimum)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+from typing import Any
 from typing import Literal
 
+from pydantic import BeforeValidator
 from pydantic import Field
+from pydantic_core import PydanticCustomError
 
 from quantizer.config.section import Section
 from quantizer.config.section import TextList
@@ -35,13 +39,20 @@ class WeightsConfig(Section):
     calibrator: Literal["max"] = Field(default="max", description="How a range is taken from a weight.")
 
 
+def _no_number(value: Any) -> Any:
+    # To a Literal, 1 is as good as true: Python says they are equal.
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise PydanticCustomError("literal_error", "Input should be true, false or 'auto'")
+    return value
+
+
 class SitesConfig(Section):
     """Which kinds of operation are quantized."""
 
     linear: bool = Field(default=True, description="Quantize linear layers: input and weight.")
     conv: bool = Field(default=True, description="Quantize convolutions: input and weight.")
     matmul: bool = Field(default=True, description="Quantize products of two activations, as in attention.")
-    residual_add: Literal[True, False, "auto"] = Field(
+    residual_add: Annotated[Literal[True, False, "auto"], BeforeValidator(_no_number)] = Field(
         default="auto",
         description="Quantize the operands of residual additions; 'auto': only those that calibration shows INT8 holds.",
     )

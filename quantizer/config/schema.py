@@ -78,7 +78,7 @@ class EngineConfig(Section):
     """How the engine is built and run."""
 
     compute_capability: (
-        Annotated[str, Field(pattern=r"^sm[0-9]{2,3}\Z"), Expects("a compute capability such as 'sm89'")] | None
+        Annotated[str, Field(pattern=r"^sm[0-9]{2,3}$"), Expects("a compute capability such as 'sm89'")] | None
     ) = Field(
         default=None, description="GPU that the engine is built for, such as 'sm89'; null: the one in this machine."
     )
@@ -134,9 +134,7 @@ class RunConfig(Section):
 
     @field_validator("fallback")
     @classmethod
-    def _fallback_has_measurements(
-        cls, fallback: FallbackConfig | None, info: ValidationInfo
-    ) -> FallbackConfig | None:
+    def _fallback_has_measurements(cls, fallback: FallbackConfig | None, info: ValidationInfo) -> FallbackConfig | None:
         if fallback is not None and "amp" in info.data and info.data["amp"] is None:
             reject(("", "needs the ranking that amp measures; expected an amp section, such as amp: {batches: 2}"))
         return fallback

@@ -1,4 +1,4 @@
-"""Engines: build one from an ONNX file, load it, run it on numpy arrays, time it. Knows no proxy and no PyTorch module."""
+"""Engines: build one from an ONNX file, load it, run it on numpy arrays, time it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The contract of an engine: numpy arrays in by name, numpy arrays out by name.
 
-A backend makes engines. It builds an engine file from an ONNX file and loads it; it knows paths and arrays, and nothing of
-proxies or PyTorch modules.
+A backend makes engines. It builds an engine file from an ONNX file and loads it; it knows paths and arrays, and nothing
+of proxies or PyTorch modules.
 """
 
 from __future__ import annotations
@@ -91,9 +91,8 @@ class BuildOptions:
     Attributes:
         dynamic: smallest, usual and largest size of each dynamic dimension, by the name that it has in the ONNX file
             (``{"batch": (1, 8, 32)}``). TensorRT needs it; engines on a CPU take any size and ignore it.
-        compute_capability: the GPU generation to build for ahead of time (``sm89``). TensorRT-RTX only; None builds one
-            engine for all that it supports.
-        precision: the type that OpenVINO computes the float rest in, ``f32`` or ``bf16``; the others take it from the graph.
+        compute_capability: the GPU generation to build for ahead of time (``sm89``), with TensorRT-RTX; None builds
+            one engine for all from compute capability 8.0 on.
         progress: told how far the build is.
 
     Raises:
@@ -102,7 +101,6 @@ class BuildOptions:
 
     dynamic: Mapping[str, Sequence[int]] = field(default_factory=dict)
     compute_capability: str | None = None
-    precision: str = "f32"
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -162,7 +160,7 @@ def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str
         raise EngineError(f"{engine} engine: it has no input {', '.join(map(repr, wrong))}; it takes {expected}")
     arrays: dict[str, Array] = {}
     for spec in specs:
-        array = np.ascontiguousarray(inputs[spec.name])
+        array = np.asarray(inputs[spec.name], order="C")
         fits = len(array.shape) == len(spec.shape) and all(
             size in (None, actual) for size, actual in zip(spec.shape, array.shape, strict=True)
         )

@@ -102,7 +102,7 @@ def checked_output(path: Path) -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write to; it takes the place of ``path`` at the end, and is removed on any exception.
+    """Yield a path beside ``path`` to write to; at the end it takes its place, after an exception it is gone.
 
     Raises:
         EngineError: the system refused to write.

@@ -1,6 +1,6 @@
 """``python -m quantizer.engines.memory PATH BACKEND BATCH SEQUENCE THREADS``: peak memory of one engine, as JSON.
 
-Run by ``peak_memory_mib`` in a process of its own: a peak never falls, so a second engine could not be measured in the same one.
+Run by ``peak_memory_mib`` in a process of its own: a peak never falls, so one process measures one engine.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class BuildMonitor:
     """What a builder has told of its phases; written by the builder's thread, read by the one that waits.
 
     Attributes:
-        latest: the share that is done, in [0, 1] and never falling, and the name of the phase that moved last. One tuple,
-            replaced as a whole, so that a reader needs no lock.
+        latest: the share that is done, in [0, 1] and never falling, and the name of the phase that moved last. One
+            tuple, replaced as a whole, so that a reader needs no lock.
         cancelled: set it, and the builder stops at its next step.
     """
 
@@ -73,12 +73,14 @@ def trt_monitor(trt: Any, state: BuildMonitor) -> Any:
     """``state`` as the ``IProgressMonitor`` of the module ``trt``, whose class only exists once that is imported."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            # Bound here: a Python override that the builder calls must not raise, and these do not.
-            self.phase_start = state.phase_start
-            self.step_complete = state.step_complete
-            self.phase_finish = state.phase_finish
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            state.phase_start(name, parent, steps)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            return state.step_complete(name, step)
+
+        def phase_finish(self, name: str) -> None:
+            state.phase_finish(name)
 
     return Monitor()
 
@@ -86,30 +88,33 @@ def trt_monitor(trt: Any, state: BuildMonitor) -> Any:
 def run_monitored(build: Callable[[], T], state: BuildMonitor, progress: Progress | None) -> T:
     """Run ``build`` in a thread and wait for it here, telling ``progress`` how far ``state`` says it is.
 
-    A builder that holds this thread in native code would keep Ctrl-C waiting until its end. On an exception here, Ctrl-C or one
-    of ``progress``, the builder is asked to stop, waited for, and the exception goes on; a second Ctrl-C does not wait.
+    A builder that holds this thread in native code would keep Ctrl-C waiting until its end. After an exception here,
+    Ctrl-C or one of ``progress``, the builder is asked to stop, waited for, and the exception goes on; a second Ctrl-C
+    does not wait.
     """
     results: list[T] = []
     errors: list[BaseException] = []
+    # Not Thread.join: one that Ctrl-C interrupts marks the thread as ended while it runs on (CPython 3.11).
+    finished = threading.Event()
 
     def work() -> None:
         try:
             results.append(build())
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
             errors.append(error)
+        finally:
+            finished.set()
 
-    worker = threading.Thread(target=work, name="engine build", daemon=True)
-    worker.start()
+    threading.Thread(target=work, name="engine build", daemon=True).start()
     try:
         told: tuple[float, str] | None = None
-        while worker.is_alive():
-            worker.join(_POLL_S)
+        while not finished.wait(_POLL_S):
             if progress and state.latest != told:
                 told = state.latest
                 progress(*told)
     except BaseException:
         state.cancelled = True
-        worker.join()
+        finished.wait()
         raise
     if errors:
         raise errors[0]

@@ -1,7 +1,7 @@
 """ONNX Runtime on the CPU.
 
-An engine file is an ONNX file with the optimizations that hold on every machine already done; ONNX Runtime adds those of
-the machine at hand when it loads the file.
+An engine file is an ONNX file with the optimizations that hold on every machine already done; ONNX Runtime adds those
+of the machine at hand when it loads the file.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _DTYPES = {
     "tensor(uint8)": "uint8",
 }
 _ONLY_ERRORS = 3
+# How a tensor's entry that names another file begins: its key and the tag of its value, as protobuf writes them.
+_EXTERNAL_WEIGHTS = b"\n\x08location\x12"
 
 
 class ONNXRuntimeEngine:
@@ -89,6 +91,11 @@ class ONNXRuntimeBackend:
             settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
             settings.optimized_model_filepath = str(part)
             _session(ort, onnx_path, settings)
+            if _EXTERNAL_WEIGHTS in part.read_bytes():
+                raise EngineError(
+                    f"{onnx_path} keeps weights in another file, and an ONNX Runtime engine would go on needing it: "
+                    "save the model as one file, or load the ONNX file itself"
+                )
         if options.progress:
             options.progress(1.0, "optimize")
         return BuildResult(engine_path, engine_path.stat().st_size, time.perf_counter() - started)

@@ -1,8 +1,8 @@
 """OpenVINO on the CPU.
 
-An engine file is OpenVINO's own export of the compiled model: one file, loaded about ten times faster than the ONNX file is
-compiled. Like a TensorRT engine it belongs to the release and the kind of processor that made it; OpenVINO checks both when
-it loads one. (Its portable form, IR, is two files.)
+An engine file is OpenVINO's own export of the compiled model: one file, which loads faster than the ONNX file compiles.
+Like a TensorRT engine it belongs to the release and the kind of processor that made it; OpenVINO checks both when it
+loads one. (Its portable form, IR, is two files.)
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class OpenVINOBackend:
         ov = import_library("openvino", "openvino")
         if options.progress:
             options.progress(0.0, "compile")
-        blob = _compile(ov, onnx_path, _settings(1, options.precision)).export_model()
+        blob = _compile(ov, onnx_path, _settings(1, "f32")).export_model()
         with whole_file(engine_path) as part:
             part.write_bytes(blob.getbuffer())
         if options.progress:
@@ -93,7 +93,7 @@ class OpenVINOBackend:
             precision: the type of the float rest, ``f32`` or ``bf16``.
         """
         settings = _settings(threads, precision)
-        if path.suffix == ".onnx":
+        if path.suffix.lower() == ".onnx":
             return OpenVINOEngine(_compile(import_library("openvino", "openvino"), checked_onnx(path), settings))
         checked_engine(path)
         ov = import_library("openvino", "openvino")
@@ -101,8 +101,9 @@ class OpenVINOBackend:
             return OpenVINOEngine(ov.Core().import_model(path.read_bytes(), "CPU", settings))
         except RuntimeError as error:
             raise EngineError(
-                f"{path} is not an engine that OpenVINO {ov.__version__} can load here: {_reason(error)}; "
-                "an engine belongs to the release and the kind of processor that built it: build it again from its ONNX file"
+                f"{path} is not an engine that OpenVINO {ov.__version__.partition('-')[0]} can load here: "
+                f"{_reason(error)} An engine belongs to the release and the kind of processor that built it: "
+                "build it again from its ONNX file"
             ) from error
 
 

@@ -1,7 +1,7 @@
 """TensorRT and TensorRT-RTX: one builder, two modules that share an API.
 
-TensorRT-RTX builds ahead of time for a named GPU generation on a machine that has no GPU; TensorRT builds for the GPU that
-it finds. Types come from the graph alone (strongly typed networks), so there is no precision to choose here.
+TensorRT-RTX builds ahead of time for a named GPU generation on a machine that has no GPU; TensorRT builds for the GPU
+that it finds. Types come from the graph alone (strongly typed networks), so there is no precision to choose here.
 """
 
 from __future__ import annotations
@@ -49,15 +49,17 @@ class TensorRTBackend:
         checked_onnx(onnx_path)
         checked_output(engine_path)
         trt = self._import()
+        wanted = options.compute_capability
+        capability = None if wanted is None else self._capability(trt, wanted)
         log = TrtLog()
         builder = self._builder(trt, log)
         # Strong typing is the only mode of newer releases, which accept the flag and ignore it.
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         config = builder.create_builder_config()
-        if options.compute_capability is not None:
+        if capability is not None:
             config.num_compute_capabilities = 1
-            config.set_compute_capability(self._capability(trt, options.compute_capability), 0)
-        parser = _parse(trt, network, log, onnx_path)
+            config.set_compute_capability(capability, 0)
+        parser = _parse(self.name, trt, network, log, onnx_path)
         _add_ranges(builder, config, network, options.dynamic)
         state = BuildMonitor()
         config.progress_monitor = trt_monitor(trt, state)
@@ -110,7 +112,7 @@ class TensorRTBackend:
         return known[name.lower()]
 
 
-def _parse(trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:
+def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:
     """Fill ``network``; the parser, which owns its weights.
 
     Raises:
@@ -123,8 +125,10 @@ def _parse(trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:
     for index in range(parser.num_errors):
         error = parser.get_error(index)
         where = f"node {error.node_name()!r} ({error.node_operator()}): " if error.node_operator() else ""
-        problems.append(f"  - {where}{error.desc()}")
-    raise EngineError(f"{trt.__name__} refused {onnx_path}:\n" + "\n".join(problems or [f"  - {log.reason()}"]))
+        # An operator that it does not know is looked for among the plugins, and that is all that it tells.
+        told = "neither an operator of it nor a plugin" if "Plugin not found" in error.desc() else error.desc()
+        problems.append(f"  - {where}{told}")
+    raise EngineError(f"{name} refused {onnx_path}:\n" + "\n".join(problems or [f"  - {log.reason()}"]))
 
 
 def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, Sequence[int]]) -> None:
@@ -137,7 +141,7 @@ def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, S
     missing = []
     found = False
     for tensor in (network.get_input(index) for index in range(network.num_inputs)):
-        ranges = []
+        ranges: list[tuple[int, ...]] = []
         for axis, size in enumerate(tuple(tensor.shape)):
             name = tensor.get_dimension_name(axis)
             if size != -1:

@@ -1,4 +1,4 @@
-"""Running a TensorRT engine on a GPU, with PyTorch for the GPU's memory. Untested: no test of this project has a GPU."""
+"""Running a TensorRT engine on a GPU, with PyTorch for the GPU's memory. Untested without one."""
 
 from __future__ import annotations
 
@@ -36,9 +36,6 @@ def trt_log(trt: Any, log: TrtLog) -> Any:
     """``log`` as the ``ILogger`` of the module ``trt``, whose class only exists once that is imported."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-
         def log(self, severity: Any, message: str) -> None:
             if severity <= trt.ILogger.ERROR:
                 log.errors.append(message)

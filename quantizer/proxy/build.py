@@ -13,8 +13,10 @@ from torch import nn
 from quantizer.errors import ProxyError
 from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.classes import REWRITER
+from quantizer.proxy.classes import as_root
 from quantizer.proxy.classes import original_class
 from quantizer.proxy.site import Site
+from quantizer.source.catalogue import operation
 from quantizer.source.find import SiteSource
 
 __all__ = ["SkippedSource", "build_proxy", "is_proxy", "sites_of", "skipped_sources", "source_diff"]
@@ -30,6 +32,11 @@ class SkippedSource:
     host_type: str
     source: SiteSource | None
     reason: str
+
+    @property
+    def kind(self) -> str:
+        """The kind of site; ``source`` where a whole function cannot be read."""
+        return operation(self.source.operation).kind if self.source else "source"
 
 
 def is_proxy(model: nn.Module) -> bool:
@@ -65,6 +72,7 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
         for source in rewritten.sites:
             if source.reason is None:
                 _attach(module, path, source)
+    as_root(proxy)
     if eager_attention:
         use_eager_attention(proxy)
     return proxy

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch import nn
 
 from quantizer.proxy.site import Site
@@ -19,7 +20,7 @@ from quantizer.source.find import SiteSource
 from quantizer.source.rebuild import Rebuilder
 from quantizer.source.text import Key
 
-__all__ = ["REWRITER", "ClassRewriter", "Rewritten", "original_class", "restore"]
+__all__ = ["REWRITER", "ClassRewriter", "Rewritten", "as_root", "original_class", "restore", "with_stored_weight"]
 
 # They compute nothing, and the additions in their source are of indices.
 _LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -106,27 +107,15 @@ class ClassRewriter:
         generated = [parent.cls for parent in parents if parent.cls is not parent.original]
         made = cls
         if namespace or generated:
-            made = self._derive(cls, (cls, *generated), {**namespace, "_quantizer_reachable": reachable})
+            made = self._derive(cls, (cls, *generated), namespace, reachable)
         return Rewritten(
             cls=made, original=cls, sites=tuple(sites), keys=frozenset(keys), problems=tuple(problems)
         )
 
-    def _derive(self, cls: type[nn.Module], bases: tuple[type, ...], namespace: dict[str, Any]) -> type[nn.Module]:
-        """A subclass that calls itself what ``cls`` does.
-
-        Libraries look classes up by ``str(type(module))``, which is made of ``__module__`` and ``__qualname__``; with
-        another name they would find nothing, silently.
-        """
-        body = {
-            **namespace,
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-            "__reduce_ex__": _reduce_ex,
-            "_quantizer_original_class": cls,
-        }
-
-
+    def _derive(
+        self, cls: type[nn.Module], bases: tuple[type, ...], namespace: dict[str, Any], reachable: frozenset[str]
+    ) -> type[nn.Module]:
+        body = {**namespace, **_naming(cls, reachable)}
         if issubclass(cls, nn.Sequential | nn.ModuleList):
             body.update(__iter__=_iterate_children, __len__=_count_children)
         made: type[nn.Module] = types.new_class(cls.__name__, bases, exec_body=lambda ns: ns.update(body))
@@ -160,13 +149,101 @@ def _is_ours(cls: type) -> bool:
     return issubclass(cls, nn.Module) and cls not in _LEFT_ALONE
 
 
-def restore(original: type[nn.Module], reachable: frozenset[str]) -> nn.Module:
-    """An empty instance of the generated class of ``original``; how a pickled or copied proxy is made anew."""
-    generated = REWRITER.rewrite(original, reachable).cls
-    return generated.__new__(generated)
+def as_root(proxy: nn.Module) -> None:
+    """Make ``proxy`` take its own copy of what it shares before ``.to()``, ``.half()`` and the like change it."""
+    cls = type(proxy)
+    if cls not in _ROOTS:
+        original = original_class(proxy)
+        reachable = getattr(cls, "_quantizer_reachable", frozenset())
+        body = {**_naming(original, reachable), "_apply": _apply_to_own, "_quantizer_is_root": True}
+        _ROOTS[cls] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    proxy.__class__ = _ROOTS[cls]
+
+
+def with_stored_weight(cls: type[nn.Module], name: str, site: str) -> type[nn.Module]:
+    """A subclass whose parameter ``name`` is a property that reads the integers in the child called ``site``."""
+    key = (cls, name, site)
+    if key not in _STORED:
+
+        def read(self: nn.Module) -> Tensor:
+            weight: Tensor = getattr(self, site).quantizer_of(name).dequantized()
+            return weight
+
+        read.__doc__ = "The stored weight, dequantized at each read."
+        known: Any = cls
+        body = {
+            **_naming(known._quantizer_original_class, known._quantizer_reachable),
+            name: property(read),
+            "_quantizer_stored": (name, site),
+        }
+        _STORED[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    return _STORED[key]
+
+
+def restore(
+    original: type[nn.Module], reachable: frozenset[str], stored: tuple[str, str] | None, is_root: bool
+) -> nn.Module:
+    """An empty instance of the class that a pickled or copied proxy module had."""
+    cls = REWRITER.rewrite(original, reachable).cls
+    if stored is not None:
+        cls = with_stored_weight(cls, *stored)
+    module = cls.__new__(cls)
+    if is_root:
+        as_root(module)
+    return module
+
+
+_ROOTS: dict[type[nn.Module], type[nn.Module]] = {}
+_STORED: dict[tuple[type[nn.Module], str, str], type[nn.Module]] = {}
+
+
+def _naming(original: type[nn.Module], reachable: frozenset[str]) -> dict[str, Any]:
+    """What makes a generated class call itself what its original does.
+
+    Libraries look classes up by ``str(type(module))``, which is made of ``__module__`` and ``__qualname__``; with
+    another name they would find nothing, silently.
+    """
+    return {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__reduce_ex__": _reduce_ex,
+        "_quantizer_original_class": original,
+        "_quantizer_reachable": reachable,
+    }
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     # A class made at run time cannot be found by its name; its original can, and is rewritten again on arrival.
     cls: Any = type(self)
-    return restore, (cls._quantizer_original_class, cls._quantizer_reachable), self.__getstate__()
+    recipe = (
+        cls._quantizer_original_class,
+        cls._quantizer_reachable,
+        getattr(cls, "_quantizer_stored", None),
+        getattr(cls, "_quantizer_is_root", False),
+    )
+    return restore, recipe, self.__getstate__()
+
+
+def _apply_to_own(self: Any, fn: Any, recurse: bool = True) -> Any:
+    """``nn.Module._apply``, which changes tensors in place, on tensors that are not the user's."""
+    if not self.__dict__.get("_quantizer_owns_tensors", False):
+        _take_own_tensors(self)
+        self.__dict__["_quantizer_owns_tensors"] = True
+    return nn.Module._apply(self, fn, recurse)
+
+
+def _take_own_tensors(proxy: nn.Module) -> None:
+    own: dict[int, Any] = {}
+    for module in proxy.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in own:
+                copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                own[id(parameter)] = (copied, parameter)
+            if parameter is not None:
+                module._parameters[name] = own[id(parameter)][0]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in own:
+                own[id(buffer)] = (buffer.clone(), buffer)
+            if buffer is not None:
+                module._buffers[name] = own[id(buffer)][0]

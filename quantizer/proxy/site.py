@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 from typing import Protocol
 
-from torch import Tensor
 from torch import nn
 
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -80,6 +79,10 @@ class Site(nn.Module):
         assert isinstance(found, OperandQuantizer)
         return found
 
+    def quantizer_of(self, operand: str) -> OperandQuantizer:
+        """The quantizer of the operand called ``operand``."""
+        return self.quantizer([entry.name for entry in self.operation.operands].index(operand))
+
     def forward(self, *args: Any, **keywords: Any) -> Any:
         if self._implied is None:
             function, *rest = args
@@ -120,7 +123,3 @@ def _implied(form: str, entry: Operation) -> Callable[..., Any]:
 def _quantizer_name(operand: str) -> str:
     return f"_{operand}_quantizer" if operand in ("input", "weight") else f"_{operand}_input_quantizer"
 
-
-def is_tensor(value: Any) -> bool:
-    """A floating-point tensor."""
-    return isinstance(value, Tensor) and value.is_floating_point()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import sys
 from typing import Any
 
@@ -21,14 +22,14 @@ _INTRODUCTION = f"""# The format of `report.json`
 
 <!-- Made by `python -m quantizer.report.fields > docs/report-format.md`: change the records, not this page. -->
 
-One run, one object of type [RunRecord](#runrecord). This page describes version {VERSION}; a reader refuses every other version,
-an unknown field, a missing field that has no default, and a value of the wrong type, and says where.
+One run, one object of type [RunRecord](#runrecord). This page describes version {VERSION}; a reader refuses every other
+version, an unknown field, a missing field that has no default, and a value of the wrong type, and says where.
 
 - Every ratio is float divided by this: above 1 is faster, smaller or less memory.
 - Numbers that JSON cannot hold are the strings `"inf"`, `"-inf"` and `"nan"`.
 - `null` means "does not apply" or "was not measured", never zero.
-- In `latency`, `size` and `memory`, the entry named `float` (else the first) is the reference, and the entry named `engine`
-  (else the last) is the one that headlines are about.
+- In `latency`, `size` and `memory`, the entry named `float` (else the first) is the reference, and the entry named
+  `engine` (else the last) is the one that headlines are about.
 
 Read it with `quantizer.report.read_record(path)`, which gives the same objects as frozen dataclasses.
 """
@@ -67,8 +68,9 @@ def _section(cls: Any) -> str:
 
 
 def _default(item: dataclasses.Field[Any]) -> str:
-    value = item.default if item.default is not dataclasses.MISSING else item.default_factory()  # type: ignore[misc]
-    return {(): "[]", "": '""', None: "null", True: "true", False: "false"}.get(value, str(value)) if value != {} else "{}"
+    """The default as JSON."""
+    factory = item.default_factory
+    return json.dumps(item.default if factory is dataclasses.MISSING else factory())
 
 
 def _json_type(annotation: str) -> str:

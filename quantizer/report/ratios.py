@@ -59,7 +59,7 @@ def memory_entries(peaks_mib: Mapping[str, float], reference: str = "float") -> 
 def reference_entry(entries: Sequence[Entry]) -> Entry | None:
     """The float entry: the one named ``float``, else the first; None where there is none."""
     named = [entry for entry in entries if entry.name == "float"]
-    return (named or list(entries) or [None])[0]
+    return next(iter(named or entries), None)
 
 
 def quantized_entry(entries: Sequence[Entry]) -> Entry | None:
@@ -67,7 +67,7 @@ def quantized_entry(entries: Sequence[Entry]) -> Entry | None:
     named = [entry for entry in entries if entry.name == "engine"]
     reference = reference_entry(entries)
     others = [entry for entry in entries if entry is not reference]
-    return (named or others[::-1] or [None])[0]
+    return next(iter(named or others[::-1]), None)
 
 
 def _ratios(values: Mapping[str, float], reference: str, what: str) -> dict[str, float]:

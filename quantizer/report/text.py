@@ -1,11 +1,25 @@
-"""Numbers as text, in ASCII so that every terminal can show them."""
+"""Numbers as text, in ASCII so that every terminal can show them; :func:`typeset` makes them ready for a page."""
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["count", "decibels", "interval", "mebibytes", "milliseconds", "percent", "plain", "score", "seconds"]
-__all__ += ["shorten", "significant", "signed", "times"]
+__all__ = [
+    "MISSING",
+    "count",
+    "decibels",
+    "interval",
+    "mebibytes",
+    "milliseconds",
+    "percent",
+    "plain",
+    "score",
+    "seconds",
+]
+__all__ += ["shorten", "significant", "signed", "times", "typeset"]
+
+MISSING = "\N{EN DASH}"
+"""What a page shows where there is no value."""
 
 
 def score(value: float) -> str:
@@ -93,3 +107,17 @@ def shorten(name: str, length: int) -> str:
         return name
     left = (length - 1) // 2
     return f"{name[:left]}…{name[len(name) - (length - 1 - left) :]}"
+
+
+def typeset(line: str) -> str:
+    """``line`` with minus and multiplication signs in place of the ASCII that terminals get."""
+    words = []
+    for word in line.split(" "):
+        bare = word.lstrip("([")
+        head = word[: len(word) - len(bare)]
+        if bare[:1] == "-" and bare[1:2].isdigit():
+            bare = "\N{MINUS SIGN}" + bare[1:]
+        if bare == "x" or (bare[:1].isdigit() and bare.endswith("x")):
+            bare = bare[:-1] + "\N{MULTIPLICATION SIGN}"
+        words.append(head + bare)
+    return " ".join(words)

@@ -1,0 +1,11 @@
+"""INT8 for PyTorch models on TensorRT and CPU engines: calibrated, measured, explained."""
+
+from __future__ import annotations
+
+from quantizer.config import QuantizerConfig
+from quantizer.errors import QuantizerError
+from quantizer.quantizer import Quantizer
+
+__all__ = ["Quantizer", "QuantizerConfig", "QuantizerError"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,158 @@
+"""What a configuration may hold at a path, and what it does hold, in the words of an error message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import NoneType
+from types import UnionType
+from typing import Annotated
+from typing import Any
+from typing import Literal
+from typing import Union
+from typing import get_args
+from typing import get_origin
+
+from annotated_types import Ge
+from annotated_types import Gt
+from annotated_types import Le
+
+from quantizer.config.section import Expects
+from quantizer.config.section import Section
+
+__all__ = ["KeyPath", "Slot", "nearest", "path_text", "paths_ending_in", "slot_at", "words_for"]
+
+KeyPath = tuple[str | int, ...]
+"""Where a value stands: keys, and indices in lists."""
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one path of a configuration accepts.
+
+    Attributes:
+        annotation: its type, without ``Annotated`` and without ``None``.
+        metadata: constraints on it.
+        nullable: null is accepted.
+    """
+
+    annotation: Any
+    metadata: tuple[Any, ...] = ()
+    nullable: bool = False
+
+    @classmethod
+    def of(cls, annotation: Any, metadata: Sequence[Any] = ()) -> Slot:
+        """The slot of a type as it is written in a schema."""
+        found = list(metadata)
+        nullable = False
+        while True:
+            if get_origin(annotation) is Annotated:
+                annotation, *extra = get_args(annotation)
+                found += extra
+            elif get_origin(annotation) in (Union, UnionType):
+                kept = [kind for kind in get_args(annotation) if kind is not NoneType]
+                nullable = len(kept) < len(get_args(annotation))
+                annotation = kept[0]
+            else:
+                return cls(annotation, tuple(found), nullable)
+
+    @property
+    def section(self) -> type[Section] | None:
+        """The section that stands here, if one does."""
+        return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, Section) else None
+
+    def child(self, key: str | int) -> Slot | None:
+        """The slot of a key of a section or of an entry of a list; None where there is none."""
+        if self.section is not None:
+            field = self.section.model_fields.get(str(key))
+            return None if field is None else Slot.of(field.annotation, field.metadata)
+        if get_origin(self.annotation) is tuple and isinstance(key, int):
+            return Slot.of(get_args(self.annotation)[0])
+        return None
+
+    def names(self) -> list[str]:
+        """The strings that can stand here: keys of a section, or values of a ``Literal``."""
+        if self.section is not None:
+            return list(self.section.model_fields)
+        if get_origin(self.annotation) is Literal:
+            return [value for value in get_args(self.annotation) if isinstance(value, str)]
+        return []
+
+    def expected(self) -> str:
+        """Completes the sentence "expected ..."."""
+        words = next((extra.words for extra in self.metadata if isinstance(extra, Expects)), None) or self._kind()
+        bounds = [_bound(extra) for extra in self.metadata if isinstance(extra, Gt | Ge | Le)]
+        words += " " + " and ".join(bounds) if bounds else ""
+        return words + (" or null" if self.nullable else "")
+
+    def _kind(self) -> str:
+        if self.section is not None:
+            return f"a section with keys {', '.join(self.names())}"
+        if get_origin(self.annotation) is Literal:
+            values = [words_for(value, kind=False) for value in get_args(self.annotation)]
+            return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
+        if get_origin(self.annotation) is tuple:
+            return f"a list, each entry {Slot.of(get_args(self.annotation)[0]).expected()}"
+        return _KINDS.get(self.annotation, "another value")
+
+
+def _bound(constraint: Gt | Ge | Le) -> str:
+    if isinstance(constraint, Gt):
+        return f"above {constraint.gt}"
+    return f"of at least {constraint.ge}" if isinstance(constraint, Ge) else f"of at most {constraint.le}"
+
+
+def slot_at(schema: type[Section], path: KeyPath) -> Slot | None:
+    """The slot at ``path`` below ``schema``; None where the schema has no such path."""
+    slot: Slot | None = Slot(schema)
+    for key in path:
+        slot = slot.child(key) if slot is not None else None
+    return slot
+
+
+def paths_ending_in(schema: type[Section], name: str, above: KeyPath = ()) -> Iterator[KeyPath]:
+    """Every path of ``schema`` whose last key is ``name``."""
+    for key in schema.model_fields:
+        here = (*above, key)
+        if key == name:
+            yield here
+        section = Slot(schema).child(key)
+        if section is not None and section.section is not None:
+            yield from paths_ending_in(section.section, name, here)
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The one of ``known`` that ``name`` most likely means, if any is near."""
+    return next(iter(get_close_matches(name.lower(), known, n=1)), None)
+
+
+def path_text(path: KeyPath) -> str:
+    """``quantizer.exclude.names[0]``."""
+    text = ""
+    for key in path:
+        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
+    return text
+
+
+def words_for(value: Any, kind: bool = True) -> str:
+    """``value`` as a YAML file would show it, cut where it is long.
+
+    Args:
+        value: anything.
+        kind: say in words of what kind it is: "the text '3'", against '3' alone.
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        shown = repr(value if len(value) <= 60 else value[:57] + "...")
+        return f"the text {shown}" if kind else shown
+    if isinstance(value, int | float):
+        return f"the {'whole ' if isinstance(value, int) else ''}number {value}" if kind else str(value)
+    if isinstance(value, Mapping):
+        return "a section"
+    return "a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"

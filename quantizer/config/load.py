@@ -1,0 +1,124 @@
+"""From a YAML file, a mapping or keywords to a frozen configuration, and back to YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from os.path import abspath
+from os.path import expanduser
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantizer.config.describe import words_for
+from quantizer.config.origin import Draft
+from quantizer.config.quantizer_section import QuantizerConfig
+from quantizer.config.schema import RunConfig
+from quantizer.config.section import Section
+from quantizer.config.validate import check_keys
+from quantizer.config.validate import finish
+from quantizer.config.yaml_file import read_yaml
+from quantizer.errors import ConfigError
+
+__all__ = ["dump_yaml", "load_run", "quantizer_config"]
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read the YAML file of one run.
+
+    Relative paths in it (``data.*.path``, and ``model.source`` where it starts with ``./``, ``../`` or ``~/`` or names
+    something that exists) are made absolute from the current directory, not from the folder of the file. Without
+    ``output``, the run's folder is ``runs/`` and the file's name without its ending.
+
+    Args:
+        path: the file.
+        overrides: ``key.path=value``, the value in YAML, or ``~key.path`` to remove a key; applied in this order,
+            before anything is checked.
+
+    Raises:
+        ConfigError: with every problem of file and overrides, each with file and line.
+    """
+    document = read_yaml(path)
+    draft = Draft(document.value, str(path), document)
+    _require_section(draft, RunConfig)
+    for text in overrides:
+        draft.override(text)
+    draft.value.setdefault("output", f"runs/{Path(path).stem}")
+    return _with_absolute_paths(finish(draft, RunConfig))
+
+
+def quantizer_config(
+    source: str | Path | Mapping[str, Any] | QuantizerConfig | RunConfig | None = None, **keywords: Any
+) -> QuantizerConfig:
+    """The settings of a ``Quantizer`` from whatever the caller has.
+
+    Args:
+        source: None for the defaults; a YAML file or a mapping, either of a whole run (its ``quantizer`` section is
+            taken) or of the section alone; or a configuration.
+        keywords: fields of ``QuantizerConfig``, each in place of the whole field of ``source``:
+            ``exclude={"names": ["classifier"]}``.
+
+    Raises:
+        ConfigError: with every problem, each with the file and line or the keyword that it comes from.
+    """
+    if isinstance(source, RunConfig):
+        source = source.quantizer
+    if isinstance(source, QuantizerConfig):
+        if not keywords:
+            return source
+        source = source.model_dump()
+    draft = _draft(source)
+    whole = draft.value if isinstance(draft.value, dict) else {}
+    is_run = any(name in whole for name in RunConfig.model_fields)
+    _require_section(draft, RunConfig if is_run else QuantizerConfig)
+    if is_run:
+        check_keys(draft.value, draft, RunConfig)
+    at = ("quantizer",) if is_run else ()
+    for name, value in keywords.items():
+        draft.set((*at, name), _plain(value), f"keyword {name!r}")
+    return finish(draft, QuantizerConfig, at)
+
+
+def dump_yaml(config: Section) -> str:
+    """``config`` as YAML, every field written out; reading it again gives an equal configuration."""
+    plain = config.model_dump(mode="json")
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+
+
+def _draft(source: object) -> Draft:
+    if source is None:
+        return Draft({}, "keywords")
+    if isinstance(source, str | Path):
+        document = read_yaml(source)
+        return Draft(document.value, str(source), document)
+    if isinstance(source, Mapping):
+        return Draft(_plain(source), "mapping")
+    what = f"got {words_for(source)}; expected a YAML file, a mapping or a QuantizerConfig"
+    raise ConfigError([f"quantizer configuration: {what}"])
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with plain dictionaries for its mappings; the caller's own are never changed."""
+    return {key: _plain(below) for key, below in value.items()} if isinstance(value, Mapping) else value
+
+
+def _require_section(draft: Draft, schema: type[Section]) -> None:
+    if isinstance(draft.value, dict):
+        return
+    if not draft.holes:
+        got = "is empty" if draft.value is None else f"holds {words_for(draft.value)}"
+        draft.add((), f"{got}; expected a mapping with keys {', '.join(schema.model_fields)}")
+    raise ConfigError([text for _, text in draft.problems])
+
+
+def _with_absolute_paths(run: RunConfig) -> RunConfig:
+    model = run.model
+    if model.source.startswith(("./", "../", "~/")) or Path(model.source).exists():
+        model = model.model_copy(update={"source": abspath(expanduser(model.source))})
+    found = {}
+    for name in ("calibration", "evaluation", "head"):
+        dataset = getattr(run.data, name)
+        if dataset is not None and dataset.path is not None:
+            found[name] = dataset.model_copy(update={"path": abspath(expanduser(dataset.path))})
+    return run.model_copy(update={"model": model, "data": run.data.model_copy(update=found)})

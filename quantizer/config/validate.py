@@ -1,0 +1,124 @@
+"""Validation of a draft: every problem of every section, in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from typing import TypeVar
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from quantizer.config.describe import KeyPath
+from quantizer.config.describe import Slot
+from quantizer.config.describe import nearest
+from quantizer.config.describe import path_text
+from quantizer.config.describe import paths_ending_in
+from quantizer.config.describe import slot_at
+from quantizer.config.describe import words_for
+from quantizer.config.origin import Draft
+from quantizer.config.section import Section
+from quantizer.errors import ConfigError
+
+__all__ = ["check_keys", "finish", "note_problems"]
+
+S = TypeVar("S", bound=Section)
+
+
+def finish(draft: Draft, schema: type[S], at: KeyPath = ()) -> S:
+    """The section that the draft holds.
+
+    Args:
+        draft: values and the problems known so far.
+        schema: the section's class.
+        at: where in the draft the section stands; a section that is absent has its default values.
+
+    Raises:
+        ConfigError: with all problems, in the order of the lines.
+    """
+    value = draft.value
+    for key in at:
+        value = value.get(key, {})
+    section: S | None = None
+    try:
+        section = schema.model_validate(value)
+    except ValidationError as error:
+        note_problems(error, draft, schema, at)
+    if draft.problems or section is None:
+        raise ConfigError([text for _, text in sorted(draft.problems, key=lambda problem: problem[0])])
+    return section
+
+
+def note_problems(error: ValidationError, draft: Draft, schema: type[Section], at: KeyPath = ()) -> None:
+    """Add each problem of ``error`` to the draft, in our words."""
+    for detail in error.errors(include_url=False):
+        path = (*at, *detail["loc"])
+        if any(path[: len(hole)] == hole for hole in draft.holes):
+            continue
+        if detail["type"] == "cross_field":
+            for below, text in detail["ctx"]["problems"]:
+                draft.add((*path, *filter(None, below.split("."))), text)
+        else:
+            draft.add(path, _explain(detail, schema, at))
+
+
+def check_keys(value: Mapping[Any, Any], draft: Draft, schema: type[Section]) -> None:
+    """Add the unknown keys of the top level to the draft."""
+    for key in value:
+        if key not in schema.model_fields:
+            draft.add((key,), _unknown(key, (), schema, ()))
+
+
+def _explain(detail: ErrorDetails, schema: type[Section], at: KeyPath) -> str:
+    """What is wrong, what was expected, and what may have been meant."""
+    path, value, kind = detail["loc"], detail["input"], detail["type"]
+    if kind == "extra_forbidden":
+        return _unknown(str(path[-1]), path[:-1], schema, at)
+    if kind == "invalid_key":
+        return f"the key is {words_for(path[-1])}; expected a name (in YAML: quote it if it is one)"
+    slot = slot_at(schema, path)
+    expected = f"; expected {slot.expected()}" if slot is not None else ""
+    if kind == "missing":
+        return f"is missing{expected}"
+    if kind in {"too_long", "too_short"}:
+        count = detail["ctx"]["actual_length"]
+        return f"got a list of {count}{expected}{', at least one' if not count else ''}"
+    if kind == "string_too_short":
+        return f"is empty{expected}; leave the key out where nothing is meant"
+    return f"got {words_for(value)}{expected}{_hint(value, slot)}"
+
+
+def _unknown(key: str, above: KeyPath, schema: type[Section], at: KeyPath) -> str:
+    slot = slot_at(schema, above)
+    names = slot.names() if slot is not None else []
+    text = f"unknown key; expected one of {', '.join(names)}"
+    near = nearest(key, names)
+    elsewhere = [path_text((*at, *path)) for path in paths_ending_in(schema, key)]
+    if near is None and elsewhere:
+        near = elsewhere[0]
+    return text + (f"; did you mean {near!r}?" if near else "")
+
+
+def _hint(value: Any, slot: Slot | None) -> str:
+    if slot is None:
+        return ""
+    if value is None and slot.section is not None:
+        return "; leave the key out for the default"
+    if not isinstance(value, str):
+        return ""
+    near = nearest(value, slot.names()) if slot.section is None else None
+    if near is not None:
+        return f"; did you mean {near!r}?"
+    if slot.annotation in (int, float):
+        return _number_hint(value)
+    return ""
+
+
+def _number_hint(text: str) -> str:
+    # YAML 1.1 reads 1e-3 as text: without the dot it is no number there.
+    try:
+        written = yaml.safe_dump(float(text)).split("\n")[0]
+    except ValueError:
+        return ""
+    return f"; YAML reads this as text: write {int(text) if text.isdecimal() else written}, without quotes"

@@ -1,0 +1,214 @@
+"""YAML with its line numbers: a file becomes plain values, and each key and entry keeps its line.
+
+Only what a configuration needs is read: mappings with text as keys, lists, text, numbers, true, false, null, and
+aliases. Tags, merge keys and keys written twice are problems; all of them are collected, not only the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantizer.config.describe import KeyPath
+from quantizer.errors import ConfigError
+
+__all__ = ["Document", "Fault", "parse_yaml", "read_yaml"]
+
+_TAG = "tag:yaml.org,2002:"
+_VALUES = {_TAG + name for name in ("bool", "int", "float", "null")}
+# A date, '=' and '<<' mean something to YAML and nothing to a configuration: they are the text that was written.
+_TEXTS = {_TAG + name for name in ("str", "timestamp", "value", "merge")}
+_INT_LIMIT = 2**63
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something in the text that is no plain value.
+
+    Attributes:
+        line: counted from 1.
+        path: where the value stands.
+        text: what is wrong, and what was expected.
+        hole: the value could not be read: None stands in its place.
+    """
+
+    line: int
+    path: KeyPath
+    text: str
+    hole: bool = False
+
+
+@dataclass
+class Document:
+    """One parsed YAML text.
+
+    Attributes:
+        value: the plain value.
+        faults: everything in the text that could not become one.
+        root: the node tree, from which lines are read.
+    """
+
+    value: Any = None
+    faults: list[Fault] = field(default_factory=list)
+    root: yaml.Node | None = None
+
+    def line(self, path: KeyPath) -> int | None:
+        """The line of the key or list entry at ``path``, counted from 1; None where the text has no such path."""
+        node, mark = self.root, self.root.start_mark if self.root is not None else None
+        for step in path:
+            if isinstance(node, yaml.MappingNode):
+                pair = next((pair for pair in node.value if _is_key(pair[0], step)), None)
+                if pair is None:
+                    return None
+                mark, node = pair[0].start_mark, pair[1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+                node = node.value[step]
+                mark = node.start_mark
+            else:
+                return None
+        return mark.line + 1 if mark is not None else None
+
+
+def _is_key(node: yaml.Node, name: str | int) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag in _TEXTS and node.value == name
+
+
+class _Reader:
+    """Turns a node tree into plain values.
+
+    Attributes:
+        loader: constructs numbers, true, false and null.
+        faults: what was found to be wrong.
+        done: values by the identity of their node; an alias is the same node again.
+        open: nodes that are being read, to notice a value that contains itself.
+    """
+
+    def __init__(self, loader: yaml.SafeLoader) -> None:
+        self.loader = loader
+        self.faults: list[Fault] = []
+        self.done: dict[int, Any] = {}
+        self.open: set[int] = set()
+
+    def fault(self, node: yaml.Node, path: KeyPath, text: str, hole: bool = False) -> None:
+        self.faults.append(Fault(node.start_mark.line + 1, path, text, hole))
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        if id(node) in self.open:
+            self.fault(node, path, "contains itself through an alias; expected a value that ends", hole=True)
+            return None
+        if id(node) not in self.done:
+            self.open.add(id(node))
+            self.done[id(node)] = self._read(node, path)
+            self.open.remove(id(node))
+        return self.done[id(node)]
+
+    def _read(self, node: yaml.Node, path: KeyPath) -> Any:
+        if isinstance(node, yaml.ScalarNode) and node.tag in _TEXTS:
+            return node.value
+        if isinstance(node, yaml.ScalarNode) and node.tag in _VALUES:
+            return self._scalar(node, path)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return [self.value(entry, (*path, index)) for index, entry in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return self._mapping(node, path)
+        tag = node.tag.replace(_TAG, "!!")
+        self.fault(
+            node, path, f"the YAML tag {tag!r} is not allowed; expected a plain value: remove the tag", hole=True
+        )
+        return None
+
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
+        try:
+            value = self.loader.construct_object(node)  # type: ignore[no-untyped-call]
+        except (ValueError, KeyError, IndexError, yaml.YAMLError):
+            kind = node.tag.replace(_TAG, "!!")
+            self.fault(node, path, f"{node.value[:60]!r} is no {kind}; expected a plain value: quote text", hole=True)
+            return None
+        if isinstance(value, int) and abs(value) >= _INT_LIMIT:
+            self.fault(node, path, "the number is too large; expected one that fits in 64 bits", hole=True)
+            return None
+        return value
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == _TAG + "merge":
+                self.fault(key_node, path, "merge keys ('<<') are not supported; expected the keys written out")
+                continue
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in _TEXTS:
+                shown = f"{key_node.value!r} " if isinstance(key_node, yaml.ScalarNode) else ""
+                self.fault(key_node, path, f"the key {shown}is not text; expected a name (quote it if it is one)")
+                continue
+            key = key_node.value
+            if key in lines:
+                text = f"the key is written twice, first in line {lines[key]}; expected it once: remove one"
+                self.fault(key_node, (*path, key), text)
+                continue
+            lines[key] = key_node.start_mark.line + 1
+            mapping[key] = self.value(value_node, (*path, key))
+        return mapping
+
+
+def parse_yaml(text: str, label: str) -> Document:
+    """Read one YAML text.
+
+    Args:
+        text: the YAML.
+        label: the file name, for messages.
+
+    Raises:
+        ConfigError: the text is no YAML at all. What is YAML but no configuration is left in ``faults``.
+    """
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        reader = _Reader(loader)
+        value = None if root is None else reader.value(root, ())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        line = mark.line + 1 if mark is not None else 1
+        raise ConfigError([f"{label}:{line}: the YAML does not parse: {what}; expected valid YAML"]) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        shown = repr(text[error.position : error.position + 1])
+        problem = f"{label}:{line}: the character {shown} is not allowed in YAML; expected printable text: remove it"
+        raise ConfigError([problem]) from error
+    except RecursionError as error:
+        raise ConfigError([f"{label}:1: the YAML is nested too deeply; expected a few levels"]) from error
+    return Document(value, reader.faults, root)
+
+
+def read_yaml(path: str | Path) -> Document:
+    """Read one YAML file, as UTF-8.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, or it is no YAML at all.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        near = _neighbours(Path(path))
+        raise ConfigError([f"{path}: there is no such file; expected a YAML file{near}"]) from error
+    except IsADirectoryError as error:
+        raise ConfigError([f"{path}: this is a folder; expected a YAML file{_neighbours(Path(path) / 'x')}"]) from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        problem = f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8; expected a text file in UTF-8"
+        raise ConfigError([problem]) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{path}: cannot be read ({error}); expected a readable YAML file"]) from error
+    return parse_yaml(text, str(path))
+
+
+def _neighbours(path: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in {".yaml", ".yml"})
+    except OSError:
+        return ""
+    return f"; in that folder: {', '.join(names[:8])}" if names else ""

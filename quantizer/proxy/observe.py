@@ -1,0 +1,252 @@
+"""Observing: what calibration sees of each site, and the ranges it collects.
+
+Operands that are one and the same tensor (query, key and value read one) share a ``RangeGroup``: one calibrator, fed
+once a batch, one range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from quantizer.calibrators import Calibrator
+from quantizer.errors import CalibrationError
+from quantizer.proxy.provenance import Origin
+from quantizer.proxy.provenance import Provenance
+from quantizer.proxy.site import Site
+
+__all__ = ["Observation", "OperandRecord", "RangeGroup", "SiteRecord"]
+
+_EMPTY = "an operand was empty in every call"
+_NOT_TENSORS = "its operands are not floating-point tensors"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RangeGroup:
+    """Operands that read one tensor, with their one calibrator."""
+
+    calibrator: Calibrator
+    operands: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class OperandRecord:
+    """What was seen of one operand: a parameter's name, or the group of an activation."""
+
+    parameter: nn.Parameter | None = None
+    group: RangeGroup | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class SiteRecord:
+    """What was seen of one site.
+
+    ``calls`` counts all calls and ``fit`` those whose operands can be rounded; ``reasons`` says why others cannot.
+    ``depth`` and ``width`` are the largest K and N of the product; ``multiply_adds`` those of all calls together.
+    """
+
+    calls: int = 0
+    fit: int = 0
+    reasons: list[str] = field(default_factory=list)
+    depth: int = 0
+    width: int = 0
+    multiply_adds: int = 0
+    operands: dict[str, OperandRecord] = field(default_factory=dict)
+
+
+class Observation:
+    """Watches a proxy's sites during calibration.
+
+    Attributes:
+        records: by site name.
+        batches: forward passes of the whole proxy so far.
+        provenance: origins of tensors in the pass that is running.
+    """
+
+    def __init__(
+        self, sites: Iterable[Site], refused: Mapping[str, str], make: Callable[[bool], Calibrator]
+    ) -> None:
+        """
+        Args:
+            sites: all sites of the proxy.
+            refused: sites (and operands) that rules leave out; they are counted, not observed.
+            make: makes a calibrator; its argument asks for a histogram.
+        """
+        self.records = {site.path: SiteRecord() for site in sites}
+        self.batches = 0
+        self.provenance = Provenance()
+        self._refused = refused
+        self._make = make
+        self._seen: Any = WeakIdKeyDictionary()
+        self._handles: list[Any] = []
+        self._depth = 0
+
+    def attach(self, proxy: nn.Module, sites: Iterable[Site]) -> None:
+        """Start observing."""
+        for site in sites:
+            site.observer = self
+        self._handles = [
+            proxy.register_forward_pre_hook(self._begin, with_kwargs=True),
+            proxy.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def detach(self, sites: Iterable[Site]) -> None:
+        """Stop observing; what was seen stays."""
+        for site in sites:
+            site.observer = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # -- the whole pass --------------------------------------------------------------------------------------------
+
+    def _begin(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if proxy.training:
+            raise CalibrationError(
+                "the proxy is in train mode, where dropout would enter the ranges; call .eval() on it first"
+            )
+        named = {**{f"argument {place}": value for place, value in enumerate(args)}, **keywords}
+        for name, value in named.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise CalibrationError(
+                    f"batch {self.batches} of the calibration data: {name!r} has NaN or infinite values; "
+                    "leave them out of the data"
+                )
+        self.provenance = Provenance()
+        self.provenance.__enter__()
+
+    def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        # always_call: this also runs after an exception in the pass, and after one in _begin itself.
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is self.provenance:
+            self.provenance.__exit__(None, None, None)
+            self.batches += 1
+
+    # -- one site --------------------------------------------------------------------------------------------------
+
+    def before(self, site: Site, values: list[Any]) -> None:
+        """See the operands of a call.
+
+        Raises:
+            CalibrationError: an operand holds NaN or an infinity.
+        """
+        record = self.records[site.path]
+        record.calls += 1
+        self._depth = 0
+        reason = self._unfit(site, values)
+        if reason is not None:
+            if reason not in record.reasons:
+                record.reasons.append(reason)
+            return
+        self._measure(site, values, record)
+        record.fit += 1
+        if site.path in self._refused:
+            return
+        for operand, value in zip(site.operation.operands, values, strict=True):
+            seen = record.operands.setdefault(operand.name, OperandRecord())
+            if isinstance(value, nn.Parameter):
+                seen.parameter = value
+            elif f"{site.path}.{operand.name}" not in self._refused:
+                self._observe(site, operand.name, value, seen)
+
+    def after(self, site: Site, result: Any) -> None:
+        """Mark what a site made."""
+        kind = site.operation.kind
+        if isinstance(result, Tensor):
+            self.records[site.path].multiply_adds += result.numel() * self._depth
+        if kind == "residual_add":
+            if isinstance(result, Tensor) and result.is_floating_point():
+                self.provenance.mark(result, Origin("add", site.path))
+            return
+        self.provenance.mark(result, Origin("product" if kind == "matmul" else "weighted", site.path))
+
+    def _unfit(self, site: Site, values: list[Any]) -> str | None:
+        tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+        if len(tensors) != len(values):
+            return _NOT_TENSORS
+        if any(tensor.numel() == 0 for tensor in tensors):
+            return _EMPTY
+        if site.operation.kind == "residual_add":
+            return self._not_residual(tensors)
+        origins = [self.provenance.origin(tensor) for tensor in tensors]
+        if any(
+            origin is not None and origin.kind == "parameter" and not isinstance(tensor, nn.Parameter)
+            for origin, tensor in zip(origins, tensors, strict=True)
+        ):
+            return "an operand is computed from parameters at each call"
+        return None
+
+    def _not_residual(self, tensors: list[Tensor]) -> str | None:
+        """Why an add does not join two branches of the network.
+
+        A residual add has two computed operands of one shape, at least one of them made by a weighted product, and
+        not both by the same one (a rotary embedding adds two halves of one projection).
+        """
+        first, second = (self.provenance.origin(tensor) for tensor in tensors)
+        if tensors[0].shape != tensors[1].shape:
+            return "the add broadcasts an operand"
+        if any(origin is not None and origin.kind == "parameter" for origin in (first, second)):
+            return "an operand of the add is a parameter"
+        if not any(origin is not None and origin.kind == "weighted" for origin in (first, second)):
+            return "no operand of the add comes from a weighted product"
+        if first == second:
+            return "both operands of the add come from one product"
+        return None
+
+    def _measure(self, site: Site, values: list[Tensor], record: SiteRecord) -> None:
+        """Note the product's K and N (``after`` counts the multiply-adds, K for each element of the result)."""
+        if site.operation.kind == "residual_add":
+            self._depth = 0
+            return
+        first, second = values
+        if site.operation.kind == "matmul":
+            self._depth, width = first.shape[-1], second.shape[-1]
+        else:
+            self._depth, width = second[0].numel(), second.shape[0]
+        record.depth = max(record.depth, self._depth)
+        record.width = max(record.width, width)
+
+    def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord) -> None:
+        name = f"{site.path}.{operand}"
+        version = 0 if value.is_inference() else value._version
+        known = self._seen.get(value)
+        residual = site.operation.kind == "residual_add"
+        if known is not None and known[0] == version:
+            self._join(record, known[1], name)
+            if residual:
+                known[1].calibrator.start_histogram(value)
+            return
+        if record.group is None:
+            record.group = RangeGroup(calibrator=self._make(residual), operands=[name])
+        try:
+            record.group.calibrator.observe(value)
+        except CalibrationError as error:
+            raise CalibrationError(f"batch {self.batches} of the calibration data: {name}: {error}") from error
+        self._seen[value] = (version, record.group)
+
+    def _join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
+        """Make an operand one of a group, and its former group too."""
+        if record.group is group:
+            return
+        if record.group is None:
+            group.operands.append(name)
+            record.group = group
+            return
+        former = record.group
+        group.calibrator.merge(former.calibrator)
+        group.operands += former.operands
+        for other in self.records.values():
+            for seen in other.operands.values():
+                if seen.group is former:
+                    seen.group = group
+        for tensor, (version, owner) in list(self._seen.items()):
+            if owner is former:
+                self._seen[tensor] = (version, group)

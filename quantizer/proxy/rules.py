@@ -1,0 +1,143 @@
+"""Including and excluding sites by module type, by name and by site.
+
+A *type* matches a module whose class, or any base class of it, is called so: ``BertPooler``, or with as much of its
+dotted path as wanted (``torch.nn.Linear``). A *name* is a pattern over whole segments of a module's path: ``*`` stands
+for any one segment or part of one, ``**`` for any number of segments. A type or name covers everything below the
+module that it matches, functional products included. A *site* is a pattern over a site's name
+(``**.attention.self.*.matmul_1``), which an operand's name may follow for one operand of an add (``.lhs``).
+Exclude beats include.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from quantizer.errors import ConfigError
+from quantizer.proxy.classes import original_class
+from quantizer.proxy.site import Site
+
+__all__ = ["Rules", "matches", "refusals"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What to include, or what to exclude."""
+
+    module_types: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.module_types or self.names or self.sites)
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a dotted pattern matches a whole dotted path.
+
+    ``layer.1`` does not match ``layer.10``; ``**.dense`` matches ``dense`` and ``a.b.dense``.
+    """
+    return _segments_match(pattern.split("."), path.split("."))
+
+
+def _segments_match(pattern: Sequence[str], path: Sequence[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_segments_match(pattern[1:], path[start:]) for start in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _segments_match(pattern[1:], path[1:])
+
+
+def refusals(proxy: nn.Module, sites: Iterable[Site], include: Rules, exclude: Rules) -> dict[str, str]:
+    """Why sites and operands are left out by a rule: by site name or by ``SITE.OPERAND``.
+
+    Raises:
+        ConfigError: a pattern or type matches nothing; all such are listed.
+    """
+    sites = list(sites)
+    problems: list[str] = []
+    excluded = _matched(proxy, sites, exclude, "exclude", problems)
+    included = _matched(proxy, sites, include, "include", problems)
+    if problems:
+        raise ConfigError(problems)
+    if include:
+        for site in sites:
+            chosen = site.path in included or any(name in included for name in _operand_names(site))
+            if not chosen:
+                excluded.setdefault(site.path, "not among the included")
+    return excluded
+
+
+def _matched(
+    proxy: nn.Module, sites: Sequence[Site], rules: Rules, section: str, problems: list[str]
+) -> dict[str, str]:
+    """The rule that matched each site or operand."""
+    found: dict[str, str] = {}
+    for wanted in rules.module_types:
+        hosts = [path for path, module in proxy.named_modules() if _is_a(module, wanted)]
+        if not hosts:
+            known = {cls.__name__ for module in proxy.modules() for cls in original_class(module).__mro__}
+            problems.append(_nothing(f"{section}.module_types", wanted, "no module of this type", known))
+        _cover(found, sites, hosts, f"{section}.module_types: {wanted}")
+    for wanted in rules.names:
+        paths = [path for path, module in proxy.named_modules() if path and not isinstance(module, Site)]
+        hosts = [path for path in paths if matches(wanted, path)]
+        if not hosts:
+            problems.append(_nothing(f"{section}.names", wanted, "no module of this name", paths))
+        _cover(found, sites, hosts, f"{section}.names: {wanted}")
+    for wanted in rules.sites:
+        rule = f"{section}.sites: {wanted}"
+        before = len(found)
+        hits = [name for site in sites for name in _site_names(site) if matches(wanted, name)]
+        for name in hits:
+            found.setdefault(name, rule)
+        if not hits and before == len(found):
+            names = [site.path for site in sites]
+            problems.append(_nothing(f"{section}.sites", wanted, "no site of this name", names))
+    return found
+
+
+def _site_names(site: Site) -> list[str]:
+    return [site.path, *_operand_names(site)]
+
+
+def _operand_names(site: Site) -> list[str]:
+    """Only the operands of an add can be chosen one by one: a product has both operands in low precision or none."""
+    if site.operation.kind != "residual_add":
+        return []
+    return [f"{site.path}.{operand.name}" for operand in site.operation.operands]
+
+
+def _cover(found: dict[str, str], sites: Sequence[Site], hosts: Sequence[str], rule: str) -> None:
+    for site in sites:
+        if any(not host or site.path.startswith(host + ".") for host in hosts):
+            found.setdefault(site.path, rule)
+
+
+def _is_a(module: nn.Module, wanted: str) -> bool:
+    if isinstance(module, Site):
+        return False
+    *qualifiers, name = wanted.split(".")
+    for cls in original_class(module).__mro__:
+        remaining = iter([*cls.__module__.split("."), *cls.__qualname__.split(".")[:-1]])
+        if cls.__name__ == name and all(part in remaining for part in qualifiers):
+            return True
+    return False
+
+
+def _nothing(place: str, wanted: str, what: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(wanted, list(known), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"quantizer.{place}: {wanted!r} matches nothing: {what} in the model{hint}"
+
+
+def by_kind(switches: Mapping[str, bool | str], site: Site) -> str | None:
+    """Why the ``sites:`` section leaves a site out; None where it does not."""
+    kind = site.operation.kind
+    return f"sites.{kind} is off" if switches[kind] is False else None

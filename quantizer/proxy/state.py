@@ -1,0 +1,126 @@
+"""Saving and loading a plan: YAML for what people read, safetensors for tensors.
+
+A folder holds ``quantizer.yaml`` (format, config, fallback, every site with its reason) and ``ranges.safetensors``
+(amax and scale of every operand, float32, under ``SITE/OPERAND/amax`` and ``/scale``). It appears as a whole or not at
+all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantizer.errors import QuantizerError
+from quantizer.proxy.plan import OperandPlan
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.plan import SitePlan
+
+__all__ = ["load_state", "save_state", "write_folder"]
+
+FORMAT = 1
+_YAML = "quantizer.yaml"
+_TENSORS = "ranges.safetensors"
+_TENSOR_FIELDS = ("amax", "scale")
+_OPERAND_FIELDS = tuple(name for name in OperandPlan.__slots__ if name not in _TENSOR_FIELDS)
+_SITE_FIELDS = tuple(name for name in SitePlan.__slots__ if name != "operands")
+
+
+def save_state(folder: str | os.PathLike[str], plan: Plan, document: Mapping[str, Any]) -> Path:
+    """Write a plan and whatever else the caller keeps (``document``: plain values) to a folder.
+
+    Raises:
+        QuantizerError: the folder cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    sites = []
+    for entry in plan.values():
+        site: dict[str, Any] = {name: getattr(entry, name) for name in _SITE_FIELDS}
+        site["operands"] = [{name: getattr(operand, name) for name in _OPERAND_FIELDS} for operand in entry.operands]
+        sites.append(site)
+        for operand in entry.operands:
+            for name in _TENSOR_FIELDS:
+                value = getattr(operand, name)
+                if value is not None:
+                    tensors[f"{entry.name}/{operand.name}/{name}"] = value.contiguous()
+
+    def fill(target: Path) -> None:
+        text = yaml.safe_dump({"format": FORMAT, **document, "sites": sites}, sort_keys=False, allow_unicode=True)
+        (target / _YAML).write_text(text, encoding="utf-8")
+        save_file(tensors, target / _TENSORS)
+
+    return write_folder(folder, fill)
+
+
+def write_folder(folder: str | os.PathLike[str], fill: Any) -> Path:
+    """Make a folder that appears at once: ``fill(path)`` writes into a temporary one beside it.
+
+    A folder that stands there already is replaced when the new one is complete, and comes back if that fails.
+
+    Raises:
+        QuantizerError: the folder cannot be written.
+    """
+    target = Path(folder).absolute()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise QuantizerError(f"{target} cannot be written: {error.strerror}; choose another folder") from error
+    try:
+        fill(temporary)
+        temporary.chmod(0o755)
+        if target.exists():
+            former = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+            os.replace(target, former)
+            os.replace(temporary, target)
+            shutil.rmtree(former)
+        else:
+            os.replace(temporary, target)
+    except OSError as error:
+        raise QuantizerError(f"{target} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
+    """What ``save_state`` wrote: the plan and the document.
+
+    Raises:
+        QuantizerError: the folder is none of ours, is of another format, or is damaged.
+    """
+    source = Path(folder)
+    try:
+        text = (source / _YAML).read_text(encoding="utf-8")
+        document = yaml.safe_load(text)
+        tensors = load_file(source / _TENSORS)
+    except FileNotFoundError as error:
+        raise QuantizerError(f"{source} is no folder that Quantizer.save() wrote: {error.filename} is missing") from error
+    except (OSError, yaml.YAMLError, SafetensorError) as error:
+        raise QuantizerError(f"{source} cannot be read: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else None
+        raise QuantizerError(f"{source / _YAML}: format {found!r}; this version reads format {FORMAT}")
+    plan: Plan = {}
+    try:
+        for site in document.pop("sites"):
+            operands = tuple(
+                OperandPlan(
+                    **operand,
+                    **{name: tensors.get(f"{site['name']}/{operand['name']}/{name}") for name in _TENSOR_FIELDS},
+                )
+                for operand in site.pop("operands")
+            )
+            plan[site["name"]] = SitePlan(**site, operands=operands)
+    except (KeyError, TypeError) as error:
+        raise QuantizerError(f"{source / _YAML} is damaged: {error}") from error
+    return plan, document

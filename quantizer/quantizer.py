@@ -1,0 +1,412 @@
+"""``Quantizer``: one object over the stages, configured by YAML."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from quantizer.calibrators import make_calibrator
+from quantizer.config import QuantizerConfig
+from quantizer.config import quantizer_config
+from quantizer.errors import CalibrationError
+from quantizer.errors import ProxyError
+from quantizer.errors import QuantizerError
+from quantizer.errors import SensitivityError
+from quantizer.numerics.qtype import qtype
+from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.build import source_diff
+from quantizer.proxy.freeze import apply_plan
+from quantizer.proxy.freeze import freeze
+from quantizer.proxy.freeze import store_weights
+from quantizer.proxy.observe import Observation
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.plan import PlanSettings
+from quantizer.proxy.plan import decide
+from quantizer.proxy.plan import put_back
+from quantizer.proxy.rules import Rules
+from quantizer.proxy.rules import refusals
+from quantizer.proxy.state import load_state
+from quantizer.proxy.state import save_state
+from quantizer.sensitivity import Fallback
+from quantizer.sensitivity import Measurement
+from quantizer.sensitivity import choose
+from quantizer.targets import TargetProfile
+from quantizer.targets import profile
+from quantizer.views import Coverage
+from quantizer.views import Ranges
+from quantizer.views import Sensitivity
+from quantizer.views import SensitivityRow
+
+if TYPE_CHECKING:
+    from quantizer.engines import BuildResult
+
+__all__ = ["Quantizer"]
+
+Dynamic = Mapping[str, tuple[int, int, int]]
+
+
+class Quantizer:
+    """Calibrates, measures and quantizes one model.
+
+    Args:
+        source: a YAML file (a run file or a ``quantizer:`` section alone), a mapping, a ``QuantizerConfig``, or None
+            for the defaults.
+        keywords: fields of ``QuantizerConfig`` that override those of ``source``:
+            ``Quantizer(backend="openvino", exclude={"names": ["classifier"]})``.
+
+    Raises:
+        ConfigError: the configuration has problems; all of them are listed.
+    """
+
+    def __init__(
+        self, source: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None, **keywords: Any
+    ) -> None:
+        self.config = quantizer_config(source, **keywords)
+        self._model: weakref.ref[nn.Module] | None = None
+        self._calib: nn.Module | None = None
+        self._observation: Observation | None = None
+        self._refused: dict[str, str] = {}
+        self._loaded: Plan | None = None
+        self._amp: tuple[nn.Module, Measurement] | None = None
+        self._fallback: Fallback | None = None
+
+    # -- proxies ---------------------------------------------------------------------------------------------------
+
+    def proxy(self, model: nn.Module) -> nn.Module:
+        """A proxy with every quantizer off: bit for bit the model, in the model's own train or eval mode."""
+        return build_proxy(model, eager_attention=False)
+
+    def calib(self, model: nn.Module, *, resume: bool = False) -> nn.Module:
+        """A proxy that gives the float outputs (with eager attention) and observes what goes through it.
+
+        It is in eval mode; the model keeps its own. A second call starts afresh; ``resume=True`` goes on with what was
+        seen so far.
+
+        Raises:
+            ProxyError: this quantizer serves another model already.
+            ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
+            CalibrationError: ``resume=True`` and there is nothing to go on with.
+        """
+        self._serve(model)
+        if resume:
+            if self._calib is None:
+                raise CalibrationError("calib(resume=True) needs an earlier calib() of this Quantizer in this process")
+            return self._calib
+        proxy = build_proxy(model, eager_attention=True).eval()
+        refused = self._refusals(proxy)
+        observation = Observation(sites_of(proxy), refused, self._make_calibrator)
+        observation.attach(proxy, sites_of(proxy))
+        self._calib, self._refused, self._observation = proxy, refused, observation
+        self._loaded = self._amp = self._fallback = None
+        return proxy
+
+    def calibrate(
+        self, model: nn.Module, batches: Iterable[Any], *, resume: bool = False, progress: bool | None = None
+    ) -> nn.Module:
+        """Run all of ``batches`` through ``calib(model)``, without gradients.
+
+        Args:
+            model: the float model.
+            batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor.
+            resume: as in ``calib``.
+            progress: show a progress bar; None: only in a terminal.
+
+        Raises:
+            CalibrationError: there is no data, a batch does not run through the model, or it has NaN.
+        """
+        proxy = self.calib(model, resume=resume)
+        count = 0
+        disable = None if progress is None else not progress
+        with torch.no_grad():
+            for batch in tqdm(batches, "calibration", unit="batch", leave=False, disable=disable):
+                self._run(proxy, batch, count)
+                count += 1
+        if count == 0:
+            raise CalibrationError("the calibration data is empty: at least one batch is needed")
+        return proxy
+
+    def amp(self, model: nn.Module) -> nn.Module:
+        """A proxy that gives the float outputs and measures, at each call, what every group of sites costs.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        self._serve(model)
+        plan = self._plan()
+        proxy = build_proxy(model, eager_attention=True).eval()
+        apply_plan(proxy, plan, self.config.dtype)
+        store_weights(proxy, plan)
+        measurement = Measurement(sites_of(proxy), plan)
+        measurement.attach(proxy)
+        self._amp = (proxy, measurement)
+        return proxy
+
+    def fallback(self, amp: nn.Module, *, num: int | None = None, ratio: float | None = None) -> Fallback:
+        """Put the most sensitive groups back to float: ``num`` of them, or the share ``ratio``.
+
+        A second call replaces the first. The config is never changed.
+
+        Raises:
+            SensitivityError: no data went through ``amp`` yet, or ``num`` or ``ratio`` is out of bounds.
+            ProxyError: ``amp`` is not the proxy that this quantizer's ``amp()`` returned last.
+        """
+        if self._amp is None or amp is not self._amp[0]:
+            raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
+        self._fallback = choose(self._amp[1].ranking(), num=num, ratio=ratio)
+        return self._fallback
+
+    def clear_fallback(self) -> None:
+        """Undo ``fallback``: every group is quantized again as calibration decided."""
+        self._fallback = None
+
+    def quantize(self, model: nn.Module) -> nn.Module:
+        """The frozen proxy: ranges fixed, weights held as integers, in eval mode.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        self._serve(model)
+        plan = self._final_plan()
+        proxy = build_proxy(model, eager_attention=True).eval()
+        apply_plan(proxy, plan, self.config.dtype)
+        freeze(proxy, plan)
+        return proxy
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def export(
+        self,
+        quant_model: nn.Module,
+        path: str | os.PathLike[str],
+        example: Any,
+        *,
+        opset: int | None = None,
+        dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
+    ) -> Path:
+        """Write the frozen proxy as Q/DQ ONNX for ``config.backend``.
+
+        Args:
+            quant_model: what ``quantize()`` returned.
+            path: the ``.onnx`` file.
+            example: one batch, as for ``calibrate``; its values do not matter.
+            opset: the ONNX opset; None: what the target wants.
+            dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, and axis 1 of
+                every integer input is ``sequence``.
+
+        Raises:
+            ExportError: the model cannot be exported, or the file cannot be written.
+        """
+        from quantizer.export import export_onnx
+
+        profile = self._profile()
+        return export_onnx(
+            quant_model, Path(path), example, opset=opset or profile.opset, dtype=self._float_dtype(), axes=dynamic_axes
+        )
+
+    def build(
+        self,
+        onnx: str | os.PathLike[str],
+        engine: str | os.PathLike[str],
+        *,
+        dynamic: Dynamic | None = None,
+        compute_capability: str | None = None,
+    ) -> BuildResult:
+        """Build an engine of ``config.backend`` from an ONNX file.
+
+        Args:
+            onnx: the file that ``export`` wrote.
+            engine: the engine's file.
+            dynamic: (least, best, most) of each dimension by name, for TensorRT; None: batch 1, 8, 32 and sequence
+                16, 128, 512.
+            compute_capability: the GPU to build for ahead of time (``sm89``), TensorRT-RTX only.
+
+        Raises:
+            EngineError: the engine does not build.
+            MissingDependencyError: the engine's library is not installed.
+        """
+        from quantizer.engines import BuildOptions
+        from quantizer.engines import backend
+
+        options = BuildOptions(
+            dynamic=dynamic or {"batch": (1, 8, 32), "sequence": (16, 128, 512)}, compute_capability=compute_capability
+        )
+        return backend(self.config.backend).build(Path(onnx), Path(engine), options)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write config, decisions, ranges and fallback to a folder: YAML and safetensors.
+
+        Raises:
+            CalibrationError: there is nothing to save yet.
+            QuantizerError: the folder cannot be written.
+        """
+        fallback = None
+        if self._fallback is not None:
+            fallback = {"groups": list(self._fallback.groups), "asked": self._fallback.asked}
+        document = {"config": self.config.model_dump(mode="json"), "fallback": fallback}
+        return save_state(folder, self._plan(), document)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
+        """The quantizer that ``save`` wrote; ``quantize()`` then gives the same model, bit for bit.
+
+        Raises:
+            QuantizerError: the folder is none of ours or damaged.
+        """
+        plan, document = load_state(folder)
+        if "config" not in document or "fallback" not in document:
+            raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
+        loaded = cls(document["config"])
+        loaded._loaded = plan
+        kept = document["fallback"]
+        if kept is not None:
+            loaded._fallback = Fallback(groups=tuple(kept["groups"]), asked=str(kept["asked"]))
+        return loaded
+
+    # -- what there is to see --------------------------------------------------------------------------------------
+
+    def inspect(self, model: nn.Module) -> Coverage:
+        """The coverage of a model before any calibration: what would be rewritten, and what the rules leave out."""
+        proxy = build_proxy(model, eager_attention=True).eval()
+        refused = self._refusals(proxy)
+        observation = Observation(sites_of(proxy), refused, self._make_calibrator)
+        plan = decide(proxy, list(sites_of(proxy)), observation, refused, self._settings())
+        return Coverage.from_plan(plan, list(skipped_sources(model)))
+
+    @property
+    def coverage(self) -> Coverage:
+        """Every site found: quantized, or why not."""
+        model = self._model() if self._model is not None else None
+        return Coverage.from_plan(self._final_plan(), list(skipped_sources(model)) if model is not None else [])
+
+    @property
+    def ranges(self) -> Ranges:
+        """The range of every operand."""
+        return Ranges.from_plan(self._final_plan())
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """The groups, ranked by what they cost.
+
+        Raises:
+            SensitivityError: ``amp()`` was not used yet.
+        """
+        if self._amp is None:
+            raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
+        back = set(self._fallback.groups) if self._fallback is not None else set()
+        return Sensitivity(
+            [
+                SensitivityRow(
+                    rank=entry.rank,
+                    group=entry.group,
+                    kind=entry.kind,
+                    error=entry.error,
+                    fallback=entry.group in back,
+                    sites=entry.sites,
+                )
+                for entry in self._amp[1].ranking()
+            ]
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions as data, by site name, fallback included."""
+        return self._final_plan()
+
+    def diff(self, model: nn.Module) -> str:
+        """The rewritten source as a unified diff."""
+        return source_diff(model)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _serve(self, model: nn.Module) -> None:
+        """Take a model on, or say that another is served."""
+        if isinstance(model, nn.Module) and is_proxy(model):
+            raise ProxyError("this is a proxy already; pass the float model that it was made from")
+        served = self._model() if self._model is not None else None
+        if served is not None and served is not model:
+            raise ProxyError(
+                f"this Quantizer serves another {type(served).__name__} already; make one Quantizer for each model"
+            )
+        if isinstance(model, nn.Module):
+            self._model = weakref.ref(model)
+
+    def _refusals(self, proxy: nn.Module) -> dict[str, str]:
+        include, exclude = (
+            Rules(module_types=rules.module_types, names=rules.names, sites=rules.sites)
+            for rules in (self.config.include, self.config.exclude)
+        )
+        refused = refusals(proxy, sites_of(proxy), include, exclude)
+        # What a switch turns off need not be observed either.
+        off = [kind for kind, switch in self.config.sites.model_dump().items() if switch is False]
+        for site in sites_of(proxy):
+            if site.operation.kind in off:
+                refused.setdefault(site.path, f"sites.{site.operation.kind}: false")
+        return refused
+
+    def _make_calibrator(self, histogram: bool) -> Any:
+        activations = self.config.activations
+        options = {"percentile": activations.percentile} if activations.calibrator == "percentile" else {}
+        return make_calibrator(activations.calibrator, histogram=histogram, **options)
+
+    def _profile(self) -> TargetProfile:
+        return profile(self.config.backend)
+
+    def _float_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.config.fallback_dtype or self._profile().float_dtype)
+        return dtype
+
+    def _settings(self) -> PlanSettings:
+        return PlanSettings(
+            dtype=qtype(self.config.dtype),
+            per_channel=self.config.weights.granularity == "per_channel",
+            switches=self.config.sites.model_dump(),
+            scale_dtype=self._float_dtype(),
+            profile=self._profile(),
+        )
+
+    def _plan(self) -> Plan:
+        """What calibration decided, before any fallback."""
+        if self._loaded is not None:
+            return self._loaded
+        if self._calib is None or self._observation is None or self._observation.batches == 0:
+            raise CalibrationError(
+                "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
+            )
+        return decide(self._calib, list(sites_of(self._calib)), self._observation, self._refused, self._settings())
+
+    def _final_plan(self) -> Plan:
+        plan = self._plan()
+        return plan if self._fallback is None else put_back(plan, self._fallback.reasons())
+
+    def _run(self, proxy: nn.Module, batch: Any, number: int) -> None:
+        try:
+            call(proxy, batch)
+        except QuantizerError:
+            raise
+        except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            keys = f"inputs {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise CalibrationError(
+                f"batch {number} of the calibration data ({keys}) does not run through "
+                f"{type(proxy).__name__}.forward: {error}"
+            ) from error
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Run a batch as people write them: a mapping, a tuple or list, or one tensor."""
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)

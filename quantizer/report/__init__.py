@@ -1,0 +1,79 @@
+"""The report of a run: frozen records, ``report.json``, ``report.html``, tables and plots."""
+
+from __future__ import annotations
+
+from quantizer.report.fields import format_page
+from quantizer.report.html import html_from_record
+from quantizer.report.html import write_html
+from quantizer.report.json_file import read_record
+from quantizer.report.json_file import write_record
+from quantizer.report.json_file import write_text_atomic
+from quantizer.report.machine import collect_machine
+from quantizer.report.machine import collect_versions
+from quantizer.report.plots import sensitivity_bars
+from quantizer.report.ratios import latency_entries
+from quantizer.report.ratios import memory_entries
+from quantizer.report.ratios import size_entries
+from quantizer.report.record import VERSION
+from quantizer.report.record import EngineFile
+from quantizer.report.record import Fallback
+from quantizer.report.record import Latency
+from quantizer.report.record import LatencyEntry
+from quantizer.report.record import MemoryEntry
+from quantizer.report.record import ModelFacts
+from quantizer.report.record import Operand
+from quantizer.report.record import RunRecord
+from quantizer.report.record import Score
+from quantizer.report.record import SensitivityRow
+from quantizer.report.record import Site
+from quantizer.report.record import SizeEntry
+from quantizer.report.record import Stage
+from quantizer.report.summary import print_record
+from quantizer.report.summary import print_summary
+from quantizer.report.tables import Column
+from quantizer.report.tables import html_table
+from quantizer.report.tables import string_from_table
+from quantizer.report.tables import text_table
+from quantizer.report.verdict import verdict
+
+__all__ = [
+    # records
+    "VERSION",
+    "EngineFile",
+    "Fallback",
+    "Latency",
+    "LatencyEntry",
+    "MemoryEntry",
+    "ModelFacts",
+    "Operand",
+    "RunRecord",
+    "Score",
+    "SensitivityRow",
+    "Site",
+    "SizeEntry",
+    "Stage",
+    # entries with ratios
+    "latency_entries",
+    "memory_entries",
+    "size_entries",
+    # facts
+    "collect_machine",
+    "collect_versions",
+    # files
+    "html_from_record",
+    "read_record",
+    "write_html",
+    "write_record",
+    "write_text_atomic",
+    # parts, for notebooks and terminals
+    "Column",
+    "html_table",
+    "print_record",
+    "print_summary",
+    "sensitivity_bars",
+    "string_from_table",
+    "text_table",
+    "verdict",
+    # documentation
+    "format_page",
+]

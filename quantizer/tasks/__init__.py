@@ -1,0 +1,49 @@
+"""Models, data sets and metrics that a run can name: see ``load_model``, ``load_rows`` and ``build_task``."""
+
+from __future__ import annotations
+
+from quantizer.tasks import embedding_classification
+from quantizer.tasks import sentence_similarity
+from quantizer.tasks import sequence_classification
+from quantizer.tasks.datasets import Pair
+from quantizer.tasks.datasets import Row
+from quantizer.tasks.datasets import Text
+from quantizer.tasks.datasets import datasets
+from quantizer.tasks.datasets import load_rows
+from quantizer.tasks.models import load_model
+from quantizer.tasks.models import load_tokenizer
+from quantizer.tasks.models import resolve_source
+from quantizer.tasks.outputs import first_output
+from quantizer.tasks.task import Batch
+from quantizer.tasks.task import Predictions
+from quantizer.tasks.task import Progress
+from quantizer.tasks.task import Run
+from quantizer.tasks.task import Task
+from quantizer.tasks.task import build_task
+from quantizer.tasks.task import tasks
+
+__all__ = [
+    # rows
+    "Pair",
+    "Row",
+    "Text",
+    "datasets",
+    "load_rows",
+    # models
+    "load_model",
+    "load_tokenizer",
+    "resolve_source",
+    # tasks
+    "Batch",
+    "Predictions",
+    "Progress",
+    "Run",
+    "Task",
+    "build_task",
+    "first_output",
+    "tasks",
+    # one file each
+    "embedding_classification",
+    "sentence_similarity",
+    "sequence_classification",
+]

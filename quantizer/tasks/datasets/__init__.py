@@ -1,0 +1,15 @@
+"""Data sets that a run can name: one file each, and ``load_rows`` to read a part of one."""
+
+from __future__ import annotations
+
+from quantizer.tasks.datasets import sst2
+from quantizer.tasks.datasets import stsb
+from quantizer.tasks.datasets import text_csv
+from quantizer.tasks.datasets import vader
+from quantizer.tasks.datasets.load import load_rows
+from quantizer.tasks.datasets.rows import Pair
+from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.datasets.rows import datasets
+
+__all__ = ["Pair", "Row", "Text", "datasets", "load_rows", "sst2", "stsb", "text_csv", "vader"]

@@ -1,0 +1,51 @@
+"""Read the rows that a run names: a data set, and the part of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import datasets
+
+__all__ = ["load_rows"]
+
+
+def load_rows(
+    name: str,
+    *,
+    path: str | Path | None = None,
+    split: str | None = None,
+    subset: str | None = None,
+    rows: int | None = None,
+    offset: int = 0,
+) -> list[Row]:
+    """Rows ``offset`` to ``offset + rows`` of a data set, in its own order.
+
+    Args:
+        name: a registered data set ("stsb-csv", "sst2-text", "text-csv", "vader").
+        path: the file, for data sets that read one.
+        split: the split, for data sets that have some.
+        subset: the subset, for data sets that have some.
+        rows: how many rows; ``None`` takes all from ``offset`` on.
+        offset: how many rows to leave out at the start.
+
+    Raises:
+        ConfigError: no data set has this name.
+        TaskError: the data cannot be had, a line is malformed, or there are fewer rows than asked for.
+    """
+    read = datasets[name]
+    if offset < 0 or (rows is not None and rows < 1):
+        raise TaskError(f"data set {name!r}: rows={rows} and offset={offset}, expected rows >= 1 and offset >= 0")
+    found = read(None if path is None else Path(path), split, subset)
+    where = f"data set {name!r}" + (f" ({path})" if path is not None else "")
+    if not found:
+        raise TaskError(f"{where} has no rows: check that this is the right file")
+    if offset >= len(found):
+        raise TaskError(f"{where} has {len(found)} rows, so offset={offset} leaves none: lower it")
+    if rows is not None and offset + rows > len(found):
+        raise TaskError(
+            f"{where} has {len(found)} rows, fewer than offset={offset} and rows={rows} ask for "
+            f"({offset + rows}): lower one of them, or leave 'rows' out to take all"
+        )
+    return found[offset:] if rows is None else found[offset : offset + rows]

@@ -1,0 +1,84 @@
+"""The rows of a data set, and the registry of data sets.
+
+A data set is a function ``(path, split, subset) -> list[Row]`` in a file of its own, registered by name:
+
+    @datasets.add("my-data")
+    def read_my_data(path: Path | None, split: str | None, subset: str | None) -> list[Row]: ...
+
+It reads every row; ``load_rows`` cuts out the part that a run asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from quantizer.errors import TaskError
+from quantizer.registry import Registry
+
+__all__ = ["Pair", "Row", "Text", "datasets", "read_lines", "refuse_options", "require_file"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two texts and how alike they are, on any scale (STS: 0 to 5)."""
+
+    first: str
+    second: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text and its class, an integer from 0."""
+
+    text: str
+    label: int
+
+
+Row: TypeAlias = Pair | Text
+
+datasets: Registry[Callable[[Path | None, str | None, str | None], list[Row]]] = Registry("data set")
+
+
+def refuse_options(name: str, *, split: str | None, subset: str | None) -> None:
+    """Raise ``TaskError`` when a data set that is one plain file is asked for a split or a subset."""
+    for option, value in (("split", split), ("subset", subset)):
+        if value is not None:
+            raise TaskError(
+                f"data set {name!r} has no {option}s, but {option}={value!r} was asked for: remove it, and name another "
+                f"file in 'path' instead"
+            )
+
+
+def require_file(name: str, path: Path | None) -> Path:
+    """The path of a data set's file, checked to be a file.
+
+    Raises:
+        TaskError: no path was given, or it is no file.
+    """
+    if path is None:
+        raise TaskError(f"data set {name!r} reads a file of yours, but no path was given: set 'path'")
+    path = path.expanduser()
+    if path.is_dir():
+        raise TaskError(f"data set {name!r}: {path} is a folder, expected a file")
+    if not path.is_file():
+        raise TaskError(f"data set {name!r}: there is no file {path} (a relative path starts at {Path.cwd()})")
+    return path
+
+
+def read_lines(name: str, path: Path) -> list[str]:
+    """The lines of a UTF-8 file, with their line ends (a CSV field may hold one).
+
+    Raises:
+        TaskError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return file.readlines()
+    except UnicodeDecodeError as error:
+        raise TaskError(f"data set {name!r}: {path} is not UTF-8 text ({error}): save it as UTF-8") from error
+    except OSError as error:
+        raise TaskError(f"data set {name!r}: cannot read {path}: {error.strerror or error}") from error

@@ -1,0 +1,39 @@
+"""``sst2-text``: one labelled text a line, the integer label first (SST-2's form).
+
+1 a stirring , funny and finally transporting re-imagining
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.datasets.rows import datasets
+from quantizer.tasks.datasets.rows import read_lines
+from quantizer.tasks.datasets.rows import refuse_options
+from quantizer.tasks.datasets.rows import require_file
+
+__all__ = ["read_sst2"]
+
+
+@datasets.add("sst2-text")
+def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """All texts of a file.
+
+    Raises:
+        TaskError: no such file, or a line that is not ``label text``.
+    """
+    refuse_options("sst2-text", split=split, subset=subset)
+    file = require_file("sst2-text", path)
+    rows: list[Row] = []
+    for number, line in enumerate(read_lines("sst2-text", file), start=1):
+        if not line.strip():
+            continue
+        label, _, text = line.strip().partition(" ")
+        # isdecimal alone also accepts digits of other scripts, which no label file holds on purpose.
+        if not (label.isascii() and label.isdecimal()) or not text.strip():
+            raise TaskError(f"{file}:{number}: {line.strip()[:60]!r}, expected an integer label, a space and a text")
+        rows.append(Text(text.strip(), int(label)))
+    return rows

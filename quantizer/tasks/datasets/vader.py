@@ -1,0 +1,111 @@
+"""``vader``: short texts with human sentiment ratings (Hutto and Gilbert, ICWSM 2014; MIT licence).
+
+The texts come with the *source distribution* of ``vaderSentiment`` on the Python package index. It is fetched once by
+pip into ``$XDG_CACHE_HOME/quantizer`` (or ``~/.cache/quantizer``), its SHA-256 is checked each time it is read, and
+the texts are read in memory: nothing of it is unpacked or installed.
+
+Subsets: ``tweets``, ``movieReviewSnippets``, ``amazonReviewSnippets``, ``nytEditorialSnippets``. The label is the sign
+of the mean rating (1 positive, 0 negative); ratings within 0.5 of zero are left out, and so are texts seen before.
+
+Splits: ``head`` (50%), ``calibration`` (10%) and ``evaluation`` (40%); ``None`` is all of them. A row's split is a hash
+of its document's id, so sentences of one review or article stay together, no row is in two splits, and a split never
+depends on how many rows are asked for. Rows are ordered by a hash too: the files are sorted in part by sentiment, and
+the first rows of a split should be a fair sample of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.fetch import cache_folder
+from quantizer.tasks.datasets.fetch import check_sha256
+from quantizer.tasks.datasets.fetch import fetch_sdist
+from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.datasets.rows import datasets
+from quantizer.tasks.datasets.rows import require_file
+
+__all__ = ["SPLITS", "SUBSETS", "read_vader"]
+
+REQUIREMENT = "vaderSentiment==3.3.2"
+ARCHIVE = "vaderSentiment-3.3.2.tar.gz"
+SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"
+INNER_ARCHIVE = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
+SUBSETS = ("amazonReviewSnippets", "movieReviewSnippets", "nytEditorialSnippets", "tweets")
+SPLITS = {"head": range(50), "calibration": range(50, 60), "evaluation": range(60, 100)}
+"""Which hundredths of the hash belong to which split."""
+NEUTRAL = 0.5
+
+
+@datasets.add("vader")
+def read_vader(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """The rated texts of one subset and split.
+
+    Args:
+        path: a copy of the source distribution, instead of fetching it.
+        split: "head", "calibration", "evaluation" or ``None`` for all.
+        subset: one of ``SUBSETS``.
+
+    Raises:
+        TaskError: an unknown split or subset, no archive to be had, or one that is not the expected file.
+    """
+    if subset not in SUBSETS:
+        raise TaskError(f"data set 'vader' has no subset {subset!r}: set 'subset' to one of {', '.join(SUBSETS)}")
+    if split is not None and split not in SPLITS:
+        raise TaskError(f"data set 'vader' has no split {split!r}: set 'split' to one of {', '.join(SPLITS)}")
+    content = _ground_truth(_archive(path), subset)
+    ranked: list[tuple[str, Row]] = []
+    seen: set[str] = set()
+    # Not splitlines: it also cuts at characters that may stand inside a text.
+    for number, line in enumerate(content.rstrip("\n").split("\n"), start=1):
+        identifier, rating, text = _fields(line, f"{subset}:{number}")
+        if abs(rating) < NEUTRAL or text in seen:
+            continue
+        seen.add(text)
+        document = identifier.partition("_")[0]
+        if split is None or _hash(subset, "document", document) % 100 in SPLITS[split]:
+            order = f"{_hash(subset, 'row', identifier):016x}"
+            ranked.append((order, Text(text, int(rating > 0))))
+    return [row for _, row in sorted(ranked, key=lambda item: item[0])]
+
+
+def _archive(path: Path | None) -> Path:
+    if path is None:
+        return fetch_sdist(REQUIREMENT, ARCHIVE, SHA256, cache_folder())
+    given = require_file("vader", path)
+    check_sha256(given, SHA256)
+    return given
+
+
+def _ground_truth(archive: Path, subset: str) -> str:
+    # The hash of the archive was checked, so a missing member is a fault of ours; it still gets a readable message.
+    name = f"hutto_ICWSM_2014/{subset}_GroundTruth.txt"
+    with tarfile.open(archive) as outer, tarfile.open(fileobj=io.BytesIO(_member(outer, INNER_ARCHIVE))) as inner:
+        return _member(inner, name).decode("utf-8")
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    try:
+        file = archive.extractfile(name)
+    except KeyError:
+        file = None
+    if file is None:
+        raise TaskError(f"data set 'vader': {ARCHIVE} holds no file {name}")
+    return file.read()
+
+
+def _fields(line: str, where: str) -> tuple[str, float, str]:
+    fields = line.split("\t")
+    try:
+        identifier, rating, text = fields[0], float(fields[1]), fields[2].strip()
+    except (IndexError, ValueError) as error:
+        raise TaskError(f"data set 'vader': {where}: {line[:60]!r}, expected id, rating and text by tabs") from error
+    return identifier, rating, text
+
+
+def _hash(*parts: str) -> int:
+    return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:8], "big")

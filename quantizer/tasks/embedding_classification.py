@@ -1,0 +1,90 @@
+"""``embedding-classification``: a logistic regression, fitted on float embeddings, reads labels off embeddings.
+
+The head is fitted once, on the float model, and stays as it is for every other model: what is measured is the damage to
+the embeddings, not what a new head could make good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quantizer.errors import MissingDependencyError
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.kinds import rows_of_kind
+from quantizer.tasks.metrics import accuracy
+from quantizer.tasks.metrics import label_flips
+from quantizer.tasks.metrics import mean_cosine
+from quantizer.tasks.metrics import sqnr_db
+from quantizer.tasks.outputs import embeddings_from_hidden_state
+from quantizer.tasks.task import Batch
+from quantizer.tasks.task import Predictions
+from quantizer.tasks.task import Progress
+from quantizer.tasks.task import Run
+from quantizer.tasks.task import Task
+from quantizer.tasks.task import tasks
+
+__all__ = ["EmbeddingClassification"]
+
+MAX_ITERATIONS = 1000
+
+
+@tasks.add("embedding-classification")
+class EmbeddingClassification(Task):
+    """Texts in; embeddings [N x D] and labels [N] out; accuracy. Call ``fit_head`` first."""
+
+    name = "embedding-classification"
+    auto_class = "AutoModel"
+    output_name = "last_hidden_state"
+    metric_name = "accuracy"
+    metric = staticmethod(accuracy)
+    needs_head = True
+    head: Any = None
+    """The fitted ``sklearn.linear_model.LogisticRegression``, or ``None``."""
+
+    def texts(self, rows: Sequence[Row]) -> list[str]:
+        return [row.text for row in rows_of_kind(rows, Text, self.name)]
+
+    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
+        return np.array([row.label for row in rows_of_kind(rows, Text, self.name)], dtype=np.int64)
+
+    def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return embeddings_from_hidden_state(output, batch["attention_mask"])
+
+    def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
+        """Fit the head on the float model's embeddings of some rows; the same rows give the same head.
+
+        Raises:
+            TaskError: rows of another kind, or all of one class.
+            MissingDependencyError: scikit-learn is not installed.
+        """
+        try:
+            from sklearn.linear_model import LogisticRegression
+        except ModuleNotFoundError as error:
+            raise MissingDependencyError("scikit-learn", "hf") from error
+        labels = self.targets(rows)
+        if len(np.unique(labels)) < 2:
+            raise TaskError(
+                f"the {len(labels)} head rows are all of one class, expected at least two: use more or other rows"
+            )
+        embeddings = self.outputs(run_float, rows, progress)
+        self.head = LogisticRegression(max_iter=MAX_ITERATIONS).fit(embeddings, labels)
+
+    def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        if self.head is None:
+            raise TaskError(f"task {self.name!r} has no head yet: call fit_head() with the float model first")
+        return np.asarray(self.head.predict(outputs))
+
+    def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
+        """Share of labels that flip, mean cosine of the embeddings to the float ones, and their SQNR in dB."""
+        return {
+            "label_flips": label_flips(float_predictions.decisions, other.decisions),
+            "mean_cosine": mean_cosine(float_predictions.outputs, other.outputs),
+            "sqnr_db": sqnr_db(float_predictions.outputs, other.outputs),
+        }

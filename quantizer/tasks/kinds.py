@@ -1,0 +1,27 @@
+"""Check that the rows are of the kind that a task needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.rows import Row
+
+__all__ = ["rows_of_kind"]
+
+Kind = TypeVar("Kind")
+DATASETS = {"Pair": "'stsb-csv'", "Text": "'sst2-text', 'text-csv', 'vader'"}
+
+
+def rows_of_kind(rows: Sequence[Row], kind: type[Kind], task: str) -> list[Kind]:
+    """The rows, all of one kind; ``TaskError`` names the task and data sets that fit it."""
+    checked: list[Kind] = []
+    for row in rows:
+        if not isinstance(row, kind):
+            raise TaskError(
+                f"task {task!r} needs rows of kind {kind.__name__}, got {type(row).__name__}: use a data set of such "
+                f"rows, like {DATASETS[kind.__name__]}"
+            )
+        checked.append(row)
+    return checked

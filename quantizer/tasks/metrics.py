@@ -1,0 +1,141 @@
+"""Scores, figures paired with the float model, and a bootstrap interval for a difference of scores.
+
+Shapes: N rows, R resamples, D width of an embedding, C classes. Everything is NumPy and float64 inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quantizer.errors import MissingDependencyError
+from quantizer.errors import TaskError
+
+__all__ = [
+    "Metric",
+    "accuracy",
+    "bootstrap_interval",
+    "kl_divergence",
+    "label_flips",
+    "mean_cosine",
+    "spearman",
+    "sqnr_db",
+]
+
+Array: TypeAlias = npt.NDArray[Any]
+Metric: TypeAlias = Callable[[Array, Array], Array]
+"""``metric(decisions, targets)``, both [N] or [R x N], gives one score per leading index: [] or [R]."""
+
+# Ranks of 100,000 rows in 1,000 resamples would take gigabytes at once.
+CHUNK_VALUES = 2_000_000
+
+
+def spearman(decisions: Array, targets: Array) -> Array:
+    """Spearman's rank correlation over the last axis, ties given their mean rank.
+
+    Where either side is constant, there is no correlation to measure: the result is 0.
+    """
+    stats = _scipy_stats()
+    ranks_a = np.asarray(stats.rankdata(decisions, axis=-1), dtype=np.float64)
+    ranks_b = np.asarray(stats.rankdata(targets, axis=-1), dtype=np.float64)
+    ranks_a -= ranks_a.mean(axis=-1, keepdims=True)
+    ranks_b -= ranks_b.mean(axis=-1, keepdims=True)
+    covariance = (ranks_a * ranks_b).sum(axis=-1)
+    spread = np.sqrt((ranks_a**2).sum(axis=-1) * (ranks_b**2).sum(axis=-1))
+    return np.asarray(np.divide(covariance, spread, out=np.zeros_like(spread), where=spread > 0))
+
+
+def accuracy(decisions: Array, targets: Array) -> Array:
+    """The share of equal labels over the last axis."""
+    return np.asarray((decisions == targets).mean(axis=-1))
+
+
+def label_flips(reference: Array, other: Array) -> float:
+    """The share of rows [N] whose label differs."""
+    _same_shape(reference, other)
+    return float((reference != other).mean())
+
+
+def mean_cosine(reference: Array, other: Array) -> float:
+    """The mean over rows of the cosine between two sets of vectors [N x D]; a zero vector counts as 0."""
+    _same_shape(reference, other)
+    a, b = reference.astype(np.float64), other.astype(np.float64)
+    lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    return float(np.divide((a * b).sum(axis=-1), lengths, out=np.zeros_like(lengths), where=lengths > 0).mean())
+
+
+def kl_divergence(reference: Array, other: Array) -> float:
+    """The mean over rows of KL(reference || other) in nats, of the distributions that logits [N x C] stand for."""
+    _same_shape(reference, other)
+    p, q = _log_softmax(reference), _log_softmax(other)
+    return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
+
+
+def sqnr_db(reference: Array, other: Array) -> float:
+    """Power of the reference over power of the difference, in dB; ``inf`` where they are equal."""
+    _same_shape(reference, other)
+    signal = float((reference.astype(np.float64) ** 2).sum())
+    noise = float(((reference.astype(np.float64) - other.astype(np.float64)) ** 2).sum())
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def bootstrap_interval(
+    metric: Metric, reference: Array, other: Array, targets: Array, n: int = 1000, seed: int = 0
+) -> tuple[float, float]:
+    """The 95% bootstrap interval of ``metric(other) - metric(reference)``.
+
+    Rows are resampled in pairs: each resample takes the same rows of both sides, so that what the two have in common
+    does not widen the interval.
+
+    Args:
+        metric: see ``Metric``.
+        reference: decisions [N] of the float model.
+        other: decisions [N] of the other model on the same rows.
+        targets: what they are compared with [N].
+        n: resamples, at least 1.
+        seed: the same seed draws the same rows.
+
+    Raises:
+        TaskError: shapes that differ, no rows, or ``n`` below 1.
+    """
+    _same_shape(reference, other)
+    _same_shape(reference, targets)
+    if n < 1 or reference.size == 0:
+        raise TaskError(f"a bootstrap of {n} resamples over {reference.size} rows: expected at least 1 of each")
+    generator = np.random.default_rng(seed)
+    rows = reference.shape[0]
+    at_once = max(1, CHUNK_VALUES // rows)
+    differences = []
+    for start in range(0, n, at_once):
+        picked = generator.integers(rows, size=(min(at_once, n - start), rows))
+        differences.append(metric(other[picked], targets[picked]) - metric(reference[picked], targets[picked]))
+    low, high = np.quantile(np.concatenate(differences), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _same_shape(first: Array, second: Array) -> None:
+    if first.shape != second.shape:
+        raise TaskError(
+            f"paired figures need outputs of the same rows, but the shapes are {first.shape} and {second.shape}: "
+            f"predict both sides on the same rows"
+        )
+
+
+def _log_softmax(logits: Array) -> Array:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+def _scipy_stats() -> Any:
+    try:
+        from scipy import stats
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("scipy", "hf") from error
+    return stats

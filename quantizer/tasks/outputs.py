@@ -1,0 +1,55 @@
+"""What a model, a proxy or an engine gives back, as one float32 tensor.
+
+Shapes: B sequences in a batch, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from quantizer.errors import TaskError
+
+__all__ = ["embeddings_from_hidden_state", "first_output"]
+
+
+def first_output(result: object, name: str) -> torch.Tensor:
+    """The named output, as a float32 tensor on the CPU.
+
+    Args:
+        result: a mapping of names to tensors or arrays (a transformers ``ModelOutput`` is one), a tuple or list, or
+            one tensor or array.
+        name: the output wanted ("last_hidden_state", "logits"). A mapping without it gives its first entry, a tuple
+            its first element.
+
+    Raises:
+        TaskError: there is no tensor or array to take.
+    """
+    value: object = result
+    if isinstance(result, Mapping):
+        value = result[name] if name in result else next(iter(result.values()), None)
+    elif isinstance(result, (tuple, list)):
+        value = result[0] if result else None
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device="cpu", dtype=torch.float32)
+    if isinstance(value, np.ndarray):
+        # Through NumPy: its bfloat16 extension type is one that torch does not read.
+        return torch.from_numpy(np.array(value, dtype=np.float32))
+    raise TaskError(
+        f"the model gave {type(result).__name__}, in which there is no tensor or array for {name!r}: expected a "
+        f"mapping, a tuple or a tensor"
+    )
+
+
+def embeddings_from_hidden_state(hidden_BSD: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
+    """Sentence embeddings [B x D] of length 1: the mean over the tokens that the mask keeps."""
+    if hidden_BSD.dim() != 3 or hidden_BSD.shape[:2] != mask_BS.shape:
+        raise TaskError(
+            f"the model's output has the shape {tuple(hidden_BSD.shape)}, expected [batch, sequence, width] with "
+            f"batch and sequence {tuple(mask_BS.shape)}: is this an encoder, and the output its last_hidden_state?"
+        )
+    weights = mask_BS.to(hidden_BSD.dtype).unsqueeze(-1)
+    mean_BD = (hidden_BSD * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+    return torch.nn.functional.normalize(mean_BD, dim=-1)

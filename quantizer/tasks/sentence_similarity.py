@@ -1,0 +1,55 @@
+"""``sentence-similarity``: the cosine of two sentence embeddings, judged by its rank correlation with human scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quantizer.tasks.datasets.rows import Pair
+from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.kinds import rows_of_kind
+from quantizer.tasks.metrics import mean_cosine
+from quantizer.tasks.metrics import spearman
+from quantizer.tasks.metrics import sqnr_db
+from quantizer.tasks.outputs import embeddings_from_hidden_state
+from quantizer.tasks.task import Batch
+from quantizer.tasks.task import Predictions
+from quantizer.tasks.task import Task
+from quantizer.tasks.task import tasks
+
+__all__ = ["SentenceSimilarity"]
+
+
+@tasks.add("sentence-similarity")
+class SentenceSimilarity(Task):
+    """Pairs in; embeddings [2N x D] and cosines [N] out; Spearman's correlation with the scores."""
+
+    name = "sentence-similarity"
+    auto_class = "AutoModel"
+    output_name = "last_hidden_state"
+    metric_name = "spearman"
+    metric = staticmethod(spearman)
+
+    def texts(self, rows: Sequence[Row]) -> list[str]:
+        return [text for row in rows_of_kind(rows, Pair, self.name) for text in (row.first, row.second)]
+
+    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
+        return np.array([row.score for row in rows_of_kind(rows, Pair, self.name)], dtype=np.float64)
+
+    def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return embeddings_from_hidden_state(output, batch["attention_mask"])
+
+    def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        embeddings = outputs.astype(np.float64)
+        return np.asarray((embeddings[0::2] * embeddings[1::2]).sum(axis=-1))
+
+    def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
+        """Mean cosine of the embeddings to the float ones, and their SQNR in dB."""
+        return {
+            "mean_cosine": mean_cosine(float_predictions.outputs, other.outputs),
+            "sqnr_db": sqnr_db(float_predictions.outputs, other.outputs),
+        }

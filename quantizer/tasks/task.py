@@ -1,0 +1,269 @@
+"""A task: texts in, decisions and a score out; the same for the float model, a proxy and an engine.
+
+Shapes: N rows, B sequences in a batch, S tokens, D width of an embedding, C classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC
+from abc import abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from typing import ClassVar
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quantizer.errors import TaskError
+from quantizer.registry import Registry
+from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.metrics import Metric
+from quantizer.tasks.metrics import bootstrap_interval
+from quantizer.tasks.outputs import first_output
+
+__all__ = ["Batch", "Predictions", "Progress", "Run", "Task", "build_task", "tasks"]
+
+Batch: TypeAlias = dict[str, torch.Tensor]
+Run: TypeAlias = Callable[[Batch], object]
+"""One call of a model, proxy or engine: a batch in; a ``ModelOutput``, mapping, tuple or tensor out."""
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called after each batch with (batches done, batches in all)."""
+
+EXAMPLE_ROWS = 2
+EXAMPLE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What one model says about some rows.
+
+    Attributes:
+        outputs: embeddings [N x D], or logits [N x C]; for pairs [2N x D], each row's two texts one after the other.
+        decisions: one per row [N]: the cosine of a pair (float64), or a label (int64).
+    """
+
+    outputs: npt.NDArray[np.float32]
+    decisions: npt.NDArray[Any]
+
+
+class Task(ABC):
+    """What a model's output is used for.
+
+    A subclass names its model class, output and metric, and says how rows become texts, how a batch's output becomes
+    rows of ``Predictions.outputs``, and what is decided from them.
+
+    Args:
+        model: read for its accepted inputs and its config only; it is not kept.
+        tokenizer: a transformers tokenizer.
+        max_length: longer texts are cut to this many tokens.
+        batch_size: sequences in a batch (a pair is two).
+        min_length: shorter batches are padded to this many tokens, for engines that have a lower limit.
+
+    Raises:
+        TaskError: lengths or a batch size that cannot be.
+    """
+
+    name: ClassVar[str]
+    auto_class: ClassVar[str]
+    """The transformers class that loads the model."""
+    output_name: ClassVar[str]
+    metric_name: ClassVar[str]
+    higher_is_better: ClassVar[bool] = True
+    needs_head: ClassVar[bool] = False
+    """Whether ``fit_head`` must be called before ``predict``."""
+    metric: ClassVar[Metric]
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        *,
+        max_length: int = 128,
+        batch_size: int = 32,
+        min_length: int = 1,
+    ) -> None:
+        config = getattr(model, "config", None)
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        if batch_size < 1 or not 1 <= min_length <= max_length:
+            raise TaskError(
+                f"batch_size={batch_size}, min_length={min_length}, max_length={max_length}: expected a batch_size of at "
+                f"least 1, and 1 <= min_length <= max_length"
+            )
+        self._check_length(max_length, "max_length")
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.min_length = min_length
+        self.batch_size = batch_size
+        self.vocabulary = min(len(tokenizer), getattr(config, "vocab_size", None) or len(tokenizer))
+        # A tokenizer may give token types that the model has no use for; a forward with **kwargs would hide that.
+        accepted = inspect.signature(model.forward).parameters
+        names = list(tokenizer.model_input_names)
+        known = [name for name in names if name in accepted]
+        self.input_names: tuple[str, ...] = tuple(known if "input_ids" in known else names)
+
+    # What a subclass says
+
+    @abstractmethod
+    def texts(self, rows: Sequence[Row]) -> list[str]:
+        """The texts of rows, in the order of ``Predictions.outputs``; ``TaskError`` for rows of another kind."""
+
+    @abstractmethod
+    def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
+        """What the decisions are compared with [N]."""
+
+    @abstractmethod
+    def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """A batch's rows of ``Predictions.outputs`` [B x ...] from the model's output."""
+
+    @abstractmethod
+    def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        """The decisions [N] that follow from all outputs."""
+
+    @abstractmethod
+    def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
+        """Figures that compare a model with the float one on the same rows, by name."""
+
+    # What every task does
+
+    def batches(self, rows: Sequence[Row], limit: int | None = None) -> list[Batch]:
+        """Tokenised rows in their own order, each batch [B x S] padded to its longest text.
+
+        Args:
+            rows: rows of the kind the task needs.
+            limit: at most this many batches.
+        """
+        texts = self._texts(rows)
+        starts = range(0, len(texts), self.batch_size)[:limit]
+        return [self.tokenize(texts[start : start + self.batch_size]) for start in starts]
+
+    def tokenize(self, texts: Sequence[str], min_length: int | None = None) -> Batch:
+        """One batch [B x S] with the model's inputs, all int64."""
+        shortest = min_length or self.min_length
+        options = {"truncation": True, "return_tensors": "pt"}
+        encoded = self.tokenizer(list(texts), padding="longest", max_length=self.max_length, **options)
+        if encoded["input_ids"].shape[1] < shortest:
+            encoded = self.tokenizer(list(texts), padding="max_length", max_length=shortest, **options)
+        return {name: encoded[name] for name in self.input_names if name in encoded}
+
+    def predict(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> Predictions:
+        """Run every row and decide.
+
+        Texts of like length share a batch, which saves padding; the order of the result is that of the rows. Nothing is
+        recorded for gradients, and no model is put in another mode.
+
+        Raises:
+            TaskError: rows of another kind, an output of the wrong shape or with values that are not finite, or no head.
+        """
+        return self.predictions(self.outputs(run, rows, progress))
+
+    def predictions(self, outputs: npt.NDArray[np.float32]) -> Predictions:
+        """``Predictions`` from outputs that are already there."""
+        return Predictions(outputs, self.decide(outputs))
+
+    def outputs(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> npt.NDArray[np.float32]:
+        """``Predictions.outputs`` alone."""
+        texts = self._texts(rows)
+        order = sorted(range(len(texts)), key=lambda at: (len(texts[at]), at))
+        chunks = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        collected: dict[int, torch.Tensor] = {}
+        for done, chunk in enumerate(chunks, start=1):
+            batch = self.tokenize([texts[at] for at in chunk])
+            with torch.no_grad():
+                result = self.represent(first_output(run(batch), self.output_name), batch)
+            if result.shape[0] != len(chunk):
+                raise TaskError(f"the model gave {result.shape[0]} outputs for a batch of {len(chunk)} texts")
+            if not bool(torch.isfinite(result).all()):
+                raise TaskError(
+                    f"the model's {self.output_name!r} holds NaN or infinite values for batch {done} of {len(chunks)}: "
+                    f"the model or engine is broken, or its type cannot hold the values"
+                )
+            collected.update(zip(chunk, result, strict=True))
+            if progress is not None:
+                progress(done, len(chunks))
+        return np.stack([collected[at].numpy() for at in range(len(texts))])
+
+    def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
+        """Fit what turns embeddings into labels, where the task has such a head."""
+        raise TaskError(f"task {self.name!r} has no head to fit: leave out the rows for it")
+
+    def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
+        """The task's metric."""
+        return float(type(self).metric(predictions.decisions, self._checked_targets(predictions, rows)))
+
+    def difference_interval(
+        self, float_predictions: Predictions, other: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0
+    ) -> tuple[float, float]:
+        """The 95% bootstrap interval of ``score(other) - score(float)``, rows resampled in pairs."""
+        targets = self._checked_targets(float_predictions, rows)
+        return bootstrap_interval(type(self).metric, float_predictions.decisions, other.decisions, targets, n, seed)
+
+    def example(self, rows: Sequence[Row] | None = None) -> Batch:
+        """A small batch [2 x S] for export, S at least 16; the second row is padded.
+
+        Args:
+            rows: the texts to take; ``None`` takes random tokens.
+        """
+        tokens = min(max(EXAMPLE_TOKENS, self.min_length), self.max_length)
+        if rows:
+            texts = self._texts(rows)
+            return self.tokenize([texts[0], texts[1 % len(texts)]], min_length=tokens)
+        batch = self.random_batch(EXAMPLE_ROWS, tokens, seed=0)
+        batch["input_ids"][1, tokens // 2 :] = self.tokenizer.pad_token_id
+        if "attention_mask" in batch:
+            batch["attention_mask"][1, tokens // 2 :] = 0
+        return batch
+
+    def random_batch(self, batch: int, sequence: int, seed: int = 0) -> Batch:
+        """Random ordinary tokens [batch x sequence] with nothing masked, for measuring latency.
+
+        Raises:
+            TaskError: the model has fewer positions than ``sequence``.
+        """
+        self._check_length(sequence, "sequence")
+        special = set(self.tokenizer.all_special_ids)
+        ordinary = torch.tensor([token for token in range(self.vocabulary) if token not in special])
+        picked = torch.randint(len(ordinary), (batch, sequence), generator=torch.Generator().manual_seed(seed))
+        fill = {"input_ids": ordinary[picked], "attention_mask": torch.ones_like(picked)}
+        return {name: fill[name] if name in fill else torch.zeros_like(picked) for name in self.input_names}
+
+    def _texts(self, rows: Sequence[Row]) -> list[str]:
+        if not rows:
+            raise TaskError(f"task {self.name!r} was given no rows, expected at least one")
+        return self.texts(rows)
+
+    def _checked_targets(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[Any]:
+        if len(rows) != len(predictions.decisions):
+            raise TaskError(
+                f"{len(predictions.decisions)} predictions but {len(rows)} rows: pass the rows predicted on"
+            )
+        return self.targets(rows)
+
+    def _check_length(self, length: int, what: str) -> None:
+        if self.max_positions is not None and length > self.max_positions:
+            raise TaskError(f"{what}={length}, but the model has {self.max_positions} positions: lower it")
+
+
+tasks: Registry[type[Task]] = Registry("task")
+
+
+def build_task(
+    name: str,
+    model: torch.nn.Module,
+    tokenizer: Any,
+    *,
+    max_length: int = 128,
+    batch_size: int = 32,
+    min_length: int = 1,
+) -> Task:
+    """A task by its registered name; see ``Task`` for the arguments.
+
+    Raises:
+        ConfigError: no task has this name.
+        TaskError: lengths or a batch size that cannot be.
+    """
+    return tasks[name](model, tokenizer, max_length=max_length, batch_size=batch_size, min_length=min_length)

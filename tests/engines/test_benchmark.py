@@ -1,0 +1,76 @@
+"""Latency in turns, and the peak memory of a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantizer.engines import TensorSpec
+from quantizer.engines import build_engine
+from quantizer.engines import interleaved_latency
+from quantizer.engines import medians
+from quantizer.engines import peak_memory_mib
+from quantizer.engines.memory import made_up_inputs
+from quantizer.errors import EngineError
+
+
+def test_turns_and_counts() -> None:
+    calls: list[str] = []
+    samples = interleaved_latency({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=3, warmup=1)
+    assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
+    assert {name: len(values) for name, values in samples.items()} == {"a": 3, "b": 3, "c": 3}
+    assert all(value >= 0 for values in samples.values() for value in values)
+
+
+def test_medians() -> None:
+    assert medians({"a": [3.0, 1.0, 2.0], "b": [1.0, 2.0]}) == {"a": 2.0, "b": 1.5}
+
+
+def test_nothing_to_time() -> None:
+    with pytest.raises(EngineError, match="no engine to time"):
+        interleaved_latency({})
+    with pytest.raises(EngineError, match="rounds is 0"):
+        interleaved_latency({"a": lambda: None}, rounds=0)
+
+
+def test_made_up_inputs() -> None:
+    specs = [
+        TensorSpec("ids", np.dtype(np.int64), (None, None)),
+        TensorSpec("x", np.dtype(np.float16), (None, 7, None)),
+    ]
+    arrays = made_up_inputs(specs, batch=2, sequence=5)
+    assert arrays["ids"].shape == (2, 5)
+    assert arrays["ids"].dtype == np.int64
+    assert set(arrays["ids"].ravel()) == {1}
+    assert arrays["x"].shape == (2, 7, 5)
+    assert arrays["x"].dtype == np.float16
+
+
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
+def test_peak_memory(name: str, qdq: Any, tmp_path: Path) -> None:
+    pytest.importorskip(name)
+    engine = build_engine(name, qdq.path, tmp_path / "model.engine").path
+    memory = peak_memory_mib(engine, name, batch=2, sequence=4)
+    assert 10 < memory.baseline_mib <= memory.peak_mib < 2000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems start a program with a peak of zero")
+def test_peak_memory_is_not_that_of_the_caller(qdq: Any) -> None:
+    pytest.importorskip("onnxruntime")
+    ballast = np.ones(1 << 30, np.uint8)
+    memory = peak_memory_mib(qdq.path, "onnxruntime", batch=1, sequence=1)
+    assert memory.peak_mib < ballast.nbytes / 2**20
+
+
+def test_peak_memory_of_what_does_not_load(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"measuring the memory of .*none\.onnx failed: .*file not found"):
+        peak_memory_mib(tmp_path / "none.onnx", "openvino")
+
+
+def test_peak_memory_gives_up(qdq: Any) -> None:
+    with pytest.raises(EngineError, match=r"took more than 0\.001 s"):
+        peak_memory_mib(qdq.path, "onnxruntime", timeout_s=0.001)

@@ -1,0 +1,188 @@
+"""Bad paths and broken files, for every backend alike, before its library is asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantizer.engines import BuildOptions
+from quantizer.engines import backend
+from quantizer.engines import backends
+from quantizer.engines import build_engine
+from quantizer.engines import load_engine
+from quantizer.engines.files import whole_file
+from quantizer.engines.optional import import_library
+from quantizer.errors import EngineError
+from quantizer.errors import MissingDependencyError
+
+
+@pytest.fixture(params=["openvino", "onnxruntime", "tensorrt", "tensorrt-rtx"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_names() -> None:
+    assert backends.names() == ["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
+    assert [backend(name).name for name in backends.names()] == backends.names()
+
+
+def test_importing_the_package_imports_no_engine_library() -> None:
+    code = (
+        "import sys, types, importlib.util\n"
+        "package = types.ModuleType('quantizer')\n"
+        "package.__path__ = list(importlib.util.find_spec('quantizer').submodule_search_locations)\n"
+        "sys.modules['quantizer'] = package\n"
+        "import quantizer.engines\n"
+        "print(sorted({'torch', 'onnx', 'openvino', 'onnxruntime', 'tensorrt_rtx_bindings'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_unknown_backend(tmp_path: Path) -> None:
+    message = "unknown backend 'tensort'; known: onnxruntime, openvino, tensorrt, tensorrt-rtx"
+    with pytest.raises(EngineError, match=message):
+        build_engine("tensort", tmp_path / "a.onnx", tmp_path / "a.engine")
+    with pytest.raises(EngineError, match=message):
+        load_engine("tensort", tmp_path / "a.engine")
+
+
+def test_onnx_file_missing(name: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"ONNX file not found: .*nothing\.onnx"):
+        build_engine(name, tmp_path / "nothing.onnx", tmp_path / "model.engine")
+
+
+def test_onnx_file_is_a_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="is not a file: expected the ONNX file"):
+        build_engine(name, tmp_path, tmp_path / "model.engine")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"hi\n", "is not an ONNX file, or is damaged: unexpected data at byte 0"),
+        (b"\x08\x0a", "holds no graph"),
+        (b"\x08\x0a\x3a", "it ends in the middle of a number"),
+        (b"\x08" + b"\xff" * 12, "a number at byte 11 is too long"),
+    ],
+    ids=["empty", "text", "no graph", "cut in a number", "endless number"],
+)
+def test_onnx_file_broken(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    with pytest.raises(EngineError, match=message):
+        build_engine(name, path, tmp_path / "model.engine")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_onnx_file_cut_short(name: str, qdq: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(qdq.path.read_bytes()[:-100])
+    with pytest.raises(EngineError, match=r"model\.onnx is cut short: .* export or copy it again"):
+        build_engine(name, path, tmp_path / "model.engine")
+
+
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime", "tensorrt-rtx"])
+def test_onnx_file_damaged_inside(name: str, qdq: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings" if name == "tensorrt-rtx" else name)
+    path = tmp_path / "model.onnx"
+    content = bytearray(qdq.path.read_bytes())
+    content[60:160] = b"\xff" * 100
+    path.write_bytes(content)
+    with pytest.raises(EngineError, match=r"refused .*model\.onnx"):
+        build_engine(name, path, tmp_path / "model.engine", BuildOptions(dynamic={"batch": (1, 2, 3)}))
+    assert not (tmp_path / "model.engine").exists()
+
+
+def test_output_folder_missing(name: str, qdq: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="is not an existing folder; make it first"):
+        build_engine(name, qdq.path, tmp_path / "none" / "model.engine")
+
+
+def test_output_is_a_folder(name: str, qdq: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="it is a folder; give the name of a file"):
+        build_engine(name, qdq.path, tmp_path)
+
+
+def test_output_folder_without_permission(name: str, qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Permission bits do not stop root, who often runs tests.
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(EngineError, match=r"no permission to write in .*; choose another folder"):
+        build_engine(name, qdq.path, tmp_path / "model.engine")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 8), r"dimension 'batch' is \[1, 8\]"),
+        ((8, 1, 32), "smallest <= usual <= largest"),
+        ((0, 1, 2), "1 <= smallest"),
+    ],
+)
+def test_bad_range(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        BuildOptions(dynamic={"batch": sizes})
+
+
+def test_engine_file_missing(name: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"file not found: .*model\.engine"):
+        load_engine(name, tmp_path / "model.engine")
+
+
+def test_engine_file_empty(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.engine"
+    path.touch()
+    with pytest.raises(EngineError, match=r"file .*model\.engine is empty"):
+        load_engine(name, path)
+
+
+def test_threads(name: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="threads is 0, expected 1 or more"):
+        load_engine(name, tmp_path / "model.engine", threads=0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_file_is_whole_or_absent(error: type[BaseException], tmp_path: Path) -> None:
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"old")
+
+    def half() -> None:
+        with whole_file(path) as part:
+            part.write_bytes(b"half of the ne")
+            raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        half()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    with whole_file(path) as part:
+        part.write_bytes(b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_an_engine_error(tmp_path: Path) -> None:
+    def full() -> None:
+        with whole_file(tmp_path / "model.engine"):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(EngineError, match=r"cannot write .*model\.engine: No space left on device"):
+        full()
+
+
+def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_bindings.py").write_text("raise ImportError('libnvinfer.so.10: cannot open shared object')")
+    (tmp_path / "needs_other.py").write_text("import a_module_that_is_absent")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EngineError, match=r"broken_bindings is installed but does not load: libnvinfer\.so\.10"):
+        import_library("tensorrt", "broken_bindings")
+    with pytest.raises(MissingDependencyError, match="'a_module_that_is_absent' is not installed"):
+        import_library("tensorrt", "needs_other")
+    with pytest.raises(MissingDependencyError, match=r"'absent_one' is not installed: .*quantizer\[tensorrt\]"):
+        import_library("tensorrt", "absent_one", "absent_two")

