@@ -28,6 +28,15 @@ __all__ = ["KeyPath", "Slot", "nearest", "path_text", "paths_ending_in", "slot_a
 KeyPath = tuple[str | int, ...]
 """Where a value stands: keys, and indices in lists."""
 
+# What people write for a name whose letters are too far from it.
+_ABBREVIATIONS = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "half": "float16",
+    "ort": "onnxruntime",
+    "trt": "tensorrt",
+}
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -87,8 +96,8 @@ class Slot:
         """Completes the sentence "expected ..."."""
         words = next((extra.words for extra in self.metadata if isinstance(extra, Expects)), None) or self._kind()
         bounds = [_bound(extra) for extra in self.metadata if isinstance(extra, Gt | Ge | Le)]
-        words += " " + " and ".join(bounds) if bounds else ""
-        return words + (" or null" if self.nullable else "")
+        words += ", " + " and ".join(bounds) if bounds else ""
+        return words + ((", or null" if bounds else " or null") if self.nullable else "")
 
     def _kind(self) -> str:
         if self.section is not None:
@@ -104,7 +113,7 @@ class Slot:
 def _bound(constraint: Gt | Ge | Le) -> str:
     if isinstance(constraint, Gt):
         return f"above {constraint.gt}"
-    return f"of at least {constraint.ge}" if isinstance(constraint, Ge) else f"of at most {constraint.le}"
+    return f"at least {constraint.ge}" if isinstance(constraint, Ge) else f"at most {constraint.le}"
 
 
 def slot_at(schema: type[Section], path: KeyPath) -> Slot | None:
@@ -128,7 +137,8 @@ def paths_ending_in(schema: type[Section], name: str, above: KeyPath = ()) -> It
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The one of ``known`` that ``name`` most likely means, if any is near."""
-    return next(iter(get_close_matches(name.lower(), known, n=1)), None)
+    plain = name.lower()
+    return next(iter(get_close_matches(_ABBREVIATIONS.get(plain, plain), known, n=1)), None)
 
 
 def path_text(path: KeyPath) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+from os import PathLike
+from os import fspath
 from os.path import abspath
 from os.path import expanduser
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from quantizer.config.describe import nearest
 from quantizer.config.describe import words_for
 from quantizer.config.origin import Draft
 from quantizer.config.quantizer_section import QuantizerConfig
@@ -24,7 +27,7 @@ from quantizer.errors import ConfigError
 __all__ = ["dump_yaml", "load_run", "quantizer_config"]
 
 
-def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Read the YAML file of one run.
 
     Relative paths in it (``data.*.path``, and ``model.source`` where it starts with ``./``, ``../`` or ``~/`` or names
@@ -40,7 +43,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: with every problem of file and overrides, each with file and line.
     """
     document = read_yaml(path)
-    draft = Draft(document.value, str(path), document)
+    draft = Draft(document.value, fspath(path), document)
     _require_section(draft, RunConfig)
     for text in overrides:
         draft.override(text)
@@ -49,7 +52,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def quantizer_config(
-    source: str | Path | Mapping[str, Any] | QuantizerConfig | RunConfig | None = None, **keywords: Any
+    source: str | PathLike[str] | Mapping[str, Any] | QuantizerConfig | RunConfig | None = None, **keywords: Any
 ) -> QuantizerConfig:
     """The settings of a ``Quantizer`` from whatever the caller has.
 
@@ -70,7 +73,8 @@ def quantizer_config(
         source = source.model_dump()
     draft = _draft(source)
     whole = draft.value if isinstance(draft.value, dict) else {}
-    is_run = any(name in whole for name in RunConfig.model_fields)
+    # A misspelt 'quantizer' is not a section of its own: it would be reported among the wrong names.
+    is_run = any(name in RunConfig.model_fields or nearest(str(name), ["quantizer"]) for name in whole)
     _require_section(draft, RunConfig if is_run else QuantizerConfig)
     if is_run:
         check_keys(draft.value, draft, RunConfig)
@@ -89,9 +93,9 @@ def dump_yaml(config: Section) -> str:
 def _draft(source: object) -> Draft:
     if source is None:
         return Draft({}, "keywords")
-    if isinstance(source, str | Path):
+    if isinstance(source, str | PathLike):
         document = read_yaml(source)
-        return Draft(document.value, str(source), document)
+        return Draft(document.value, fspath(source), document)
     if isinstance(source, Mapping):
         return Draft(_plain(source), "mapping")
     what = f"got {words_for(source)}; expected a YAML file, a mapping or a QuantizerConfig"

@@ -105,7 +105,7 @@ class Draft:
                 names = [name for name in here if isinstance(name, str)] if isinstance(here, dict) else []
                 near = nearest(str(key), names)
                 hint = f"; did you mean {near!r}?" if near else ""
-                self.add((), f"{path_text(path[:length])} is not set; expected a key that is{hint}", place)
+                self.add((), f"{path_text(path[:length])} is not set; expected a key to remove{hint}", place)
                 return
             if length < len(path) and isinstance(here[key], dict):
                 here[key] = dict(here[key])

@@ -54,7 +54,7 @@ class SitesConfig(Section):
     matmul: bool = Field(default=True, description="Quantize products of two activations, as in attention.")
     residual_add: Annotated[Literal[True, False, "auto"], BeforeValidator(_no_number)] = Field(
         default="auto",
-        description="Quantize the operands of residual additions; 'auto': only those that calibration shows INT8 holds.",
+        description="Quantize the operands of residual additions; 'auto': only those that INT8 is seen to hold.",
     )
 
 

@@ -20,8 +20,8 @@ from quantizer.config.section import Expects
 from quantizer.config.section import Section
 from quantizer.config.section import Text
 from quantizer.config.section import reject
+from quantizer.config.section import some_and_unique
 from quantizer.config.section import tuple_from_list
-from quantizer.config.section import unique
 
 __all__ = [
     "AmpConfig",
@@ -90,9 +90,8 @@ class ReportConfig(Section):
 
     formats: Annotated[
         tuple[Literal["json", "html"], ...],
-        Field(min_length=1),
         BeforeValidator(tuple_from_list),
-        AfterValidator(unique),
+        AfterValidator(some_and_unique),
     ] = Field(default=("json", "html"), description="Files to write.")
     latency_batch: int = Field(default=8, ge=1, description="Rows in a batch when latency is measured.")
     latency_sequence: int = Field(default=128, ge=1, description="Tokens in a row when latency is measured.")

@@ -15,7 +15,7 @@ from pydantic import ConfigDict
 from pydantic import StringConstraints
 from pydantic_core import PydanticCustomError
 
-__all__ = ["AxisRange", "Expects", "Section", "Text", "TextList", "reject", "tuple_from_list", "unique"]
+__all__ = ["AxisRange", "Expects", "Section", "Text", "TextList", "reject", "some_and_unique", "tuple_from_list"]
 
 
 class Section(BaseModel):
@@ -58,8 +58,10 @@ def _check_range(value: tuple[int, int, int]) -> tuple[int, int, int]:
     return value
 
 
-def unique(value: Sequence[Any]) -> Sequence[Any]:
-    """The sequence itself, or an error where an entry comes twice."""
+def some_and_unique(value: Sequence[Any]) -> Sequence[Any]:
+    """The sequence itself, or an error where it is empty or an entry comes twice."""
+    if not value:
+        reject(("", "is an empty list; expected at least one entry"))
     twice = sorted({entry for entry in value if value.count(entry) > 1})
     if twice:
         reject(("", f"{twice[0]!r} is listed twice; expected each entry once"))

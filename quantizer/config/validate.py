@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 from typing import TypeVar
 
@@ -80,10 +81,10 @@ def _explain(detail: ErrorDetails, schema: type[Section], at: KeyPath) -> str:
     slot = slot_at(schema, path)
     expected = f"; expected {slot.expected()}" if slot is not None else ""
     if kind == "missing":
-        return f"is missing{expected}"
-    if kind in {"too_long", "too_short"}:
-        count = detail["ctx"]["actual_length"]
-        return f"got a list of {count}{expected}{', at least one' if not count else ''}"
+        whole = slot_at(schema, path[:-1]) if isinstance(path[-1], int) else None
+        return f"is missing; expected {whole.expected()}" if whole is not None else f"is missing{expected}"
+    if kind == "too_long":
+        return f"got a list of {detail['ctx']['actual_length']}{expected}"
     if kind == "string_too_short":
         return f"is empty{expected}; leave the key out where nothing is meant"
     return f"got {words_for(value)}{expected}{_hint(value, slot)}"
@@ -111,14 +112,17 @@ def _hint(value: Any, slot: Slot | None) -> str:
     if near is not None:
         return f"; did you mean {near!r}?"
     if slot.annotation in (int, float):
-        return _number_hint(value)
-    return ""
+        return _number_hint(value, slot.annotation)
+    return f"; write [{value}]" if slot.child(0) is not None and value.isidentifier() else ""
 
 
-def _number_hint(text: str) -> str:
+def _number_hint(text: str, kind: type[int] | type[float]) -> str:
     # YAML 1.1 reads 1e-3 as text: without the dot it is no number there.
     try:
-        written = yaml.safe_dump(float(text)).split("\n")[0]
-    except ValueError:
+        number = float(text)
+        shown = str(int(number)) if kind is int else yaml.safe_dump(number).split("\n")[0]
+    except (ValueError, OverflowError):
         return ""
-    return f"; YAML reads this as text: write {int(text) if text.isdecimal() else written}, without quotes"
+    if (kind is int and number != int(number)) or not isfinite(number):
+        return ""
+    return f"; YAML reads this as text: write {shown}, without quotes"

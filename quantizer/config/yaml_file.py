@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         try:
-            value = self.loader.construct_object(node)  # type: ignore[no-untyped-call]
+            value = self.loader.construct_object(node)
         except (ValueError, KeyError, IndexError, yaml.YAMLError):
             kind = node.tag.replace(_TAG, "!!")
             self.fault(node, path, f"{node.value[:60]!r} is no {kind}; expected a plain value: quote text", hole=True)
@@ -184,7 +185,7 @@ def parse_yaml(text: str, label: str) -> Document:
     return Document(value, reader.faults, root)
 
 
-def read_yaml(path: str | Path) -> Document:
+def read_yaml(path: str | PathLike[str]) -> Document:
     """Read one YAML file, as UTF-8.
 
     Raises:

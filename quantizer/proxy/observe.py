@@ -51,14 +51,15 @@ class SiteRecord:
     """What was seen of one site.
 
     ``calls`` counts all calls and ``fit`` those whose operands can be rounded; ``reasons`` says why others cannot.
-    ``depth`` and ``width`` are the largest K and N of the product; ``multiply_adds`` those of all calls together.
+    ``depth`` and ``width`` are K and N of the product (None: not seen yet; 0: they changed from call to call, as a
+    sequence length does); ``multiply_adds`` those of all calls together.
     """
 
     calls: int = 0
     fit: int = 0
     reasons: list[str] = field(default_factory=list)
-    depth: int = 0
-    width: int = 0
+    depth: int | None = None
+    width: int | None = None
     multiply_adds: int = 0
     operands: dict[str, OperandRecord] = field(default_factory=dict)
 
@@ -211,8 +212,8 @@ class Observation:
             self._depth, width = first.shape[-1], second.shape[-1]
         else:
             self._depth, width = second[0].numel(), second.shape[0]
-        record.depth = max(record.depth, self._depth)
-        record.width = max(record.width, width)
+        record.depth = self._depth if record.depth in (None, self._depth) else 0
+        record.width = width if record.width in (None, width) else 0
 
     def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord) -> None:
         name = f"{site.path}.{operand}"

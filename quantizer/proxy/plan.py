@@ -168,7 +168,9 @@ def _refusal(
     if site.operation.kind not in settings.profile.site_kinds:
         return f"{settings.profile.name} gains nothing from this kind of site", f"target {settings.profile.name}"
     if site.operation.kind != "residual_add":
-        too_small = settings.profile.gemm_reason(record.depth, record.width)
+        # A dimension that changes with the data is judged by nobody here: it may well be large in use.
+        depth, width = (size or settings.profile.min_gemm_dim or 1 for size in (record.depth, record.width))
+        too_small = settings.profile.gemm_reason(depth, width)
         if too_small is not None:
             return too_small, f"target {settings.profile.name}"
     return None, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quantizer.report.fields import format_page
 from quantizer.report.html import html_from_record
 from quantizer.report.html import write_html
 from quantizer.report.json_file import read_record
@@ -74,6 +73,4 @@ __all__ = [
     "string_from_table",
     "text_table",
     "verdict",
-    # documentation
-    "format_page",
 ]

@@ -75,7 +75,7 @@ def _encode(value: Any, path: str) -> Any:
     if isinstance(value, PurePath):
         return value.as_posix()
     raise QuantizerError(
-        f"{path}: a {type(value).__name__} cannot be written to a report; give a string, number, list or mapping"
+        f"{path}: a value of type {type(value).__name__} cannot be written to a report; give a string, number or list"
     )
 
 

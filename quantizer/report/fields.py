@@ -58,13 +58,21 @@ def format_page() -> str:
 
 def _section(cls: Any) -> str:
     documentation = field_documentation(cls)
-    lines = [f"\n## {cls.__name__}\n", f"\n{inspect.getdoc(cls)}\n", "\n| field | type | meaning |\n|---|---|---|\n"]
+    lines = [
+        f"\n## {cls.__name__}\n",
+        f"\n{_markdown(inspect.getdoc(cls) or '')}\n",
+        "\n| field | type | meaning |\n|---|---|---|\n",
+    ]
     for item in dataclasses.fields(cls):
-        text = documentation[item.name].replace("``", "`").replace("|", "\\|")
+        text = _markdown(documentation[item.name]).replace("|", "\\|")
         if item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING:
             text += f" Default: `{_default(item)}`."
         lines.append(f"| `{item.name}` | {_json_type(str(item.type))} | {text} |\n")
     return "".join(lines)
+
+
+def _markdown(text: str) -> str:
+    return text.replace("``", "`")
 
 
 def _default(item: dataclasses.Field[Any]) -> str:

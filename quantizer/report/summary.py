@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -42,8 +43,8 @@ def print_record(record: RunRecord, folder: Path | str, console: Console) -> Non
 
 def _table(record: RunRecord) -> Table:
     metric = record.scores[0].metric if record.scores else "score"
-    table = Table(title=Text(record.name), title_justify="left")
-    for title in ("", metric, "difference", "95% interval", "speed", "size"):
+    table = Table(title=Text(record.name), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("", metric, "to float", "95% interval", "speed", "size"):
         table.add_column(Text(title), justify="right" if title else "left", no_wrap=not title)
     scores = {entry.which: entry for entry in record.scores}
     costs = _costs(record)

@@ -26,7 +26,7 @@ STYLE = """<style>
 .qz-table th,.qz-table td{padding:3px 12px 3px 0;text-align:left;vertical-align:top;border-bottom:1px solid #8884}
 .qz-table .qz-num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .qz-table .qz-mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:12px}
-.qz-table .qz-more{opacity:.75}
+.qz-table .qz-more{opacity:.75;font-size:12px;padding:4px 0}
 </style>"""
 
 _ALIGN = {True: ' class="qz-num"', False: ""}
@@ -69,6 +69,9 @@ def html_table(
         label: what a screen reader calls the container; the default is the caption.
         limit: rows to show, followed by how many were left out; None shows all.
         style: put the style in front, as notebooks need it.
+
+    Raises:
+        ValueError: a row with more or fewer cells than there are columns.
     """
     described = _described(columns, rows)
     shown = rows if limit is None else rows[:limit]
@@ -77,12 +80,14 @@ def html_table(
     lines.append(f'<div class="qz-table" role="region" tabindex="0" aria-label="{name}"><table>')
     if caption:
         lines.append(f"<caption>{html.escape(caption)}</caption>")
-    heads = "".join(f'<th scope="col"{_ALIGN[bool(column.numeric)]}>{html.escape(column.title)}</th>' for column in described)
+    heads = "".join(
+        f'<th scope="col"{_ALIGN[bool(column.numeric)]}>{html.escape(column.title)}</th>' for column in described
+    )
     lines.append(f"<thead><tr>{heads}</tr></thead><tbody>")
     lines.extend(_row(described, row) for row in shown)
     lines.append("</tbody></table>")
     if len(shown) < len(rows):
-        lines.append(f'<div class="qz-more">{len(rows) - len(shown):,} more rows are not shown</div>')
+        lines.append(f'<div class="qz-more">Rows not shown: {len(rows) - len(shown):,}</div>')
     return "\n".join([*lines, "</div>"])
 
 
@@ -101,7 +106,7 @@ def text_table(
     shown = rows if limit is None else rows[:limit]
     table = Table(title=None if title is None else Text(title), title_justify="left")
     if len(shown) < len(rows):
-        table.caption = Text(f"{len(rows) - len(shown):,} more rows are not shown")
+        table.caption = Text(f"Rows not shown: {len(rows) - len(shown):,}")
     for column in described:
         table.add_column(Text(column.title), justify="right" if column.numeric else "left", overflow="fold")
     for row in shown:
@@ -119,6 +124,9 @@ def string_from_table(table: Table, width: int = 120) -> str:
 
 def _described(columns: Sequence[Column | str], rows: Sequence[Sequence[Any]]) -> list[Column]:
     """``columns`` with the alignment of each decided."""
+    for number, row in enumerate(rows):
+        if len(row) != len(columns):
+            raise ValueError(f"row {number} has {len(row)} cells, but there are {len(columns)} columns")
     described = []
     for index, column in enumerate(columns):
         column = Column(title=column) if isinstance(column, str) else column

@@ -101,10 +101,12 @@ def _score(record: RunRecord) -> list[str]:
     if entry is None:
         return ["The quantized model was not scored."]
     if reference is None or entry.difference is None:
-        return [f"Its {entry.metric} is {score(entry.value)}; it was not compared with the float model."]
+        return [
+            f"The {entry.which}'s {entry.metric} is {score(entry.value)}; it was not compared with the float model."
+        ]
     rows = f" on {entry.rows:,} examples" if entry.rows else ""
     figures = f"{score(entry.value)} against {score(reference.value)} for float ({signed(entry.difference)}){rows}"
-    return [f"Its {entry.metric} is {figures}; {_significance(entry)}.", *_paired(entry)]
+    return [f"The {entry.which}'s {entry.metric} is {figures}; {_significance(entry)}.", *_paired(entry)]
 
 
 def _significance(entry: Score) -> str:

@@ -99,7 +99,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "diff_files": diff_files(record.diff),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",
         "versions_table": _safe(_pairs("Package", "Version", record.versions)),
-        "machine_table": _safe(_pairs("Machine", "Value", record.machine)),
+        "machine_table": _safe(_pairs("Fact", "Value", record.machine)),
         "stages_table": _safe(_stages(stages)),
     }
 

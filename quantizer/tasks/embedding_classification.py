@@ -43,7 +43,6 @@ class EmbeddingClassification(Task):
     auto_class = "AutoModel"
     output_name = "last_hidden_state"
     metric_name = "accuracy"
-    metric = staticmethod(accuracy)
     needs_head = True
     head: Any = None
     """The fitted ``sklearn.linear_model.LogisticRegression``, or ``None``."""
@@ -80,6 +79,9 @@ class EmbeddingClassification(Task):
         if self.head is None:
             raise TaskError(f"task {self.name!r} has no head yet: call fit_head() with the float model first")
         return np.asarray(self.head.predict(outputs))
+
+    def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return accuracy(decisions, targets)
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         """Share of labels that flip, mean cosine of the embeddings to the float ones, and their SQNR in dB."""

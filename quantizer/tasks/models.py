@@ -82,8 +82,8 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
             f"{' and others' if len(missing) > 4 else ''}, which task {task!r} needs as {type(model).__name__}: "
             f"name a checkpoint that was fine-tuned for it, or another task"
         )
-    assert isinstance(model, torch.nn.Module)
-    return model.eval()
+    encoder: torch.nn.Module = model
+    return encoder.eval()
 
 
 def load_tokenizer(source: str) -> Any:
@@ -122,7 +122,8 @@ def _model_folder(path: Path, source: str) -> Path:
         raise TaskError(f"model source {source!r}: {path} is a file, expected the folder that holds config.json")
     if not (path / "config.json").is_file():
         raise TaskError(
-            f"model source {source!r}: the folder {path} holds no config.json, expected a model saved by save_pretrained()"
+            f"model source {source!r}: the folder {path} holds no config.json, "
+            f"expected a model saved by save_pretrained()"
         )
     return path
 
@@ -164,8 +165,7 @@ def _explained(source: str, what: str) -> Iterator[None]:
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """Silence the library's bar over weights: it would break into a run's own progress display."""
-    from transformers.utils import logging
-
+    logging: Any = _transformers().utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -32,7 +32,6 @@ class SentenceSimilarity(Task):
     auto_class = "AutoModel"
     output_name = "last_hidden_state"
     metric_name = "spearman"
-    metric = staticmethod(spearman)
 
     def texts(self, rows: Sequence[Row]) -> list[str]:
         return [text for row in rows_of_kind(rows, Pair, self.name) for text in (row.first, row.second)]
@@ -46,6 +45,9 @@ class SentenceSimilarity(Task):
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
         embeddings = outputs.astype(np.float64)
         return np.asarray((embeddings[0::2] * embeddings[1::2]).sum(axis=-1))
+
+    def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return spearman(decisions, targets)
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         """Mean cosine of the embeddings to the float ones, and their SQNR in dB."""

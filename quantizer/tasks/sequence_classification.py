@@ -33,7 +33,6 @@ class SequenceClassification(Task):
     auto_class = "AutoModelForSequenceClassification"
     output_name = "logits"
     metric_name = "accuracy"
-    metric = staticmethod(accuracy)
 
     def texts(self, rows: Sequence[Row]) -> list[str]:
         return [row.text for row in rows_of_kind(rows, Text, self.name)]
@@ -62,6 +61,9 @@ class SequenceClassification(Task):
         if highest >= classes:
             raise TaskError(f"the rows hold label {highest}, but the model has {classes} classes (0 to {classes - 1})")
         return super().score(predictions, rows)
+
+    def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return accuracy(decisions, targets)
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         """Share of labels that flip, KL divergence from the float distribution in nats, SQNR of the logits in dB."""

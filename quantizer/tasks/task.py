@@ -5,7 +5,6 @@ Shapes: N rows, B sequences in a batch, S tokens, D width of an embedding, C cla
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC
 from abc import abstractmethod
 from collections.abc import Callable
@@ -22,20 +21,17 @@ import torch
 from quantizer.errors import TaskError
 from quantizer.registry import Registry
 from quantizer.tasks.datasets.rows import Row
-from quantizer.tasks.metrics import Metric
+from quantizer.tasks.inputs import Batch
+from quantizer.tasks.inputs import TextInputs
 from quantizer.tasks.metrics import bootstrap_interval
 from quantizer.tasks.outputs import first_output
 
 __all__ = ["Batch", "Predictions", "Progress", "Run", "Task", "build_task", "tasks"]
 
-Batch: TypeAlias = dict[str, torch.Tensor]
 Run: TypeAlias = Callable[[Batch], object]
 """One call of a model, proxy or engine: a batch in; a ``ModelOutput``, mapping, tuple or tensor out."""
 Progress: TypeAlias = Callable[[int, int], None]
 """Called after each batch with (batches done, batches in all)."""
-
-EXAMPLE_ROWS = 2
-EXAMPLE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,6 @@ class Task(ABC):
     higher_is_better: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
-    metric: ClassVar[Metric]
 
     def __init__(
         self,
@@ -87,24 +82,10 @@ class Task(ABC):
         batch_size: int = 32,
         min_length: int = 1,
     ) -> None:
-        config = getattr(model, "config", None)
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        if batch_size < 1 or not 1 <= min_length <= max_length:
-            raise TaskError(
-                f"batch_size={batch_size}, min_length={min_length}, max_length={max_length}: expected a batch_size of at "
-                f"least 1, and 1 <= min_length <= max_length"
-            )
-        self._check_length(max_length, "max_length")
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.min_length = min_length
+        if batch_size < 1:
+            raise TaskError(f"batch_size={batch_size}, expected at least 1")
+        self.inputs = TextInputs(model, tokenizer, max_length=max_length, min_length=min_length)
         self.batch_size = batch_size
-        self.vocabulary = min(len(tokenizer), getattr(config, "vocab_size", None) or len(tokenizer))
-        # A tokenizer may give token types that the model has no use for; a forward with **kwargs would hide that.
-        accepted = inspect.signature(model.forward).parameters
-        names = list(tokenizer.model_input_names)
-        known = [name for name in names if name in accepted]
-        self.input_names: tuple[str, ...] = tuple(known if "input_ids" in known else names)
 
     # What a subclass says
 
@@ -125,6 +106,10 @@ class Task(ABC):
         """The decisions [N] that follow from all outputs."""
 
     @abstractmethod
+    def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The score over the last axis of [N] or [R x N]; see ``quantizer.tasks.metrics.Metric``."""
+
+    @abstractmethod
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         """Figures that compare a model with the float one on the same rows, by name."""
 
@@ -139,16 +124,7 @@ class Task(ABC):
         """
         texts = self._texts(rows)
         starts = range(0, len(texts), self.batch_size)[:limit]
-        return [self.tokenize(texts[start : start + self.batch_size]) for start in starts]
-
-    def tokenize(self, texts: Sequence[str], min_length: int | None = None) -> Batch:
-        """One batch [B x S] with the model's inputs, all int64."""
-        shortest = min_length or self.min_length
-        options = {"truncation": True, "return_tensors": "pt"}
-        encoded = self.tokenizer(list(texts), padding="longest", max_length=self.max_length, **options)
-        if encoded["input_ids"].shape[1] < shortest:
-            encoded = self.tokenizer(list(texts), padding="max_length", max_length=shortest, **options)
-        return {name: encoded[name] for name in self.input_names if name in encoded}
+        return [self.inputs.tokenize(texts[start : start + self.batch_size]) for start in starts]
 
     def predict(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> Predictions:
         """Run every row and decide.
@@ -157,7 +133,7 @@ class Task(ABC):
         recorded for gradients, and no model is put in another mode.
 
         Raises:
-            TaskError: rows of another kind, an output of the wrong shape or with values that are not finite, or no head.
+            TaskError: rows of another kind, an output of a wrong shape or with values that are not finite, or no head.
         """
         return self.predictions(self.outputs(run, rows, progress))
 
@@ -172,7 +148,7 @@ class Task(ABC):
         chunks = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         collected: dict[int, torch.Tensor] = {}
         for done, chunk in enumerate(chunks, start=1):
-            batch = self.tokenize([texts[at] for at in chunk])
+            batch = self.inputs.tokenize([texts[at] for at in chunk])
             with torch.no_grad():
                 result = self.represent(first_output(run(batch), self.output_name), batch)
             if result.shape[0] != len(chunk):
@@ -193,30 +169,27 @@ class Task(ABC):
 
     def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
         """The task's metric."""
-        return float(type(self).metric(predictions.decisions, self._checked_targets(predictions, rows)))
+        return float(self.metric(predictions.decisions, self._checked_targets(predictions, rows)))
 
     def difference_interval(
         self, float_predictions: Predictions, other: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0
     ) -> tuple[float, float]:
         """The 95% bootstrap interval of ``score(other) - score(float)``, rows resampled in pairs."""
         targets = self._checked_targets(float_predictions, rows)
-        return bootstrap_interval(type(self).metric, float_predictions.decisions, other.decisions, targets, n, seed)
+        return bootstrap_interval(self.metric, float_predictions.decisions, other.decisions, targets, n, seed)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the inputs in every batch, in the tokenizer's order."""
+        return self.inputs.names
 
     def example(self, rows: Sequence[Row] | None = None) -> Batch:
-        """A small batch [2 x S] for export, S at least 16; the second row is padded.
+        """A small batch [2 x S] for export, S at least 16.
 
         Args:
-            rows: the texts to take; ``None`` takes random tokens.
+            rows: the texts to take; ``None`` takes random tokens, with padding in the second row.
         """
-        tokens = min(max(EXAMPLE_TOKENS, self.min_length), self.max_length)
-        if rows:
-            texts = self._texts(rows)
-            return self.tokenize([texts[0], texts[1 % len(texts)]], min_length=tokens)
-        batch = self.random_batch(EXAMPLE_ROWS, tokens, seed=0)
-        batch["input_ids"][1, tokens // 2 :] = self.tokenizer.pad_token_id
-        if "attention_mask" in batch:
-            batch["attention_mask"][1, tokens // 2 :] = 0
-        return batch
+        return self.inputs.example(self._texts(rows) if rows else [])
 
     def random_batch(self, batch: int, sequence: int, seed: int = 0) -> Batch:
         """Random ordinary tokens [batch x sequence] with nothing masked, for measuring latency.
@@ -224,12 +197,7 @@ class Task(ABC):
         Raises:
             TaskError: the model has fewer positions than ``sequence``.
         """
-        self._check_length(sequence, "sequence")
-        special = set(self.tokenizer.all_special_ids)
-        ordinary = torch.tensor([token for token in range(self.vocabulary) if token not in special])
-        picked = torch.randint(len(ordinary), (batch, sequence), generator=torch.Generator().manual_seed(seed))
-        fill = {"input_ids": ordinary[picked], "attention_mask": torch.ones_like(picked)}
-        return {name: fill[name] if name in fill else torch.zeros_like(picked) for name in self.input_names}
+        return self.inputs.random(batch, sequence, seed)
 
     def _texts(self, rows: Sequence[Row]) -> list[str]:
         if not rows:
@@ -242,10 +210,6 @@ class Task(ABC):
                 f"{len(predictions.decisions)} predictions but {len(rows)} rows: pass the rows predicted on"
             )
         return self.targets(rows)
-
-    def _check_length(self, length: int, what: str) -> None:
-        if self.max_positions is not None and length > self.max_positions:
-            raise TaskError(f"{what}={length}, but the model has {self.max_positions} positions: lower it")
 
 
 tasks: Registry[type[Task]] = Registry("task")

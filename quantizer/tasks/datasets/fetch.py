@@ -65,7 +65,7 @@ def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Pa
             os.replace(fetched, target)
     except OSError as error:
         raise TaskError(
-            f"cannot keep {archive} in {folder}: {error.strerror or error}. Set XDG_CACHE_HOME to a folder you can write"
+            f"cannot keep {archive} in {folder}: {error.strerror or error}. Point XDG_CACHE_HOME to a writable folder"
         ) from error
     return target
 

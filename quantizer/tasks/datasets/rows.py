@@ -48,8 +48,8 @@ def refuse_options(name: str, *, split: str | None, subset: str | None) -> None:
     for option, value in (("split", split), ("subset", subset)):
         if value is not None:
             raise TaskError(
-                f"data set {name!r} has no {option}s, but {option}={value!r} was asked for: remove it, and name another "
-                f"file in 'path' instead"
+                f"data set {name!r} has no {option}s, but {option}={value!r} was asked for: remove it, and name "
+                f"another file in 'path' instead"
             )
 
 

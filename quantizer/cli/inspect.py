@@ -1,0 +1,37 @@
+"""``quantizer inspect``: what would be quantized, before any calibration."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from argparse import Namespace
+
+from rich.console import Console
+
+from quantizer.cli.verb import OVERRIDES_HELP
+from quantizer.config import load_run
+
+__all__ = ["Inspect"]
+
+
+class Inspect:
+    """Load the model of a run and show its sites."""
+
+    name = "inspect"
+    help = "show which sites of the model a YAML file would quantize, and why not the others"
+    rest: str | None = "overrides"
+    epilog = """\
+example:
+  quantizer inspect configs/minilm-sentiment-int8.yaml quantizer.sites.matmul=false --diff"""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+        parser.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDES_HELP)
+        parser.add_argument("--diff", action="store_true", help="also print the rewritten source as a unified diff")
+
+    def __call__(self, args: Namespace, console: Console) -> int:
+        config = load_run(args.config, args.overrides)
+        # Only now: a mistake in the file should be told before the seconds that these imports take.
+        from quantizer.pipeline import inspect
+
+        inspect(config, args.diff, console)
+        return 0

@@ -1,0 +1,81 @@
+"""The entry point of the command line.
+
+Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from argparse import Namespace
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from rich.console import Console
+
+from quantizer.cli.inspect import Inspect
+from quantizer.cli.output import print_error
+from quantizer.cli.run import Run
+from quantizer.cli.show import Show
+from quantizer.cli.validate import Validate
+from quantizer.cli.verb import Verb
+from quantizer.errors import QuantizerError
+
+__all__ = ["VERBS", "main"]
+
+VERBS: tuple[Verb, ...] = (Run(), Validate(), Inspect(), Show())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the words after the program's name; None takes them from the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        verb, args = _parse(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    try:
+        return verb(args, Console())
+    except QuantizerError as error:
+        print_error(error)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[Verb, Namespace]:
+    parser = ArgumentParser(
+        prog="quantizer",
+        description="INT8 for PyTorch models on TensorRT and CPU engines: calibrated, measured, explained.",
+        epilog="`quantizer VERB --help` shows the arguments of a verb, and an example.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('quantizer')}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in VERBS:
+        about = f"{verb.help[0].upper()}{verb.help[1:]}."
+        below = verbs.add_parser(
+            verb.name,
+            help=verb.help,
+            description=about,
+            epilog=verb.epilog,
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        verb.add_arguments(below)
+        below.set_defaults(verb=verb, parser=below)
+    args, more = parser.parse_known_args(argv)
+    chosen: Verb = args.verb
+    # argparse closes a list of words at the first option; what follows the option belongs to the list all the same.
+    if more and (chosen.rest is None or any(word.startswith("-") for word in more)):
+        args.parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more and chosen.rest is not None:
+        setattr(args, chosen.rest, [*getattr(args, chosen.rest), *more])
+    return chosen, args

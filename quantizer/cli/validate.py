@@ -1,0 +1,45 @@
+"""``quantizer validate``: every problem of one or more YAML files."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from argparse import Namespace
+
+from rich.console import Console
+
+from quantizer.cli.output import print_error
+from quantizer.config import dump_yaml
+from quantizer.config import load_run
+from quantizer.errors import ConfigError
+
+__all__ = ["Validate"]
+
+
+class Validate:
+    """Check files without running anything: keys, types, names, and values that do not fit together."""
+
+    name = "validate"
+    help = "check YAML files; lists every problem with its line"
+    rest: str | None = "configs"
+    epilog = """\
+example:
+  quantizer validate configs/minilm-sentiment-int8.yaml
+  ok: configs/minilm-sentiment-int8.yaml"""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML file of a run")
+        parser.add_argument("-v", "--verbose", action="store_true", help="print each file with all defaults filled in")
+
+    def __call__(self, args: Namespace, console: Console) -> int:
+        code = 0
+        for path in args.configs:
+            try:
+                config = load_run(path)
+            except ConfigError as error:
+                print_error(error)
+                code = 1
+                continue
+            console.out(f"ok: {path}", highlight=False)
+            if args.verbose:
+                console.out(dump_yaml(config), highlight=False)
+        return code

@@ -1,0 +1,174 @@
+"""From a frozen proxy to a checked ``.onnx`` file."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import ExportError
+from quantizer.errors import MissingDependencyError
+from quantizer.export.passes import PASSES
+from quantizer.export.passes import run_passes
+from quantizer.export.translate import translations
+from quantizer.proxy.build import is_proxy
+
+__all__ = ["export_onnx"]
+
+Axes = Mapping[str, Mapping[int, str]]
+
+
+def export_onnx(
+    model: nn.Module, path: Path, example: Any, *, opset: int, dtype: torch.dtype, axes: Axes | None = None
+) -> Path:
+    """Write a frozen proxy (or a float model) as ONNX with dynamic axes.
+
+    Args:
+        model: what ``quantize()`` returned, or a float model for comparison.
+        path: the file; it appears when it is complete and checked.
+        example: one batch: a mapping, or a tuple or list.
+        opset: at least 19 where scales are half.
+        dtype: the float type of everything that is not quantized, scales included.
+        axes: input name to {axis: dimension name}; None: ``batch`` and ``sequence`` by convention.
+
+    Raises:
+        ExportError: the model cannot be exported, or the file cannot be written.
+        MissingDependencyError: onnx or onnxscript is not installed.
+    """
+    for package in ("onnx", "onnxscript", "onnx_ir"):
+        _require(package)
+    _check_folder(path)
+    # The copy is converted, not the proxy: half the model in place would change what the caller holds.
+    exported = copy.deepcopy(model).eval() if dtype != _dtype_of(model) else model
+    exported = exported.to(dtype)
+    args, keywords = _split(example, dtype)
+    names = _output_names(model, example)
+    program = _export(exported, args, keywords, opset, _dynamic_shapes(exported, args, keywords, axes), names)
+    ir_model = program.model
+    run_passes(ir_model, PASSES)
+    _write(ir_model, path)
+    return path
+
+
+def _require(package: str) -> None:
+    try:
+        __import__(package)
+    except ImportError as error:
+        raise MissingDependencyError(package, "onnx") from error
+
+
+def _check_folder(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ExportError(f"{path}: the folder {path.parent} does not exist; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise ExportError(f"{path}: the folder {path.parent} cannot be written")
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _split(example: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs, floating tensors in the graph's float type."""
+
+    def convert(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    if isinstance(example, Mapping) or hasattr(example, "keys"):
+        return (), {name: convert(example[name]) for name in example}
+    if isinstance(example, tuple | list):
+        return tuple(map(convert, example)), {}
+    return (convert(example),), {}
+
+
+def _dynamic_shapes(
+    model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], axes: Axes | None
+) -> Any:
+    """What ``torch.export`` takes as ``dynamic_shapes``: one entry for each input."""
+    import inspect
+
+    dimension = {"batch": torch.export.Dim("batch", min=1), "sequence": torch.export.Dim("sequence", min=2)}
+
+    def convention(value: Tensor) -> dict[int, Any]:
+        named: dict[int, Any] = {0: dimension["batch"]}
+        if not value.is_floating_point() and value.dim() > 1:
+            named[1] = dimension["sequence"]
+        return named
+
+    def entry(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return None
+        if axes is None:
+            return convention(value)
+        return {axis: dimension.setdefault(n, torch.export.Dim(n)) for axis, n in axes.get(name, {}).items()}
+
+    names = [name for name in inspect.signature(model.forward).parameters if name not in keywords]
+    shapes = {name: entry(name, value) for name, value in zip(names, args, strict=False)}
+    return {**shapes, **{name: entry(name, value) for name, value in keywords.items()}}
+
+
+def _output_names(model: nn.Module, example: Any) -> list[str] | None:
+    """The keys of the model's output, where it is a mapping of tensors; None leaves the naming to the exporter."""
+    args, keywords = _split(example, _dtype_of(model))
+    with torch.no_grad():
+        output = model(*args, **keywords)
+    if not (isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())):
+        return None
+    return list(output)
+
+
+def _export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+    opset: int,
+    dynamic: Any,
+    output_names: list[str] | None,
+) -> Any:
+    # The exporter warns about its own future; none of that is the user's to act on.
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            return torch.onnx.export(
+                model,
+                args,
+                kwargs=keywords,
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=dynamic,
+                output_names=output_names,
+                custom_translation_table=translations(opset) if is_proxy(model) else None,
+                verbose=False,
+            )
+        except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
+            raise ExportError(
+                f"{type(model).__name__} cannot be exported: {str(error).strip().splitlines()[0]}; "
+                "see the exception above for the exporter's own report"
+            ) from error
+
+
+def _write(ir_model: Any, path: Path) -> None:
+    """Check the model and put it into its place in one step."""
+    import onnx
+    import onnx_ir
+
+    proto = onnx_ir.to_proto(ir_model)
+    onnx.checker.check_model(proto)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(proto.SerializeToString())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ExportError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)

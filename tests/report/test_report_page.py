@@ -1,0 +1,286 @@
+"""report.html: self-contained, escaped, and clear about what was not measured."""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import dataclasses
+import hashlib
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from report_samples import bare_record
+from report_samples import sample_record
+from rich.console import Console
+
+from quantizer.errors import MissingDependencyError
+from quantizer.errors import QuantizerError
+from quantizer.report import Column
+from quantizer.report import Score
+from quantizer.report import Site
+from quantizer.report import html_from_record
+from quantizer.report import html_table
+from quantizer.report import print_record
+from quantizer.report import print_summary
+from quantizer.report import sensitivity_bars
+from quantizer.report import size_entries
+from quantizer.report import string_from_table
+from quantizer.report import text_table
+from quantizer.report import verdict
+from quantizer.report import write_html
+from quantizer.report import write_record
+from quantizer.report.text import significant
+from quantizer.report.text import typeset
+from quantizer.report.verdict import reasons
+from quantizer.report.view import diff_files
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
+VOID = {"meta", "input", "br", "img", "link"}
+
+
+class Page(HTMLParser):
+    """Elements in order, with a check that every one is closed where it should be."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def count(self, name: str) -> int:
+        return sum(tag == name for tag, _ in self.elements)
+
+
+def evil(value: object) -> object:
+    """``value`` with every string in it, at any depth, replaced by one that would run if it were not escaped."""
+    if isinstance(value, str):
+        return EVIL
+    if isinstance(value, dict):
+        return {f"{key}{EVIL}": evil(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(evil, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{f.name: evil(getattr(value, f.name)) for f in dataclasses.fields(value)})
+    return value
+
+
+@pytest.mark.parametrize("make", [sample_record, bare_record], ids=["full", "bare"])
+def test_nothing_comes_from_outside(make: object) -> None:
+    text = html_from_record(make())  # type: ignore[operator]
+    page = Page(text)
+    for tag, attributes in page.elements:
+        for name in ("src", "href", "srcset", "action", "data", "poster"):
+            assert (attributes.get(name) or "#").startswith("#"), f"{tag} {name} leads outside the page"
+    assert page.count("link") == 0
+    assert not re.search(r"url\(|@import", text)
+    assert "default-src 'none'" in text
+    assert text.startswith("<!doctype html>")
+
+
+def test_the_policy_admits_the_script_of_the_page_only() -> None:
+    text = html_from_record(sample_record())
+    (script,) = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in text
+
+
+def test_every_string_is_escaped() -> None:
+    clean = sample_record()
+    text = html_from_record(evil(clean))  # type: ignore[arg-type]
+    page = Page(text)
+    assert (page.count("script"), page.count("img")) == (1, 0)
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+
+
+def test_sections_that_were_not_measured_say_so() -> None:
+    text = html_from_record(bare_record())
+    for sentence in (
+        "Not measured: this run scored nothing.",
+        "Not measured: this run timed no engine and weighed no file.",
+        "No engine was built.",
+        "Not measured: no sites were recorded.",
+        "Not measured: this run did not compare groups.",
+        "Not measured: no operand has a range.",
+        "No source was rewritten.",
+    ):
+        assert sentence in text
+    assert Page(text).count("table") == 0
+    assert text.count('<div class="note">not measured</div>') == 5
+
+
+def test_the_page_shows_the_figures() -> None:
+    text = html_from_record(sample_record())
+    for figure in ("3.71×", "3.94×", "1.79×", "−0.0013", "[−0.0034, +0.0008]", "51 of 60", "98.4% of multiply-adds"):  # noqa: RUF001
+        assert figure in text
+    assert "All 60 sites" in text
+    assert "the 30 largest of 40" in text
+    assert '<span class="add">+        return F.linear' in text
+
+
+def test_write_html(tmp_path: Path) -> None:
+    path = write_html(bare_record(), tmp_path / "report.html")
+    assert path.read_text(encoding="utf-8") == html_from_record(bare_record())
+    with pytest.raises(QuantizerError, match="cannot write"):
+        write_html(bare_record(), tmp_path / "no" / "report.html")
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "markupsafe"])
+def test_without_jinja2_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *arguments: object, **keywords: object) -> object:
+        if name == missing:
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'quantizer\[report\]'"):
+        html_from_record(sample_record())
+
+
+def test_diff_is_taken_apart_by_file() -> None:
+    files = diff_files(sample_record().diff)
+    assert [(file.name, file.added, file.removed) for file in files] == [
+        ("<quantizer transformers.models.bert.modeling_bert>", 1, 1),
+        ("<quantizer torch.nn.modules.linear>", 1, 1),
+    ]
+    assert [css for css, _ in files[0].lines] == ["hunk", "same", "del", "add"]
+    assert diff_files("") == ()
+    assert diff_files("just text")[0].name == "diff"
+    comment = "--- a.sql\n+++ b.sql\n@@ -1 +1 @@\n--- a comment that is removed\n+x"
+    assert [(file.added, file.removed) for file in diff_files(comment)] == [(1, 1)]
+
+
+def test_bars_are_ranked_well_formed_and_limited() -> None:
+    rows = sample_record().sensitivity
+    root = ElementTree.fromstring(sensitivity_bars(rows[::-1], limit=5))
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 5
+    assert titles[0] == f"{rows[0].group} ({rows[0].kind}, float): 7.67%"
+    assert "5 of 40 groups" in root.attrib["aria-label"]
+
+
+@pytest.mark.parametrize("errors", [[], [0.0], [float("nan"), 0.5], [float("inf"), 0.5], [-1.0]], ids=str)
+def test_bars_of_odd_errors(errors: list[float]) -> None:
+    rows = [SimpleNamespace(group=EVIL, kind=EVIL, error=error, fallback=False) for error in errors]
+    root = ElementTree.fromstring(sensitivity_bars(rows))
+    assert "nan%" not in ElementTree.tostring(root, encoding="unicode")
+    assert root.find(".//{http://www.w3.org/2000/svg}script") is None
+
+
+def test_html_table_escapes_aligns_and_limits() -> None:
+    text = html_table(["name", "value"], [(EVIL, 0), ("b", None), ("c", -1.5)], limit=2, caption=EVIL)
+    assert "<script" not in text
+    assert '<td class="qz-num" data-sort="0.0">0</td>' in text
+    assert '<td class="qz-num">–</td>' in text  # noqa: RUF001
+    assert "Rows not shown: 1" in text
+    assert '<td class="qz-num"' not in html_table(["flag"], [(True,)])
+    with pytest.raises(ValueError, match="row 0 has 1 cells, but there are 2 columns"):
+        html_table(["a", "b"], [(1,)])
+
+
+def test_text_table_takes_brackets_as_text() -> None:
+    table = text_table(["name", Column(title="value")], [("[red]layer[0]", 1234.5), ("b", None)], title="[bold]t")
+    text = string_from_table(table, width=60)
+    assert "[red]layer[0]" in text
+    assert "[bold]t" in text
+    assert "1,234" in text
+
+
+def test_summary_of_a_run(tmp_path: Path) -> None:
+    write_record(sample_record(), tmp_path / "report.json")
+    stream = io.StringIO()
+    print_summary(tmp_path, Console(file=stream, width=80))
+    text = stream.getvalue()
+    for part in ("0.8673", "-0.0013", "[-0.0034, +0.0008]", "3.71x", "3.94x", str(tmp_path / "engine/model.xml")):
+        assert part in text
+    assert f"report  {tmp_path / 'report.json'}\n" in text
+    (tmp_path / "report.html").touch()
+    stream.truncate(0)
+    print_summary(str(tmp_path), Console(file=stream, width=80))
+    assert f"report  {tmp_path / 'report.html'}\n" in stream.getvalue()
+
+
+def test_summary_of_a_run_that_measured_nothing(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    print_record(bare_record(), tmp_path, Console(file=stream, width=100))
+    assert "not measured" in stream.getvalue()
+    assert "not built" in stream.getvalue()
+    with pytest.raises(QuantizerError, match="no such file; give the folder of a finished run"):
+        print_summary(tmp_path, Console(file=stream))
+
+
+@pytest.mark.parametrize(
+    ("interval", "better", "words"),
+    [
+        ((-0.02, 0.01), True, "includes zero, so these examples show no certain change"),
+        ((-0.02, -0.01), True, "lies below zero, so this is a real loss"),
+        ((0.01, 0.02), True, "lies above zero, so this is a real gain"),
+        ((0.01, 0.02), False, "lies above zero, so this is a real loss"),
+        (None, True, "no interval was computed"),
+    ],
+    ids=["none", "loss", "gain", "loss-lower-is-better", "no-interval"],
+)
+def test_verdict_on_the_score(interval: tuple[float, float] | None, better: bool, words: str) -> None:
+    common = {"metric": "m", "higher_is_better": better}
+    scores = (
+        Score(which="float", value=0.9, **common),  # type: ignore[arg-type]
+        Score(which="engine", value=0.9, difference=0.0, interval=interval, **common),  # type: ignore[arg-type]
+    )
+    assert words in verdict(bare_record(scores=scores))
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(25, "On disk it is 4.00 times smaller"), (99, "it is about the same"), (200, "it is 2.00 times larger")],
+    ids=["smaller", "same", "larger"],
+)
+def test_verdict_on_the_size(size: int, words: str) -> None:
+    assert words in verdict(bare_record(size=size_entries({"float": 100, "engine": size})))
+
+
+def test_reasons_that_differ_in_numbers_are_counted_together() -> None:
+    texts = ["SQNR 12.1 dB, limit 25 dB", "SQNR 9 dB, limit 25 dB", "layer.1 excluded", "layer.10 excluded"]
+    sites = [
+        Site(name="s", kind="k", host_type="t", file="f", line=1, quantized=False, reason=reason) for reason in texts
+    ]
+    assert reasons(sites) == [("SQNR … dB, limit 25 dB", 2), ("layer.1 excluded", 1), ("layer.10 excluded", 1)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1234.5678, "1,235"),
+        (0.00012345, "0.0001234"),
+        (1e-9, "1.000e-09"),
+        (-2.5, "-2.500"),
+        (float("inf"), "infinite"),
+        (float("nan"), "not a number"),
+    ],
+)
+def test_significant(value: float, text: str) -> None:
+    assert significant(value) == text
+
+
+def test_typeset() -> None:
+    assert typeset("8 x 128, [-0.1, +0.2] 3.71x a-b -name max") == "8 × 128, [−0.1, +0.2] 3.71× a-b -name max"  # noqa: RUF001

@@ -1,0 +1,208 @@
+"""report.json: what is written can be read, and what is broken is refused with its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_samples import bare_record
+from report_samples import sample_record
+
+from quantizer.errors import QuantizerError
+from quantizer.report import RunRecord
+from quantizer.report import Score
+from quantizer.report import SensitivityRow
+from quantizer.report import Stage
+from quantizer.report import collect_machine
+from quantizer.report import collect_versions
+from quantizer.report import latency_entries
+from quantizer.report import read_record
+from quantizer.report import record as record_module
+from quantizer.report import size_entries
+from quantizer.report import write_record
+from quantizer.report import write_text_atomic
+from quantizer.report.codec import mapping_from_record
+from quantizer.report.codec import record_from_mapping
+from quantizer.report.fields import field_documentation
+from quantizer.report.fields import format_page
+from quantizer.report.ratios import quantized_entry
+from quantizer.report.ratios import reference_entry
+
+RECORDS = [getattr(record_module, name) for name in record_module.__all__ if name != "VERSION"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("make", [sample_record, bare_record], ids=["full", "bare"])
+def test_round_trip(tmp_path: Path, make: object) -> None:
+    record = make()  # type: ignore[operator]
+    assert read_record(write_record(record, tmp_path / "report.json")) == record
+    assert json.loads((tmp_path / "report.json").read_text())["version"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_what_json_cannot_hold_survives(tmp_path: Path) -> None:
+    rows = [SensitivityRow(group="g", kind="linear", error=value, rank=1) for value in (math.inf, -math.inf, math.nan)]
+    read = read_record(write_record(bare_record(sensitivity=rows), tmp_path / "report.json"))
+    assert [str(row.error) for row in read.sensitivity] == ["inf", "-inf", "nan"]
+
+
+def test_numpy_scalars_and_lists_are_taken() -> None:
+    score = Score(which="float", value=np.float32(0.5), metric="accuracy", rows=np.int64(3), interval=[0, 1])  # type: ignore[arg-type]
+    record = record_from_mapping(mapping_from_record(bare_record(scores=[score], config={"path": Path("a/b")})))
+    assert record.scores == (Score(which="float", value=0.5, metric="accuracy", rows=3, interval=(0.0, 1.0)),)
+    assert record.config == {"path": "a/b"}
+
+
+def test_layers_keep_their_type() -> None:
+    rows = [SensitivityRow(group="g", kind="k", layer=layer, error=0.0, rank=1) for layer in (3, "3", None)]
+    read = record_from_mapping(mapping_from_record(bare_record(sensitivity=rows)))
+    assert [row.layer for row in read.sensitivity] == [3, "3", None]
+
+
+def test_a_value_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(QuantizerError, match=r"config\.model: a value of type object cannot be written to a report"):
+        write_record(bare_record(config={"model": object()}), tmp_path / "report.json")
+    with pytest.raises(QuantizerError, match=r"stages\[0\]\.seconds: expected a number, got 'long'"):
+        write_record(bare_record(stages=[Stage(name="a", seconds="long")]), tmp_path / "report.json")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("version", [2, 0, None, "1", True])
+def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"version": version, "anything": 1}))
+    with pytest.raises(QuantizerError, match=r"report\.json: version .* reads version 1 only"):
+        read_record(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": None}, r"\.name: expected a string, got None"),
+        ({"extra": 1}, r"unknown field 'extra'; known: version, name"),
+        ({"model": {"source": "a", "task": "b"}}, r"\.model: missing field 'parameters'"),
+        (
+            {"model": {"source": "a", "task": "b", "parameters": 1.5}},
+            r"\.parameters: expected a whole number, got 1\.5",
+        ),
+        ({"scores": {}}, r"\.scores: expected a list, got \{\}"),
+        ({"scores": [{"which": "a", "value": "x", "metric": "m"}]}, r"scores\[0\]\.value: expected a number, got 'x'"),
+        ({"scores": [{"which": "a", "value": 1, "metric": "m", "interval": [1]}]}, r"interval: expected a list of 2"),
+        ({"machine": {"cpu": [1]}}, r"machine\.cpu: expected a string or a whole number or a number or null"),
+        ({"versions": []}, r"\.versions: expected an object"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({**mapping_from_record(bare_record()), **change}))
+    with pytest.raises(QuantizerError, match=message):
+        read_record(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a JSON file"),
+        (b'{"version": 1,', "not a JSON file"),
+        (b"[1]", "expected an object with the fields of a run record"),
+        (b"\xff\xfe", "cannot be read"),
+        (b'{"version": 1}', "missing field 'name', 'created', 'config', 'model'"),
+        (b"[" * 200_000, "nested too deep|not a JSON file"),
+    ],
+    ids=["empty", "cut", "list", "binary", "version-only", "deep"],
+)
+def test_a_broken_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_bytes(content)
+    with pytest.raises(QuantizerError, match=message):
+        read_record(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(QuantizerError, match=r"no such file; give the folder of a finished run"):
+        read_record(tmp_path / "report.json")
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError(28, "No space left on device")], ids=["ctrl-c", "full"])
+def test_a_failed_write_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | type[BaseException]
+) -> None:
+    path = write_text_atomic(tmp_path / "report.json", "before")
+
+    def fail(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(os, "replace", fail)
+    expected = KeyboardInterrupt if failure is KeyboardInterrupt else QuantizerError
+    with pytest.raises(expected, match=r"^$|cannot write .*No space left on device"):
+        write_text_atomic(path, "after")
+    assert [found.name for found in tmp_path.iterdir()] == ["report.json"]
+    assert path.read_text() == "before"
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(QuantizerError, match=r"cannot write .*report\.json: No such file or directory; give a folder"):
+        write_record(bare_record(), tmp_path / "no" / "report.json")
+
+
+@pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
+def test_records_are_frozen_keyword_only_and_documented(cls: type) -> None:
+    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert all(item.kw_only for item in dataclasses.fields(cls))
+    documentation = field_documentation(cls)
+    assert list(documentation) == [item.name for item in dataclasses.fields(cls)]
+    assert all(documentation.values()), f"a field of {cls.__name__} has no text under it"
+
+
+def test_the_page_of_the_format_is_up_to_date() -> None:
+    page = ROOT / "docs" / "report-format.md"
+    advice = "run: python -m quantizer.report.fields > docs/report-format.md"
+    assert page.read_text(encoding="utf-8") == format_page(), advice
+    assert all(f"## {cls.__name__}\n" in format_page() for cls in (RunRecord, *RECORDS))
+
+
+def test_ratios_are_float_divided_by_this() -> None:
+    entries = latency_entries({"float": [10.0, 12.0, 11.0], "engine": [5.0, 6.0, 5.5]})
+    assert [(entry.median_ms, entry.ratio_to_float) for entry in entries] == [(11.0, 1.0), (5.5, 2.0)]
+    assert (entries[0].min_ms, entries[0].max_ms) == (10.0, 12.0)
+    assert size_entries({"float": 400, "engine": 100})[1].ratio == 4.0
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ({"engine": [1.0]}, "no entry 'float' to take ratios to; there are: engine"),
+        ({"float": []}, "latency of 'float': no times"),
+        ({"float": [1.0], "engine": [0.0]}, "latency of 'engine' is 0.0; expected a number above 0"),
+        ({"float": [math.nan]}, "latency of 'float' is nan"),
+    ],
+    ids=["no-float", "no-times", "zero", "nan"],
+)
+def test_wrong_measurements_are_refused(times: dict[str, list[float]], message: str) -> None:
+    with pytest.raises(QuantizerError, match=message):
+        latency_entries(times)
+
+
+def test_which_entries_the_headline_is_about() -> None:
+    entries = size_entries({"other": 3, "engine": 1, "float": 4}, reference="float")
+    assert [reference_entry(entries).name, quantized_entry(entries).name] == ["float", "engine"]  # type: ignore[union-attr]
+    unnamed = size_entries({"a": 3, "b": 1, "c": 4}, reference="a")
+    assert [reference_entry(unnamed).name, quantized_entry(unnamed).name] == ["a", "c"]  # type: ignore[union-attr]
+    assert (reference_entry(()), quantized_entry(entries[2:])) == (None, None)
+
+
+def test_machine_and_versions() -> None:
+    machine = collect_machine()
+    assert list(machine) == ["cpu", "instructions", "cores", "memory_gib", "os", "python"]
+    assert machine["cpu"]
+    assert machine["cores"] >= 1  # type: ignore[operator]
+    versions = collect_versions(["torch", "no-such-package-here"])
+    assert list(versions) == ["torch"]
+    record = bare_record(machine=machine, versions=versions)
+    assert record_from_mapping(mapping_from_record(record)) == record

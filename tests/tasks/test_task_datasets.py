@@ -1,0 +1,254 @@
+"""Data sets: rows as they stand in the file, parts of them, and what is said about bad ones."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from quantizer.errors import ConfigError
+from quantizer.errors import TaskError
+from quantizer.tasks import Pair
+from quantizer.tasks import Text
+from quantizer.tasks import load_rows
+from quantizer.tasks.datasets import fetch
+from quantizer.tasks.datasets import vader
+
+SUBSET = "movieReviewSnippets"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(content: str | bytes) -> Path:
+        path = tmp_path / "data.txt"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write_file
+
+
+def test_stsb_reads_pairs_with_quoted_commas(write):
+    path = write('A plane.,"One, two.",5.0\n\nA cat.,A dog.,0.8\r\n')
+    assert load_rows("stsb-csv", path=path) == [Pair("A plane.", "One, two.", 5.0), Pair("A cat.", "A dog.", 0.8)]
+
+
+def test_sst2_reads_labelled_texts(write):
+    path = write("1 a fine , moving film\n\n0 not my taste\n")
+    assert load_rows("sst2-text", path=str(path)) == [Text("a fine , moving film", 1), Text("not my taste", 0)]
+
+
+def test_text_csv_takes_columns_in_any_order(write):
+    path = write('\ufefflabel,id,text\n2,x,"Fast, cheap"\n0,y,Slow\n')
+    assert load_rows("text-csv", path=path) == [Text("Fast, cheap", 2), Text("Slow", 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        pytest.param("stsb-csv", "a,b,1\na,b\n", r"data\.txt:2: 2 fields, expected 3", id="stsb-fields"),
+        pytest.param("stsb-csv", "a,b,high\n", r"data\.txt:1: the score is 'high'", id="stsb-score"),
+        pytest.param("stsb-csv", "a,b,nan\n", r"data\.txt:1: the score is 'nan', expected a finite", id="stsb-nan"),
+        pytest.param("stsb-csv", "a,,1\n", r"data\.txt:1: an empty sentence", id="stsb-empty"),
+        pytest.param("stsb-csv", 'a,"b" c,1\n', r"data\.txt:1: not CSV", id="stsb-quotes"),
+        pytest.param("sst2-text", "1 fine\npositive great\n", r"data\.txt:2: 'positive great'", id="sst2-label"),
+        pytest.param("sst2-text", "1\n", r"data\.txt:1: '1', expected an integer label", id="sst2-no-text"),
+        pytest.param("sst2-text", b"1 caf\xe9\n", "is not UTF-8 text", id="sst2-encoding"),
+        pytest.param("text-csv", "a fine film,1\n", r"data\.txt:1: the columns are", id="csv-header"),
+        pytest.param("text-csv", "text,label\nfine,good\n", r"data\.txt:2: the label is 'good'", id="csv-label"),
+        pytest.param("text-csv", "text,label\nfine\n", r"data\.txt:2: 1 fields, expected 2", id="csv-fields"),
+        pytest.param("text-csv", "text,label\n ,1\n", r"data\.txt:2: the text is empty", id="csv-empty-text"),
+        pytest.param("stsb-csv", "", "has no rows", id="stsb-no-rows"),
+        pytest.param("sst2-text", "\n\n", "has no rows", id="sst2-no-rows"),
+        pytest.param("text-csv", "", "has no rows", id="csv-no-rows"),
+        pytest.param("text-csv", "text,label\n", "has no rows", id="csv-header-only"),
+    ],
+)
+def test_malformed_data_names_file_and_line(write, name, content, message):
+    with pytest.raises(TaskError, match=message):
+        load_rows(name, path=write(content))
+
+
+@pytest.mark.parametrize("name", ["stsb-csv", "sst2-text", "text-csv"])
+def test_a_file_data_set_needs_a_file(tmp_path, name):
+    with pytest.raises(TaskError, match="no path was given: set 'path'"):
+        load_rows(name)
+    with pytest.raises(TaskError, match=r"there is no file .*absent\.csv"):
+        load_rows(name, path=tmp_path / "absent.csv")
+    with pytest.raises(TaskError, match="is a folder, expected a file"):
+        load_rows(name, path=tmp_path)
+
+
+@pytest.mark.parametrize("option", ["split", "subset"])
+def test_a_plain_file_has_no_splits(write, option):
+    with pytest.raises(TaskError, match=f"has no {option}s, but {option}='train'"):
+        load_rows("sst2-text", path=write("1 fine\n"), **{option: "train"})
+
+
+def test_an_unknown_data_set_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="unknown data set 'glue'; known: sst2-text, stsb-csv, text-csv, vader"):
+        load_rows("glue")
+
+
+def test_rows_and_offset_cut_out_a_part(write):
+    path = write("".join(f"1 text {index}\n" for index in range(5)))
+    assert [row.text for row in load_rows("sst2-text", path=path, rows=2, offset=3)] == ["text 3", "text 4"]
+    assert len(load_rows("sst2-text", path=path, offset=1)) == 4
+    with pytest.raises(TaskError, match=r"has 5 rows, fewer than offset=3 and rows=3 ask for \(6\)"):
+        load_rows("sst2-text", path=path, rows=3, offset=3)
+    with pytest.raises(TaskError, match="has 5 rows, so offset=5 leaves none"):
+        load_rows("sst2-text", path=path, offset=5)
+    with pytest.raises(TaskError, match="rows=0 and offset=0, expected rows >= 1"):
+        load_rows("sst2-text", path=path, rows=0)
+
+
+# vader: a small archive of the same form stands for the real one
+
+
+def pack(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def archive(tmp_path, monkeypatch):
+    """A stand-in for the source distribution, whose hash is the expected one."""
+    lines = [f"{index // 3}_{index}\t{(index % 9 - 4) / 2}\tReview \x85 {index}.\r\n" for index in range(900)]
+    lines.append("900_1\t2.0\tReview \x85 0.\r\n")  # a text seen before, in another document
+    inner = pack({f"hutto_ICWSM_2014/{SUBSET}_GroundTruth.txt": "".join(lines).encode()})
+    path = tmp_path / "index" / vader.ARCHIVE
+    path.parent.mkdir()
+    path.write_bytes(pack({vader.INNER_ARCHIVE: inner}))
+    monkeypatch.setattr(vader, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return path
+
+
+@pytest.fixture
+def pip(archive, monkeypatch):
+    """pip as a function that copies the stand-in; the calls it got."""
+    calls = []
+
+    def run(command, **options):
+        calls.append(command)
+        target = Path(command[command.index("--dest") + 1]) / vader.ARCHIVE
+        target.write_bytes(archive.read_bytes())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(fetch.subprocess, "run", run)
+    return calls
+
+
+def vader_rows(**options):
+    return load_rows("vader", subset=SUBSET, **options)
+
+
+def test_vader_splits_share_no_row_and_no_document(archive):
+    splits = {split: {row.text for row in vader_rows(path=archive, split=split)} for split in vader.SPLITS}
+    everything = {row.text for row in vader_rows(path=archive)}
+    assert set().union(*splits.values()) == everything
+    assert sum(len(texts) for texts in splits.values()) == len(everything)
+    documents = {split: {int(text.split()[-1][:-1]) // 3 for text in texts} for split, texts in splits.items()}
+    assert not documents["head"] & documents["evaluation"]
+    assert not documents["head"] & documents["calibration"]
+    assert not documents["calibration"] & documents["evaluation"]
+    shares = {split: len(texts) / len(everything) for split, texts in splits.items()}
+    assert shares == pytest.approx({"head": 0.5, "calibration": 0.1, "evaluation": 0.4}, abs=0.06)
+
+
+def test_vader_labels_are_the_sign_and_neutral_rows_are_left_out(archive):
+    rows = vader_rows(path=archive)
+    assert len({row.text for row in rows}) == len(rows) == 800
+    for row in rows:
+        rating = (int(row.text.split()[-1][:-1]) % 9 - 4) / 2
+        assert row.label == (rating > 0)
+        assert abs(rating) >= 0.5
+
+
+def test_vader_order_is_fixed_and_mixed(archive):
+    rows = vader_rows(path=archive)
+    assert rows == vader_rows(path=archive)
+    numbers = [int(row.text.split()[-1][:-1]) for row in rows]
+    assert numbers != sorted(numbers)
+    # The order does not depend on the split either: a split is a part of the whole in the same order.
+    head = vader_rows(path=archive, split="head")
+    assert [row for row in rows if row in set(head)] == head
+
+
+def test_vader_is_fetched_once(pip, tmp_path):
+    first = vader_rows(split="head")
+    assert vader_rows(split="head") == first
+    assert len(pip) == 1
+    assert pip[0][1:4] == ["-m", "pip", "download"]
+    assert [path.name for path in (tmp_path / "cache" / "quantizer").iterdir()] == [vader.ARCHIVE]
+
+
+def test_vader_without_pip_says_what_to_do(archive, tmp_path, monkeypatch):
+    def run(command, **options):
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: no such network\n")
+
+    monkeypatch.setattr(fetch.subprocess, "run", run)
+    with pytest.raises(TaskError, match=r"pip could not fetch vaderSentiment.*no such network.*copy the file to"):
+        vader_rows()
+    assert list((tmp_path / "cache" / "quantizer").iterdir()) == []
+
+
+def test_vader_slow_index_is_an_error(archive, monkeypatch):
+    def run(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(fetch.subprocess, "run", run)
+    with pytest.raises(TaskError, match=r"pip did not fetch vaderSentiment==3\.3\.2 within 600 s"):
+        vader_rows()
+
+
+def test_vader_interrupted_leaves_nothing(archive, tmp_path, monkeypatch):
+    def run(command, **options):
+        (Path(command[command.index("--dest") + 1]) / vader.ARCHIVE).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fetch.subprocess, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        vader_rows()
+    assert list((tmp_path / "cache" / "quantizer").iterdir()) == []
+
+
+def test_vader_refuses_another_file(pip, archive, tmp_path, monkeypatch):
+    monkeypatch.setattr(vader, "SHA256", "0" * 64)
+    with pytest.raises(TaskError, match=r"is not the expected file: its SHA-256 is .*expected 0000"):
+        vader_rows()
+    assert list((tmp_path / "cache" / "quantizer").iterdir()) == []
+    with pytest.raises(TaskError, match="is not the expected file"):
+        vader_rows(path=archive)
+
+
+def test_vader_cache_that_cannot_be_made(archive, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file is in the way")
+    with pytest.raises(TaskError, match=r"cannot keep vaderSentiment-3\.3\.2\.tar\.gz.*XDG_CACHE_HOME"):
+        vader_rows()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"subset": None}, "has no subset None: set 'subset' to one of amazonReviewSnippets", id="none"),
+        pytest.param({"subset": "books"}, "has no subset 'books'", id="subset"),
+        pytest.param({"subset": SUBSET, "split": "train"}, "has no split 'train'.*head, calibration", id="split"),
+    ],
+)
+def test_vader_names_its_subsets_and_splits(options, message):
+    with pytest.raises(TaskError, match=message):
+        load_rows("vader", **options)
+
+
+def test_cache_folder_ignores_a_relative_setting(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert fetch.cache_folder() == Path.home() / ".cache" / "quantizer"
