@@ -320,6 +320,11 @@ class Quantizer:
         )
 
     @property
+    def chosen_fallback(self) -> Fallback | None:
+        """What ``fallback`` put back; None before it, and after ``clear_fallback``."""
+        return self._fallback
+
+    @property
     def plan(self) -> Plan:
         """The decisions as data, by site name, fallback included."""
         return self._final_plan()

@@ -100,7 +100,7 @@ class Histogram:
 
 def _exponent_for(amax: float) -> int:
     """The smallest exponent e for which amax falls into one of ``BINS`` bins of width 2**e."""
-    mantissa, exponent = math.frexp(amax)  # amax = mantissa * 2**exponent, 0.5 <= mantissa < 1
+    _, exponent = math.frexp(amax)  # amax = mantissa * 2**exponent, 0.5 <= mantissa < 1
     return exponent - int(math.log2(BINS))
 
 

@@ -89,9 +89,7 @@ def _split(example: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str,
     return (convert(example),), {}
 
 
-def _dynamic_shapes(
-    model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], axes: Axes | None
-) -> Any:
+def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], axes: Axes | None) -> Any:
     """What ``torch.export`` takes as ``dynamic_shapes``: one entry for each input."""
     import inspect
 

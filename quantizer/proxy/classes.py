@@ -108,9 +108,7 @@ class ClassRewriter:
         made = cls
         if namespace or generated:
             made = self._derive(cls, (cls, *generated), namespace, reachable)
-        return Rewritten(
-            cls=made, original=cls, sites=tuple(sites), keys=frozenset(keys), problems=tuple(problems)
-        )
+        return Rewritten(cls=made, original=cls, sites=tuple(sites), keys=frozenset(keys), problems=tuple(problems))
 
     def _derive(
         self, cls: type[nn.Module], bases: tuple[type, ...], namespace: dict[str, Any], reachable: frozenset[str]
@@ -154,7 +152,7 @@ def as_root(proxy: nn.Module) -> None:
     cls = type(proxy)
     if cls not in _ROOTS:
         original = original_class(proxy)
-        reachable = getattr(cls, "_quantizer_reachable", frozenset())
+        reachable: frozenset[str] = getattr(cls, "_quantizer_reachable", frozenset())
         body = {**_naming(original, reachable), "_apply": _apply_to_own, "_quantizer_is_root": True}
         _ROOTS[cls] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
     proxy.__class__ = _ROOTS[cls]
@@ -222,7 +220,7 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
         getattr(cls, "_quantizer_stored", None),
         getattr(cls, "_quantizer_is_root", False),
     )
-    return restore, recipe, self.__getstate__()
+    return restore, recipe, self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 def _apply_to_own(self: Any, fn: Any, recurse: bool = True) -> Any:
@@ -230,7 +228,7 @@ def _apply_to_own(self: Any, fn: Any, recurse: bool = True) -> Any:
     if not self.__dict__.get("_quantizer_owns_tensors", False):
         _take_own_tensors(self)
         self.__dict__["_quantizer_owns_tensors"] = True
-    return nn.Module._apply(self, fn, recurse)
+    return nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]
 
 
 def _take_own_tensors(proxy: nn.Module) -> None:

@@ -88,4 +88,4 @@ def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[S
 
 
 def _host(proxy: nn.Module, site: Site) -> nn.Module:
-    return proxy.get_submodule(site.path.removesuffix(site.source.name).rstrip("."))
+    return proxy.get_submodule(site.host_path)

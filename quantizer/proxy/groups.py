@@ -7,10 +7,11 @@ group of its own: the product that feeds it stays as it is.
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,9 +49,14 @@ def _common_name(paths: Iterable[str]) -> str:
     split = [path.split(".") for path in paths]
     if len(split) == 1:
         return ".".join(split[0])
-    head = len(os.path.commonprefix([tuple(parts) for parts in split]))
+    head = _shared(split)
     tails = [parts[head:] for parts in split]
-    shared = len(os.path.commonprefix([tuple(reversed(tail)) for tail in tails]))
+    shared = _shared([tail[::-1] for tail in tails])
     middles = [".".join(tail[: len(tail) - shared]) for tail in tails]
     end = split[0][len(split[0]) - shared :]
     return ".".join([*split[0][:head], "{" + ",".join(middles) + "}", *end])
+
+
+def _shared(sequences: Sequence[Sequence[str]]) -> int:
+    """How many first entries all sequences have in common."""
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*sequences, strict=False)))

@@ -24,9 +24,9 @@ from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
 from quantizer.proxy.site import Site
 
-__all__ = ["Observation", "OperandRecord", "RangeGroup", "SiteRecord"]
+__all__ = ["EMPTY", "Observation", "OperandRecord", "RangeGroup", "SiteRecord"]
 
-_EMPTY = "an operand was empty in every call"
+EMPTY = "an operand was empty in every call"
 _NOT_TENSORS = "its operands are not floating-point tensors"
 
 
@@ -73,9 +73,7 @@ class Observation:
         provenance: origins of tensors in the pass that is running.
     """
 
-    def __init__(
-        self, sites: Iterable[Site], refused: Mapping[str, str], make: Callable[[bool], Calibrator]
-    ) -> None:
+    def __init__(self, sites: Iterable[Site], refused: Mapping[str, str], make: Callable[[bool], Calibrator]) -> None:
         """
         Args:
             sites: all sites of the proxy.
@@ -98,6 +96,7 @@ class Observation:
         self._handles = [
             proxy.register_forward_pre_hook(self._begin, with_kwargs=True),
             proxy.register_forward_hook(self._end, always_call=True),
+            proxy.register_forward_hook(self._count),
         ]
 
     def detach(self, sites: Iterable[Site]) -> None:
@@ -123,13 +122,16 @@ class Observation:
                     "leave them out of the data"
                 )
         self.provenance = Provenance()
-        self.provenance.__enter__()
+        self.provenance.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         # always_call: this also runs after an exception in the pass, and after one in _begin itself.
         if torch.utils._python_dispatch._get_current_dispatch_mode() is self.provenance:
-            self.provenance.__exit__(None, None, None)
-            self.batches += 1
+            self.provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _count(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        # A pass that fails is not counted: what it saw is no calibration.
+        self.batches += 1
 
     # -- one site --------------------------------------------------------------------------------------------------
 
@@ -174,7 +176,7 @@ class Observation:
         if len(tensors) != len(values):
             return _NOT_TENSORS
         if any(tensor.numel() == 0 for tensor in tensors):
-            return _EMPTY
+            return EMPTY
         if site.operation.kind == "residual_add":
             return self._not_residual(tensors)
         origins = [self.provenance.origin(tensor) for tensor in tensors]

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.numerics.qtype import QType
-from quantizer.proxy.build import original_class
+from quantizer.proxy.classes import original_class
 from quantizer.proxy.groups import group_names
+from quantizer.proxy.observe import EMPTY
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import OperandRecord
 from quantizer.proxy.observe import SiteRecord
@@ -116,7 +117,7 @@ def decide(
         quantized = reason is None
         if not quantized:
             operands = tuple(replace(operand, quantized=False) for operand in operands)
-        host = proxy.get_submodule(site.path.removesuffix("." + site.source.name) if "." in site.path else "")
+        host = proxy.get_submodule(site.host_path)
         plan[site.path] = SitePlan(
             name=site.path,
             operation=site.source.operation,
@@ -142,7 +143,9 @@ def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
     result: Plan = {}
     for path, entry in plan.items():
         operands = tuple(
-            replace(o, quantized=False, reason=groups[o.group]) if o.quantized and o.group in groups else o
+            replace(o, quantized=False, reason=groups[o.group])
+            if o.quantized and o.group is not None and o.group in groups
+            else o
             for o in entry.operands
         )
         quantized = any(operand.quantized for operand in operands)
@@ -163,8 +166,10 @@ def _refusal(
         return "this kind of site is switched off", off
     if record.calls == 0:
         return NEVER_RAN, None
-    if record.reasons and (record.fit == 0 or site.operation.kind != "residual_add"):
-        return record.reasons[0], None
+    # An empty batch among others says nothing about the site.
+    reasons = [reason for reason in record.reasons if reason != EMPTY or record.fit == 0]
+    if reasons and (record.fit == 0 or site.operation.kind != "residual_add"):
+        return reasons[0], None
     if site.operation.kind not in settings.profile.site_kinds:
         return f"{settings.profile.name} gains nothing from this kind of site", f"target {settings.profile.name}"
     if site.operation.kind != "residual_add":
@@ -260,5 +265,3 @@ def _summary(operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str:
     held = [operand.name for operand in operands if operand.quantized]
     left = [f"{operand.name} not: {operand.reason}" for operand in operands if not operand.quantized]
     return "; ".join([f"{settings.dtype.name}: {', '.join(held)}", *left])
-
-

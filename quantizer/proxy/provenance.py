@@ -31,7 +31,7 @@ class Origin:
     name: str
 
 
-class Provenance(TorchDispatchMode):
+class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks origins while it is entered.
 
     Attributes:
@@ -39,7 +39,7 @@ class Provenance(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.origins: Any = WeakIdKeyDictionary()
 
     def mark(self, value: Any, origin: Origin) -> None:
@@ -84,4 +84,3 @@ def _tensors(values: Any) -> list[Tensor]:
         elif isinstance(value, tuple | list):
             found += [item for item in value if isinstance(item, Tensor) and item.is_floating_point()]
     return found
-

@@ -21,6 +21,7 @@ from torch import nn
 
 from quantizer.errors import ConfigError
 from quantizer.proxy.classes import original_class
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
 __all__ = ["Rules", "matches", "refusals"]
@@ -68,9 +69,12 @@ def refusals(proxy: nn.Module, sites: Iterable[Site], include: Rules, exclude: R
         raise ConfigError(problems)
     if include:
         for site in sites:
-            chosen = site.path in included or any(name in included for name in _operand_names(site))
-            if not chosen:
-                excluded.setdefault(site.path, "not among the included")
+            names = _operand_names(site)
+            chosen = [name for name in names if name in included]
+            if site.path not in included:
+                left_out = set(names) - set(chosen) if chosen else {site.path}
+                for name in left_out:
+                    excluded.setdefault(name, "not among the included")
     return excluded
 
 
@@ -79,25 +83,26 @@ def _matched(
 ) -> dict[str, str]:
     """The rule that matched each site or operand."""
     found: dict[str, str] = {}
+    modules = {
+        path: module for path, module in proxy.named_modules() if not isinstance(module, Site | OperandQuantizer)
+    }
     for wanted in rules.module_types:
-        hosts = [path for path, module in proxy.named_modules() if _is_a(module, wanted)]
+        hosts = [path for path, module in modules.items() if _is_a(module, wanted)]
         if not hosts:
-            known = {cls.__name__ for module in proxy.modules() for cls in original_class(module).__mro__}
+            known = {cls.__name__ for module in modules.values() for cls in original_class(module).__mro__}
             problems.append(_nothing(f"{section}.module_types", wanted, "no module of this type", known))
         _cover(found, sites, hosts, f"{section}.module_types: {wanted}")
     for wanted in rules.names:
-        paths = [path for path, module in proxy.named_modules() if path and not isinstance(module, Site)]
-        hosts = [path for path in paths if matches(wanted, path)]
+        hosts = [path for path in modules if path and matches(wanted, path)]
         if not hosts:
-            problems.append(_nothing(f"{section}.names", wanted, "no module of this name", paths))
+            problems.append(_nothing(f"{section}.names", wanted, "no module of this name", modules))
         _cover(found, sites, hosts, f"{section}.names: {wanted}")
     for wanted in rules.sites:
         rule = f"{section}.sites: {wanted}"
-        before = len(found)
         hits = [name for site in sites for name in _site_names(site) if matches(wanted, name)]
         for name in hits:
             found.setdefault(name, rule)
-        if not hits and before == len(found):
+        if not hits:
             names = [site.path for site in sites]
             problems.append(_nothing(f"{section}.sites", wanted, "no site of this name", names))
     return found
@@ -121,8 +126,6 @@ def _cover(found: dict[str, str], sites: Sequence[Site], hosts: Sequence[str], r
 
 
 def _is_a(module: nn.Module, wanted: str) -> bool:
-    if isinstance(module, Site):
-        return False
     *qualifiers, name = wanted.split(".")
     for cls in original_class(module).__mro__:
         remaining = iter([*cls.__module__.split("."), *cls.__qualname__.split(".")[:-1]])

@@ -69,6 +69,11 @@ class Site(nn.Module):
         self._implied = None if source.form == "call" else _implied(source.form, entry)
 
     @property
+    def host_path(self) -> str:
+        """The path of the module whose code makes the call; empty for the root."""
+        return self.path.removesuffix(self.source.name).rstrip(".")
+
+    @property
     def operation(self) -> Operation:
         """The catalogue's entry."""
         return operation(self.source.operation)
@@ -122,4 +127,3 @@ def _implied(form: str, entry: Operation) -> Callable[..., Any]:
 
 def _quantizer_name(operand: str) -> str:
     return f"_{operand}_quantizer" if operand in ("input", "weight") else f"_{operand}_input_quantizer"
-

@@ -8,8 +8,6 @@ all.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantizer.errors import QuantizerError
+from quantizer.files import write_folder
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
 
-__all__ = ["load_state", "save_state", "write_folder"]
+__all__ = ["load_state", "save_state"]
 
 FORMAT = 1
 _YAML = "quantizer.yaml"
@@ -61,37 +60,6 @@ def save_state(folder: str | os.PathLike[str], plan: Plan, document: Mapping[str
     return write_folder(folder, fill)
 
 
-def write_folder(folder: str | os.PathLike[str], fill: Any) -> Path:
-    """Make a folder that appears at once: ``fill(path)`` writes into a temporary one beside it.
-
-    A folder that stands there already is replaced when the new one is complete, and comes back if that fails.
-
-    Raises:
-        QuantizerError: the folder cannot be written.
-    """
-    target = Path(folder).absolute()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise QuantizerError(f"{target} cannot be written: {error.strerror}; choose another folder") from error
-    try:
-        fill(temporary)
-        temporary.chmod(0o755)
-        if target.exists():
-            former = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-            os.replace(target, former)
-            os.replace(temporary, target)
-            shutil.rmtree(former)
-        else:
-            os.replace(temporary, target)
-    except OSError as error:
-        raise QuantizerError(f"{target} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return target
-
-
 def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
     """What ``save_state`` wrote: the plan and the document.
 
@@ -104,7 +72,9 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
         document = yaml.safe_load(text)
         tensors = load_file(source / _TENSORS)
     except FileNotFoundError as error:
-        raise QuantizerError(f"{source} is no folder that Quantizer.save() wrote: {error.filename} is missing") from error
+        raise QuantizerError(
+            f"{source} is no folder that Quantizer.save() wrote: {error.filename} is missing"
+        ) from error
     except (OSError, yaml.YAMLError, SafetensorError) as error:
         raise QuantizerError(f"{source} cannot be read: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -116,7 +86,8 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
             operands = tuple(
                 OperandPlan(
                     **operand,
-                    **{name: tensors.get(f"{site['name']}/{operand['name']}/{name}") for name in _TENSOR_FIELDS},
+                    amax=tensors.get(f"{site['name']}/{operand['name']}/amax"),
+                    scale=tensors.get(f"{site['name']}/{operand['name']}/scale"),
                 )
                 for operand in site.pop("operands")
             )

@@ -2,7 +2,8 @@
 
 Legend: y the float output, y_g the output with group g quantized; error_g = |y_g - y|^2 / |y|^2 over all floating
 tensors of the output together. It is relative, and averaged over batches, so it depends on neither their order nor
-their size.
+their size. Where the inputs hold an ``attention_mask`` [B, S], the padding of outputs [B, S, ...] is left out: nobody
+reads it, and on short texts it can be most of the output.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class Measurement:
     def _measure(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         if proxy.training:
             raise SensitivityError("the proxy is in train mode, where dropout hides the errors; call .eval() first")
-        float_output = _flat(result)
+        mask = _padding_mask(keywords)
+        float_output = _flat(result, mask)
         power = float(float_output.square().sum())
         if power == 0:
             raise SensitivityError("the model's output is all zeros on this batch: no relative error can be taken")
@@ -101,7 +103,7 @@ class Measurement:
             for group, members in tqdm(self._members.items(), "sensitivity", unit="group", leave=False, disable=None):
                 try:
                     _switch(members, on=True)
-                    output = _flat(proxy.forward(*args, **keywords))
+                    output = _flat(proxy.forward(*args, **keywords), mask)
                 finally:
                     _switch(members, on=False)
                 errors[group] = float((output - float_output).square().sum()) / power
@@ -117,9 +119,17 @@ def _switch(members: list[tuple[Site, OperandQuantizer]], *, on: bool) -> None:
         site.active = on
 
 
-def _flat(output: Any) -> Tensor:
-    """All floating tensors of an output, of whatever structure, as one float64 vector."""
+def _padding_mask(keywords: Mapping[str, Any]) -> Tensor | None:
+    """The inputs' mask [B, S], True where a token is real; None where there is none."""
+    mask = keywords.get("attention_mask")
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _flat(output: Any, mask: Tensor | None) -> Tensor:
+    """All floating tensors of an output, of whatever structure, as one float64 vector without padding."""
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not tensors:
         raise SensitivityError(f"the model's output ({type(output).__name__}) holds no floating-point tensor")
+    if mask is not None:
+        tensors = [t[mask] if t.dim() > 2 and t.shape[:2] == mask.shape else t for t in tensors]
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors])

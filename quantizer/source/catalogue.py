@@ -71,9 +71,7 @@ CATALOGUE: tuple[Operation, ...] = (
     _weighted("conv1d", "conv", "torch.nn.functional.conv1d", "torch.conv1d"),
     _weighted("conv2d", "conv", "torch.nn.functional.conv2d", "torch.conv2d"),
     _weighted("conv3d", "conv", "torch.nn.functional.conv3d", "torch.conv3d"),
-    _product(
-        "matmul", "input", "other", functions=("torch.matmul",), methods=("matmul",), operators=("MatMult",)
-    ),
+    _product("matmul", "input", "other", functions=("torch.matmul",), methods=("matmul",), operators=("MatMult",)),
     _product("bmm", "input", "mat2", functions=("torch.bmm",), methods=("bmm",)),
     Operation(
         name="add",

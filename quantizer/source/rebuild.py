@@ -14,6 +14,7 @@ import types
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
+from typing import TypeGuard
 
 from quantizer.errors import SourceError
 from quantizer.source.find import FunctionSource
@@ -144,8 +145,9 @@ class Rebuilder:
         if not helpers and not any(site.edits for site in source.sites):
             return
         code = file.code(key)
-        if code.co_freevars != function.__code__.co_freevars or code.co_varnames[: code.co_argcount] != (
-            function.__code__.co_varnames[: function.__code__.co_argcount]
+        if (
+            code.co_freevars != function.__code__.co_freevars
+            or code.co_varnames[: code.co_argcount] != (function.__code__.co_varnames[: function.__code__.co_argcount])
         ):
             raise SourceError(f"{file.path}: {key[0]} differs from the loaded code; was the file changed after import?")
         result.keys.add((file.rewritten_name, key))
@@ -176,7 +178,7 @@ class Rebuilder:
         return namespace
 
 
-def _may_be_rewritten(helper: Any) -> bool:
+def _may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
     """Whether a global is a function to look into. Torch's own functions take no module, so they hold no site."""
     return isinstance(helper, types.FunctionType) and helper.__module__.partition(".")[0] != "torch"
 
@@ -242,7 +244,7 @@ def _clone_chain(
     return result if reached and held else None
 
 
-def _leads_to(value: Any, innermost: types.FunctionType) -> bool:
+def _leads_to(value: Any, innermost: types.FunctionType) -> TypeGuard[types.FunctionType]:
     return isinstance(value, types.FunctionType) and _innermost(value) is innermost
 
 

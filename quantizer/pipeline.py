@@ -1,0 +1,328 @@
+"""One run: a configuration in, a folder with the model, the engine and the report out.
+
+This is the only file that knows the order of the stages. A run's folder is complete or absent: all is written into a
+temporary folder beside it, which takes its name at the end and is removed on any error or interruption.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import contextmanager
+from datetime import UTC
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.syntax import Syntax
+from torch import nn
+from tqdm.auto import tqdm
+
+from quantizer.config import RunConfig
+from quantizer.config import dump_yaml
+from quantizer.config.data_section import DatasetConfig
+from quantizer.engines import BuildOptions
+from quantizer.engines import BuildResult
+from quantizer.engines import Engine
+from quantizer.engines import build_engine
+from quantizer.engines import interleaved_latency
+from quantizer.engines import load_engine
+from quantizer.engines import peak_memory_mib
+from quantizer.errors import QuantizerError
+from quantizer.export import export_onnx
+from quantizer.files import write_folder
+from quantizer.quantizer import Quantizer
+from quantizer.report import EngineFile
+from quantizer.report import Fallback
+from quantizer.report import Latency
+from quantizer.report import MemoryEntry
+from quantizer.report import ModelFacts
+from quantizer.report import RunRecord
+from quantizer.report import Score
+from quantizer.report import SizeEntry
+from quantizer.report import Stage
+from quantizer.report import collect_machine
+from quantizer.report import collect_versions
+from quantizer.report import latency_entries
+from quantizer.report import memory_entries
+from quantizer.report import print_record
+from quantizer.report import size_entries
+from quantizer.report import write_html
+from quantizer.report import write_record
+from quantizer.report.from_plan import sensitivity_records
+from quantizer.report.from_plan import site_records
+from quantizer.tasks import Predictions
+from quantizer.tasks import Row
+from quantizer.tasks import Task
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_rows
+from quantizer.tasks import load_tokenizer
+
+__all__ = ["inspect", "run"]
+
+_CPU_BACKENDS = ("openvino", "onnxruntime")
+_LATENCY_ROUNDS = 15
+
+
+def run(config: RunConfig, output: Path | None, force: bool, console: Console) -> Path:
+    """Carry out a run and write its folder.
+
+    Args:
+        config: the resolved configuration.
+        output: the folder; None: ``config.output``.
+        force: replace a folder that stands there already.
+        console: where stages and results are printed.
+
+    Raises:
+        QuantizerError: the folder stands there already or cannot be written, or a stage failed.
+    """
+    folder = Path(output or config.output).absolute()
+    if folder.exists() and not force:
+        raise QuantizerError(f"{folder} exists already; choose another output folder, or replace it with --force")
+    record: list[RunRecord] = []
+    write_folder(folder, lambda target: record.append(_Run(config, folder.name, target, console).carry_out()))
+    print_record(record[0], folder, console)
+    return folder
+
+
+def inspect(config: RunConfig, diff: bool, console: Console) -> None:
+    """Print what of the model would be quantized, and with ``diff`` the rewritten source."""
+    model = load_model(config.model.source, config.model.task, config.model.attention)
+    quantizer = Quantizer(config.quantizer)
+    console.print(repr(quantizer.inspect(model)), markup=False, highlight=False)
+    if diff:
+        console.print(Syntax(quantizer.diff(model), "diff", background_color="default"))
+
+
+class _Run:
+    """One run in progress.
+
+    Attributes:
+        target: the folder that is being filled.
+        stages: name and duration of each stage that is done.
+    """
+
+    def __init__(self, config: RunConfig, name: str, target: Path, console: Console) -> None:
+        self.config = config
+        self.name = name
+        self.target = target
+        self.console = console
+        self.stages: list[Stage] = []
+
+    def carry_out(self) -> RunRecord:
+        """All stages, in order."""
+        config = self.config
+        (self.target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        with self._stage("load model and data"):
+            model = load_model(config.model.source, config.model.task, config.model.attention)
+            task = build_task(
+                config.model.task,
+                model,
+                load_tokenizer(config.model.source),
+                max_length=config.model.max_length,
+                batch_size=config.data.batch_size,
+                min_length=config.export.dynamic.sequence[0],
+            )
+            head = _rows(config.data.head) if config.data.head is not None else []
+            calibration, evaluation = _rows(config.data.calibration), _rows(config.data.evaluation)
+        quantizer = Quantizer(config.quantizer)
+        if head:
+            with self._stage("fit the head on float embeddings"), _bar("head") as progress:
+                task.fit_head(_runner(model), head, progress)
+        batches = task.batches(calibration)
+        with self._stage("calibrate"):
+            quantizer.calibrate(model, batches)
+        self._measure(quantizer, model, batches)
+        with self._stage("quantize"):
+            quantized = quantizer.quantize(model)
+            quantizer.save(self.target / "quantizer")
+        predictions = self._predict("float", model, task, evaluation)
+        scores = [self._score("float", task, predictions, predictions, evaluation)]
+        proxy = self._predict("proxy", quantized, task, evaluation)
+        scores.append(self._score("proxy", task, predictions, proxy, evaluation))
+        built = self._export_and_build(quantizer, quantized, model, task)
+        engines = self._load(built)
+        if engines:
+            outputs = self._predict("engine", engines["engine"], task, evaluation)
+            scores.append(self._score("engine", task, predictions, outputs, evaluation))
+        record = RunRecord(
+            name=self.name,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=config.model_dump(mode="json"),
+            model=ModelFacts(
+                source=config.model.source,
+                task=config.model.task,
+                parameters=sum(parameter.numel() for parameter in model.parameters()),
+            ),
+            scores=tuple(scores),
+            latency=self._latency(engines, task),
+            size=_sizes(built),
+            memory=self._memory(built) if engines else (),
+            coverage=site_records(quantizer.coverage, quantizer.plan),
+            sensitivity=sensitivity_records(quantizer.sensitivity) if config.amp is not None else (),
+            fallback=self._fallback(quantizer),
+            engine=self._engine(built["engine"], bool(engines)),
+            diff=quantizer.diff(model),
+            versions=collect_versions(),
+            machine=collect_machine(),
+            stages=tuple(self.stages),
+        )
+        if "json" in config.report.formats:
+            write_record(record, self.target / "report.json")
+        if "html" in config.report.formats:
+            write_html(record, self.target / "report.html")
+        return record
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self.console.print(f"{name} ...", highlight=False)
+        yield
+        seconds = time.perf_counter() - start
+        self.stages.append(Stage(name=name, seconds=seconds))
+        self.console.print(f"{name}: {seconds:.1f} s", highlight=False)
+
+    def _measure(self, quantizer: Quantizer, model: nn.Module, batches: list[Any]) -> None:
+        config = self.config
+        if config.amp is None:
+            return
+        with self._stage("measure sensitivity"), torch.no_grad():
+            amp = quantizer.amp(model)
+            for batch in tqdm(batches[: config.amp.batches], "batches", leave=False, disable=None):
+                amp(**batch)
+        if config.fallback is not None:
+            quantizer.fallback(amp, num=config.fallback.num, ratio=config.fallback.ratio)
+
+    def _predict(self, which: str, model: nn.Module | Engine, task: Task, rows: list[Row]) -> Predictions:
+        with self._stage(f"score the {which}"), _bar(which) as progress:
+            return task.predict(_runner(model), rows, progress)
+
+    def _score(self, which: str, task: Task, base: Predictions, other: Predictions, rows: list[Row]) -> Score:
+        value = task.score(other, rows)
+        if which == "float":
+            return Score(which=which, value=value, metric=task.metric_name, rows=len(rows))
+        low, high = task.difference_interval(base, other, rows, self.config.report.bootstrap)
+        paired = {name: figure if math.isfinite(figure) else None for name, figure in task.paired(base, other).items()}
+        return Score(
+            which=which,
+            value=value,
+            metric=task.metric_name,
+            paired=paired,
+            difference=value - task.score(base, rows),
+            interval=(low, high),
+            rows=len(rows),
+            higher_is_better=task.higher_is_better,
+        )
+
+    def _export_and_build(
+        self, quantizer: Quantizer, quantized: nn.Module, model: nn.Module, task: Task
+    ) -> dict[str, BuildResult]:
+        """Write model.onnx and model.engine, and beside them the float model's engine, to compare with."""
+        config = self.config
+        example = task.example()
+        dynamic = {"batch": config.export.dynamic.batch, "sequence": config.export.dynamic.sequence}
+        options = BuildOptions(dynamic=dynamic, compute_capability=config.engine.compute_capability)
+        backend = config.quantizer.backend
+        paths = {"float": self.target / "float.onnx", "engine": self.target / "model.onnx"}
+        with self._stage("export"):
+            quantizer.export(quantized, paths["engine"], example, opset=config.export.opset)
+            export_onnx(model, paths["float"], example, opset=config.export.opset, dtype=torch.float32)
+        with self._stage("build the engines"):
+            return {
+                name: build_engine(backend, path, path.with_suffix(".engine"), options) for name, path in paths.items()
+            }
+
+    def _load(self, built: Mapping[str, BuildResult]) -> dict[str, Engine]:
+        """Engines that this machine can run: none, where they need a GPU and there is none."""
+        backend = self.config.quantizer.backend
+        if backend not in _CPU_BACKENDS and not torch.cuda.is_available():
+            return {}
+        return {name: load_engine(backend, r.path, threads=self.config.engine.threads) for name, r in built.items()}
+
+    def _latency(self, engines: Mapping[str, Engine], task: Task) -> Latency | None:
+        report = self.config.report
+        if not engines:
+            return None
+        batch = task.random_batch(report.latency_batch, report.latency_sequence)
+        arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+        with self._stage("measure latency"):
+            calls = {name: partial(engine, arrays) for name, engine in engines.items()}
+            seconds = interleaved_latency(calls, rounds=_LATENCY_ROUNDS)
+        return Latency(
+            batch=report.latency_batch,
+            sequence=report.latency_sequence,
+            threads=self.config.engine.threads,
+            engines=latency_entries({name: [1000 * s for s in times] for name, times in seconds.items()}),
+        )
+
+    def _memory(self, built: Mapping[str, BuildResult]) -> tuple[MemoryEntry, ...]:
+        report, backend = self.config.report, self.config.quantizer.backend
+        with self._stage("measure memory"):
+            peaks = {
+                name: peak_memory_mib(
+                    result.path,
+                    backend,
+                    batch=report.latency_batch,
+                    sequence=report.latency_sequence,
+                    threads=self.config.engine.threads,
+                ).peak_mib
+                for name, result in built.items()
+            }
+        return memory_entries(peaks)
+
+    def _fallback(self, quantizer: Quantizer) -> Fallback | None:
+        chosen = quantizer.chosen_fallback
+        if chosen is None:
+            return None
+        return Fallback(groups=chosen.groups, reason=f"the most sensitive groups, by fallback({chosen.asked})")
+
+    def _engine(self, built: BuildResult, ran: bool) -> EngineFile:
+        verified = "ran here, and was scored" if ran else "not verified: built ahead of time, and there is no GPU here"
+        return EngineFile(
+            backend=self.config.quantizer.backend,
+            path=built.path.name,
+            build_seconds=built.seconds,
+            verified=verified,
+        )
+
+
+def _rows(dataset: DatasetConfig) -> list[Row]:
+    return load_rows(
+        dataset.name,
+        path=dataset.path,
+        split=dataset.split,
+        subset=dataset.subset,
+        rows=dataset.rows,
+        offset=dataset.offset,
+    )
+
+
+def _runner(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:
+    """One way to call a model or an engine on a batch of tensors."""
+    if isinstance(model, nn.Module):
+        return lambda batch: model(**batch)
+    names = model.input_names
+    return lambda batch: model({name: batch[name].numpy() for name in names})
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    with tqdm(desc=name, unit="batch", leave=False, disable=None) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
+
+
+def _sizes(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:
+    return size_entries({name: os.path.getsize(result.path) for name, result in built.items()})

@@ -1,0 +1,71 @@
+"""A quantizer's coverage, ranges and ranking as records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from quantizer.proxy.plan import OperandPlan
+from quantizer.proxy.plan import Plan
+from quantizer.report.record import Operand
+from quantizer.report.record import SensitivityRow
+from quantizer.report.record import Site
+from quantizer.views import CoverageRow
+from quantizer.views import SensitivityRow as RankedGroup
+
+__all__ = ["sensitivity_records", "site_records"]
+
+
+def site_records(coverage: Iterable[CoverageRow], plan: Plan) -> tuple[Site, ...]:
+    """Every row of a coverage, with the operands that the plan knows; additions that are no candidates left out."""
+    return tuple(
+        Site(
+            name=row.name,
+            kind=row.kind,
+            host_type=row.host_type,
+            file=row.file,
+            line=row.line,
+            quantized=row.quantized,
+            reason=row.reason,
+            rule=row.rule,
+            multiply_adds=row.multiply_adds,
+            operands=tuple(map(_operand, plan[row.name].operands)) if row.name in plan else (),
+        )
+        for row in coverage
+        if not row.quiet
+    )
+
+
+def _operand(operand: OperandPlan) -> Operand:
+    return Operand(
+        name=operand.name,
+        role=operand.role,
+        quantized=operand.quantized,
+        amax=None if operand.amax is None else float(operand.amax.max()),
+        scale=None if operand.scale is None else float(operand.scale.max()),
+        channels=1 if operand.amax is None else operand.amax.numel(),
+        sqnr_db=operand.sqnr_db,
+        clipped=operand.clipped,
+        group=operand.group,
+    )
+
+
+def sensitivity_records(rows: Iterable[RankedGroup]) -> tuple[SensitivityRow, ...]:
+    """The ranking; a group's layer is the first number in its name."""
+    return tuple(
+        SensitivityRow(
+            group=row.group,
+            kind=row.kind,
+            layer=_layer(row.group),
+            sites=row.sites,
+            error=row.error,
+            rank=row.rank,
+            fallback=row.fallback,
+        )
+        for row in rows
+    )
+
+
+def _layer(group: str) -> int | None:
+    found = re.search(r"(?:^|\.)(\d+)\.", group)
+    return int(found.group(1)) if found else None

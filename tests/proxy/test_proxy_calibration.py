@@ -1,0 +1,593 @@
+"""Calibration: what is seen, what is refused, and what is decided from it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import ConvNet
+from helpers import Mlp
+from helpers import batch
+from helpers import tiny
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.errors import CalibrationError
+from quantizer.errors import ProxyError
+from quantizer.proxy.plan import OperandPlan
+
+
+def _operand(q: Quantizer, site: str, name: str) -> OperandPlan:
+    return next(operand for operand in q.plan[site].operands if operand.name == name)
+
+
+# -- ranges --------------------------------------------------------------------------------------------------------
+
+
+def test_max_ranges_are_those_of_the_data() -> None:
+    q = Quantizer(backend="openvino", activations={"calibrator": "max"})
+    data = [torch.randn(8, 32) * scale for scale in (1, 5, 2)]
+    q.calibrate(Mlp().eval(), data)
+    found = _operand(q, "up.forward.linear_0", "input")
+    everything = torch.cat(data)
+    assert found.minimum == float(everything.min())
+    assert found.maximum == float(everything.max())
+    assert float(found.amax) == float(everything.abs().max())  # type: ignore[arg-type]
+    assert float(found.scale) == pytest.approx(float(everything.abs().max()) / 127)  # type: ignore[arg-type]
+
+
+def test_percentile_ranges_keep_minimum_and_maximum() -> None:
+    q = Quantizer(backend="openvino", activations={"calibrator": "percentile", "percentile": 90})
+    data = torch.randn(4096, 32)
+    q.calibrate(Mlp().eval(), [data])
+    found = _operand(q, "up.forward.linear_0", "input")
+    assert found.minimum == float(data.min())
+    assert found.maximum == float(data.max())
+    exact = float(data.abs().flatten().kthvalue(int(0.9 * data.numel())).values)
+    assert float(found.amax) == pytest.approx(exact, rel=0.01)  # type: ignore[arg-type]
+    assert found.clipped == pytest.approx(0.1, abs=0.005)
+
+
+@pytest.mark.parametrize("calibrator", ["max", "percentile"])
+def test_the_order_of_batches_and_their_size_do_not_matter(calibrator: str) -> None:
+    data = torch.randn(64, 32) * torch.logspace(-3, 2, 64)[:, None]
+    found = []
+    for cut in (data.split(64), data.split(7), data.flip(0).split(5)):
+        q = Quantizer(backend="openvino", activations={"calibrator": calibrator})
+        q.calibrate(Mlp().eval(), cut)
+        found.append(_operand(q, "up.forward.linear_0", "input"))
+    assert len({float(operand.amax) for operand in found}) == 1  # type: ignore[arg-type]
+    assert len({(operand.minimum, operand.maximum) for operand in found}) == 1
+
+
+@pytest.mark.parametrize(("granularity", "shape"), [("per_channel", (64,)), ("per_tensor", ())])
+def test_weight_ranges(granularity: str, shape: tuple[int, ...]) -> None:
+    model = Mlp().eval()
+    q = Quantizer(backend="openvino", weights={"granularity": granularity})
+    q.calibrate(model, [torch.randn(4, 32)])
+    found = _operand(q, "up.forward.linear_0", "weight")
+    assert found.role == "weight"
+    assert found.amax is not None
+    assert found.amax.shape == shape
+    wanted = model.up.weight.detach().abs()
+    assert torch.equal(found.amax, wanted.amax(1) if shape else wanted.amax())
+
+
+def test_conv_weights_have_a_scale_for_each_output_channel() -> None:
+    model = nn.Sequential(nn.Conv2d(16, 24, 3)).eval()
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [torch.randn(2, 16, 5, 5)])
+    found = _operand(q, "0._conv_forward.conv2d_1", "weight")
+    assert found.axis == 0
+    assert torch.equal(found.amax, model[0].weight.detach().abs().amax((1, 2, 3)))  # type: ignore[arg-type, operator]
+
+
+def test_scales_are_what_the_target_can_hold() -> None:
+    q = Quantizer(backend="tensorrt")
+    q.calibrate(Mlp().eval(), [torch.randn(4, 32)])
+    for row in q.plan.values():
+        for operand in row.operands:
+            assert operand.scale is not None
+            assert torch.equal(operand.scale, operand.scale.half().float())
+            assert bool((operand.scale > 0).all())
+
+
+# -- groups --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["bert", "distilbert", "mpnet", "vit"])
+def test_query_key_and_value_share_one_range(architecture: str) -> None:
+    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    q = Quantizer(backend="openvino")
+    model = tiny(architecture)
+    q.calibrate(model, [batch(architecture, seed=seed) for seed in range(3)])
+    inputs: dict[str, list[str]] = {}
+    for path, site in q.plan.items():
+        if site.kind == "linear" and site.quantized:
+            operand = _operand(q, path, "input")
+            assert operand.range_group is not None
+            inputs.setdefault(operand.range_group, []).append(path)
+            assert float(operand.amax) == float(  # type: ignore[arg-type]
+                _operand(q, *operand.range_group.rsplit(".", 1)).amax  # type: ignore[arg-type]
+            )
+    threes = [members for members in inputs.values() if len(members) == 3]
+    assert len(threes) == 2
+    for members in threes:
+        groups = {_operand(q, path, name).group for path in members for name in ("input", "weight")}
+        assert len(groups) == 1
+
+
+def test_operands_join_even_when_they_first_looked_apart() -> None:
+    """Two linears read one tensor in the second batch only; from then on they are one group, with all that was seen."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(32, 32)
+            self.b = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, apart: bool) -> Tensor:
+            return self.a(x) - self.b(x * 3 if apart else x)
+
+    q = Quantizer(backend="openvino", activations={"calibrator": "max"})
+    x = torch.randn(8, 32)
+    q.calibrate(Sometimes().eval(), [{"x": x, "apart": True}, {"x": x, "apart": False}])
+    a, b = (_operand(q, f"{name}.forward.linear_0", "input") for name in "ab")
+    assert a.range_group == b.range_group
+    assert float(a.amax) == float(b.amax) == float((x * 3).abs().max())  # type: ignore[arg-type]
+
+
+def test_a_tensor_changed_in_place_is_another_tensor() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(32, 32)
+            self.b = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            y = self.a(x)
+            x.mul_(100)
+            return y - self.b(x)
+
+    q = Quantizer(backend="openvino", activations={"calibrator": "max"})
+    q.calibrate(InPlace().eval(), [torch.randn(8, 32)])
+    a, b = (_operand(q, f"{name}.forward.linear_0", "input") for name in "ab")
+    assert a.range_group != b.range_group
+    assert float(b.amax) == pytest.approx(100 * float(a.amax))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_calibration_under_any_gradient_mode(context: Any) -> None:
+    model = Mlp().eval()
+    x = torch.randn(8, 32)
+    q = Quantizer()
+    with context():
+        q.calib(model)(x)
+    plain = Quantizer()
+    plain.calibrate(model, [x])
+    assert [row.name for row in q.coverage.quantized] == [row.name for row in plain.coverage.quantized]
+
+
+def test_both_ways_of_calibrating_are_the_same() -> None:
+    model = ConvNet().eval()
+    data = [torch.randn(2, 3, 16, 16) for _ in range(3)]
+    one, two = Quantizer(), Quantizer()
+    one.calibrate(model, data)
+    proxy = two.calib(model)
+    for x in data:
+        proxy(x)
+    assert str(one.coverage) == str(two.coverage)
+    assert str(one.ranges) == str(two.ranges)
+
+
+def test_batches_are_mappings_sequences_or_tensors() -> None:
+    x = torch.randn(4, 32)
+    shown = set()
+    for data in ([x], [(x,)], [[x]], [{"x": x}], iter([x]), (batch for batch in [x])):
+        q = Quantizer()
+        q.calibrate(Mlp().eval(), data)  # type: ignore[arg-type]
+        shown.add(len(q.coverage.quantized))
+    assert shown == {3}
+
+
+# -- sites that cannot be quantized --------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """One of its two linears runs only when asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(32, 32)
+        self.seldom = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, both: bool = False) -> Tensor:
+        x = self.always(x)
+        return self.seldom(x) if both else x
+
+
+def test_a_site_that_never_ran_stays_float() -> None:
+    model = Branches().eval()
+    x = torch.randn(4, 32)
+    q = Quantizer()
+    q.calibrate(model, [x])
+    rows = {row.name: row for row in q.coverage}
+    assert rows["always.forward.linear_0"].quantized
+    assert rows["seldom.forward.linear_0"].reason == "never ran in calibration"
+    frozen = q.quantize(model)
+    with torch.no_grad():
+        hidden = frozen(x)
+        assert torch.equal(frozen(x, both=True), model.seldom(hidden))
+    for row in q.ranges:
+        assert row.amax is None or math.isfinite(row.amax)
+
+
+def test_small_products_stay_float_on_tensorrt() -> None:
+    model = nn.Sequential(nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 32)).eval()
+    q = Quantizer(backend="tensorrt")
+    q.calibrate(model, [torch.randn(4, 32)])
+    reasons = {row.name: (row.reason, row.rule) for row in q.coverage}
+    assert reasons["0.forward.linear_0"] == ("N = 8 is below 16: slower quantized than float on tensorrt", "target tensorrt")
+    assert reasons["2.forward.linear_0"][0].startswith("K = 8 is below 16")
+    other = Quantizer(backend="openvino")
+    other.calibrate(model, [torch.randn(4, 32)])
+    assert len(other.coverage.quantized) == 2
+
+
+def test_a_target_that_gains_nothing_from_a_kind() -> None:
+    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    q = Quantizer(backend="onnxruntime")
+    q.calibrate(tiny("bert"), [batch("bert")])
+    assert {row.kind for row in q.coverage.quantized} == {"linear"}
+    assert {row.rule for row in q.coverage if row.kind == "matmul"} == {"target onnxruntime"}
+
+
+class Integers(nn.Module):
+    """Adds of integers, of numbers and of lists; a product of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        count = x.shape[0] + ids.shape[0]
+        names = [x] + [x]  # noqa: RUF005
+        shifted = ids + ids
+        table = torch.matmul(shifted, ids.T)
+        return self.linear(x) * (count + len(names)) + table.sum()
+
+
+def test_operands_that_are_not_floating() -> None:
+    model = Integers().eval()
+    x, ids = torch.randn(4, 32), torch.arange(6).reshape(2, 3)
+    q = Quantizer()
+    q.calibrate(model, [(x, ids)])
+    rows = {row.name: row for row in q.coverage}
+    assert rows["forward.matmul_0"].reason == "its operands are not floating-point tensors"
+    assert [row.name for row in q.coverage.quantized] == ["linear.forward.linear_0"]
+    q.quantize(model)(x, ids)
+
+
+class Constant(nn.Module):
+    """Multiplies by a parameter that it prepares at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.weight.t() * 2)
+
+
+def test_a_weight_computed_at_each_call_stays_float() -> None:
+    model = Constant().eval()
+    q = Quantizer()
+    q.calibrate(model, [torch.randn(4, 32)])
+    assert {row.reason for row in q.coverage} == {"an operand is computed from parameters at each call"}
+    x = torch.randn(4, 32)
+    assert torch.equal(q.quantize(model)(x), model(x))
+
+
+# -- special values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calibrator", ["max", "percentile"])
+def test_a_first_batch_of_zeros(calibrator: str) -> None:
+    model = Mlp().eval()
+    x = torch.randn(8, 32)
+    q = Quantizer(backend="openvino", activations={"calibrator": calibrator}, sites={"residual_add": True})
+    q.calibrate(model, [torch.zeros(8, 32), x])
+    without = Quantizer(backend="openvino", activations={"calibrator": "max"})
+    without.calibrate(model, [x])
+    found = float(_operand(q, "up.forward.linear_0", "input").amax)  # type: ignore[arg-type]
+    assert found == pytest.approx(float(_operand(without, "up.forward.linear_0", "input").amax), rel=0.01)  # type: ignore[arg-type]
+    assert q.quantize(model)(x).isfinite().all()
+
+
+@pytest.mark.parametrize("calibrator", ["max", "percentile"])
+@pytest.mark.parametrize("residual", [True, "auto"])
+def test_nothing_but_zeros(calibrator: str, residual: object) -> None:
+    model = Mlp().eval()
+    q = Quantizer(activations={"calibrator": calibrator}, sites={"residual_add": residual})
+    q.calibrate(model, [torch.zeros(8, 32)] * 2)
+    assert float(_operand(q, "up.forward.linear_0", "input").scale) == 1.0  # type: ignore[arg-type]
+    frozen = q.quantize(model)
+    assert frozen(torch.zeros(8, 32)).isfinite().all()
+    assert frozen(torch.randn(8, 32)).isfinite().all()
+    assert str(q.ranges)
+    assert q.ranges._repr_html_()
+
+
+def test_a_weight_of_zeros() -> None:
+    model = Mlp().eval()
+    with torch.no_grad():
+        model.up.weight.zero_()
+        model.down.weight[3].zero_()
+    q = Quantizer()
+    q.calibrate(model, [torch.randn(8, 32)])
+    frozen: Any = q.quantize(model)
+    assert torch.equal(frozen.up.weight, model.up.weight)
+    assert frozen(torch.randn(8, 32)).isfinite().all()
+
+
+def test_empty_tensors() -> None:
+    model = Mlp().eval()
+    x = torch.randn(8, 32)
+    q = Quantizer()
+    q.calibrate(model, [torch.zeros(0, 32)])
+    assert {row.reason for row in q.coverage} == {"an operand was empty in every call"}
+    assert torch.equal(q.quantize(model)(x), model(x))
+
+
+@pytest.mark.parametrize("order", [(0, 8), (8, 0)])
+def test_an_empty_batch_among_others(order: tuple[int, int]) -> None:
+    model = Mlp().eval()
+    data = {0: torch.zeros(0, 32), 8: torch.randn(8, 32)}
+    q = Quantizer()
+    q.calibrate(model, [data[rows] for rows in order])
+    alone = Quantizer()
+    alone.calibrate(model, [data[8]])
+    assert [row.name for row in q.coverage.quantized] == [row.name for row in alone.coverage.quantized]
+    assert q.quantize(model)(data[0]).shape == (0, 32)
+
+
+def test_nan_in_the_data_names_the_input_and_the_batch() -> None:
+    x = torch.randn(8, 32)
+    x[3, 4] = math.nan
+    q = Quantizer()
+    with pytest.raises(CalibrationError, match=r"batch 2 of the calibration data: 'x' has NaN or infinite values"):
+        q.calibrate(Mlp().eval(), [{"x": torch.randn(8, 32)}] * 2 + [{"x": x}])
+    with pytest.raises(CalibrationError, match=r"batch 0 of the calibration data: 'argument 0' has NaN"):
+        q.calibrate(Mlp().eval(), [x])
+
+
+class Explodes(nn.Module):
+    """Makes NaN of its own from clean data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.second = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).abs().neg().log())
+
+
+def test_nan_inside_the_model_names_the_site_and_the_batch() -> None:
+    q = Quantizer()
+    with pytest.raises(CalibrationError, match=r"batch 1 .*second\.forward\.linear_0\.input: NaN in its values"):
+        q.calibrate(Explodes().eval(), [torch.full((4, 32), math.nan)[:0], torch.randn(4, 32)])
+
+
+class Masked(nn.Module):
+    """Adds a mask with -inf, and -3.4e38, before the softmax, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(32, 32)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, fill: float) -> Tensor:
+        query = self.query(x)
+        scores = torch.matmul(query, x.transpose(-1, -2))
+        mask = torch.zeros_like(scores)
+        mask[..., -1] = fill
+        scores = scores + mask
+        return self.out(torch.matmul(scores.softmax(-1), x))
+
+
+@pytest.mark.parametrize("fill", [-math.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("residual", [True, "auto"])
+def test_a_masks_values_never_reach_a_range(fill: float, residual: object) -> None:
+    model = Masked().eval()
+    x = torch.randn(2, 16, 32)
+    q = Quantizer(sites={"residual_add": residual})
+    q.calibrate(model, [(x, fill)])
+    for row in q.ranges:
+        assert row.amax is None or row.amax < 100, row
+    assert q.quantize(model)(x, fill).isfinite().all()
+    assert q.plan["forward.matmul_1"].quantized
+
+
+# -- flow ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["quantize", "amp"])
+def test_before_any_calibration(call: str) -> None:
+    model = Mlp().eval()
+    q = Quantizer()
+    with pytest.raises(CalibrationError, match=r"nothing was calibrated yet: run data through calib\(model\)"):
+        getattr(q, call)(model)
+    q.calib(model)
+    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
+        getattr(q, call)(model)
+
+
+@pytest.mark.parametrize("view", ["coverage", "ranges", "plan"])
+def test_views_before_any_calibration(view: str) -> None:
+    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
+        getattr(Quantizer(), view)
+
+
+def test_empty_data() -> None:
+    with pytest.raises(CalibrationError, match="the calibration data is empty: at least one batch is needed"):
+        Quantizer().calibrate(Mlp().eval(), [])
+
+
+def test_a_missing_input() -> None:
+    with pytest.raises(CalibrationError, match=r"batch 0 .*\(inputs \['y'\]\) does not run through Mlp\.forward"):
+        Quantizer().calibrate(Mlp().eval(), [{"y": torch.randn(4, 32)}])
+
+
+def test_a_missing_input_of_a_transformers_model() -> None:
+    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    data = [{"attention_mask": torch.ones(2, 4, dtype=torch.long)}]
+    with pytest.raises(CalibrationError, match=r"inputs \['attention_mask'\]\) does not run through BertModel\.forward"):
+        Quantizer().calibrate(tiny("bert"), data)
+
+
+def test_a_wrong_shape() -> None:
+    with pytest.raises(CalibrationError, match=r"batch 1 .*\(a Tensor\) does not run through Mlp\.forward.*shapes"):
+        Quantizer().calibrate(Mlp().eval(), [torch.randn(4, 32), torch.randn(4, 31)])
+
+
+def test_a_failed_calibration_is_not_taken_for_a_calibration() -> None:
+    model = Mlp().eval()
+    q = Quantizer()
+    with pytest.raises(CalibrationError, match="shapes"):
+        q.calibrate(model, [torch.randn(4, 31)])
+    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
+        q.quantize(model)
+
+
+def test_train_mode_is_refused() -> None:
+    calib = Quantizer().calib(Mlp())
+    assert not calib.training
+    with pytest.raises(CalibrationError, match=r"the proxy is in train mode.*call \.eval\(\)"):
+        calib.train()(torch.randn(4, 32))
+
+
+def test_a_model_in_train_mode_is_calibrated_in_eval_mode() -> None:
+    model = ConvNet().train()
+    x = torch.randn(4, 3, 16, 16)
+    q = Quantizer()
+    running = model.norm.running_mean.clone()  # type: ignore[union-attr]
+    with torch.no_grad():
+        output = q.calib(model)(x)
+    assert model.training
+    assert torch.equal(model.norm.running_mean, running)  # type: ignore[arg-type]
+    assert torch.equal(output, model.eval()(x))
+
+
+def test_a_second_calib_starts_afresh() -> None:
+    model = Mlp().eval()
+    q = Quantizer(backend="openvino", activations={"calibrator": "max"})
+    q.calibrate(model, [torch.randn(8, 32) * 100])
+    large = float(_operand(q, "up.forward.linear_0", "input").amax)  # type: ignore[arg-type]
+    x = torch.randn(8, 32)
+    q.calibrate(model, [x])
+    assert float(_operand(q, "up.forward.linear_0", "input").amax) == float(x.abs().max()) < large  # type: ignore[arg-type]
+
+
+def test_resume_goes_on() -> None:
+    model = Mlp().eval()
+    data = [torch.randn(8, 32) * scale for scale in (1, 7)]
+    whole, parts = Quantizer(), Quantizer()
+    whole.calibrate(model, data)
+    parts.calibrate(model, data[:1])
+    proxy = parts.calib(model, resume=True)
+    assert parts.calib(model, resume=True) is proxy
+    proxy(data[1])
+    assert str(parts.ranges) == str(whole.ranges)
+    assert str(parts.coverage) == str(whole.coverage)
+
+
+def test_resume_needs_something_to_go_on_with() -> None:
+    with pytest.raises(CalibrationError, match=r"calib\(resume=True\) needs an earlier calib\(\)"):
+        Quantizer().calib(Mlp(), resume=True)
+
+
+@pytest.mark.parametrize("call", ["calib", "amp", "quantize"])
+def test_another_model_is_refused(call: str) -> None:
+    first, second = Mlp().eval(), Mlp().eval()
+    q = Quantizer()
+    q.calibrate(first, [torch.randn(4, 32)])
+    with pytest.raises(ProxyError, match="this Quantizer serves another Mlp already; make one Quantizer for each"):
+        getattr(q, call)(second)
+    q.quantize(first)
+
+
+def test_a_loaded_quantizer_refuses_a_model_with_other_sites(tmp_path: Any) -> None:
+    first = Mlp().eval()
+    q = Quantizer()
+    q.calibrate(first, [torch.randn(4, 32)])
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    with pytest.raises(ProxyError, match="the calibration belongs to another model: .* sites differ, the first is"):
+        loaded.quantize(ConvNet())
+
+
+def test_a_quantizer_does_not_keep_a_model_alive() -> None:
+    import gc
+    import weakref
+
+    model = Mlp().eval()
+    q = Quantizer()
+    q.inspect(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_pass_under_a_callers_dispatch_mode() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Mlp().eval()
+    q = Quantizer()
+    with FlopCounterMode(display=False):
+        q.calib(model)(torch.randn(4, 32))
+    assert len(q.coverage.quantized) == 3
+
+
+# -- residual adds -------------------------------------------------------------------------------------------------
+
+
+class Additions(nn.Module):
+    """Every kind of addition; only the first and the last join branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(32, 32)
+        self.b = nn.Linear(32, 32)
+        self.bias = nn.Parameter(torch.randn(32))
+        self.place = nn.Parameter(torch.randn(8, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.a(x)
+        y = y + self.bias
+        y = y + self.place
+        y = y + y.mean(-1, keepdim=True)
+        z = self.b(y)
+        z = z[..., :16].repeat(1, 2) + z[..., 16:].repeat(1, 2)
+        z = z + 1
+        return torch.add(y, nn.functional.gelu(self.b(z)))
+
+
+def test_only_adds_that_join_branches_are_residual() -> None:
+    model = Additions().eval()
+    q = Quantizer(sites={"residual_add": True})
+    q.calibrate(model, [torch.randn(8, 32)])
+    rows = {row.name: row for row in q.coverage if row.kind == "residual_add"}
+    assert {name for name, row in rows.items() if row.quantized} == {"forward.add_0", "forward.add_5"}
+    assert {rows[f"forward.add_{place}"].reason for place in (1, 2)} == {
+        "the add broadcasts an operand",
+        "an operand of the add is a parameter",
+    }
+    assert rows["forward.add_3"].reason == "the add broadcasts an operand"
+    assert rows["forward.add_4"].reason == "both operands of the add come from one product"
+    assert all(row.quiet for name, row in rows.items() if name not in ("forward.add_0", "forward.add_5"))
+    assert "4 additions that join no branches are not shown" in q.coverage.title()

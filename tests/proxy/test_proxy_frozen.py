@@ -1,0 +1,479 @@
+"""The frozen proxy: integers in the place of weights, and what people do with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import ConvNet
+from helpers import Mlp
+from helpers import Snapshot
+from helpers import assert_same
+from helpers import batch
+from helpers import tiny
+from torch import Tensor
+from torch import nn
+from torch.nn import functional as F
+
+from quantizer import Quantizer
+from quantizer.errors import QuantizerError
+from quantizer.numerics import ops
+
+HERE = Path(__file__).parent
+
+
+def _run_in_a_new_process(script: str, *arguments: Path) -> None:
+    """Run a script in a process that knows the tests' helpers; it fails by an exception."""
+    code = f"import sys; sys.path.insert(0, {str(HERE.parent)!r})\n{script}"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _frozen(model: nn.Module, *data: Any, **options: Any) -> tuple[Quantizer, Any]:
+    q = Quantizer(**{"backend": "openvino", **options})
+    q.calibrate(model, data)
+    return q, q.quantize(model)
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
+def test_weights_are_integers_and_stay_readable(granularity: str) -> None:
+    model = Mlp().eval()
+    q, frozen = _frozen(model, torch.randn(8, 32), weights={"granularity": granularity})
+    stored = {name: value for name, value in frozen.state_dict().items() if value.dtype == torch.int8}
+    assert {value.shape for value in stored.values()} == {model.up.weight.shape, model.down.weight.shape}
+    assert not [name for name, _ in frozen.named_parameters() if name.endswith("weight")]
+    for name in ("up", "down"):
+        layer, original = getattr(frozen, name), getattr(model, name).weight
+        operand = next(o for o in q.plan[f"{name}.forward.linear_0"].operands if o.name == "weight")
+        expected = ops.fake_quantize(original, operand.scale, "int8", operand.axis)
+        assert torch.equal(layer.weight, expected)
+        assert layer.weight.dtype == original.dtype
+        assert layer.weight.shape == original.shape
+        assert layer.weight.device == original.device
+        assert (layer.weight - original).abs().max() <= operand.scale.max() / 2 * 1.0001
+    size = sum(value.numel() * value.element_size() for value in frozen.state_dict().values())
+    float_size = sum(value.numel() * value.element_size() for value in model.state_dict().values())
+    assert size < float_size / 2
+
+
+def test_the_frozen_output_is_the_quantized_formula() -> None:
+    model = nn.Sequential(nn.Linear(32, 16)).eval()
+    x = torch.randn(8, 32)
+    q, frozen = _frozen(model, x, activations={"calibrator": "percentile", "percentile": 95})
+    operands = {operand.name: operand for operand in q.plan["0.forward.linear_0"].operands}
+    rounded = ops.fake_quantize(x, operands["input"].scale, "int8")
+    weight = ops.fake_quantize(model[0].weight, operands["weight"].scale, "int8", 0)
+    assert torch.equal(frozen(x), F.linear(rounded, weight, model[0].bias))
+
+
+def test_ranges_are_fixed() -> None:
+    model = Mlp().eval()
+    x = torch.randn(8, 32)
+    _, frozen = _frozen(model, x)
+    expected = frozen(x)
+    frozen(x * 1000)
+    assert torch.equal(frozen(x), expected)
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    assert torch.equal(frozen(x), expected)
+
+
+def test_a_frozen_model_is_in_eval_mode() -> None:
+    model = ConvNet().train()
+    _, frozen = _frozen(model, torch.randn(2, 3, 16, 16))
+    assert not any(module.training for module in frozen.modules())
+    assert model.training
+
+
+def test_frozen_bfloat16_and_half() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        model = Mlp().eval().to(dtype)
+        x = torch.randn(8, 32).to(dtype)
+        _, frozen = _frozen(model, x)
+        assert frozen.up.weight.dtype == dtype
+        assert frozen(x).dtype == dtype
+        assert (frozen(x) - model(x)).abs().max() < 0.1
+
+
+def test_casting_a_frozen_model() -> None:
+    model = Mlp().eval()
+    x = torch.randn(8, 32)
+    _, frozen = _frozen(model, x)
+    expected = frozen(x)
+    frozen.half()
+    assert frozen.up.weight.dtype == torch.float16
+    assert frozen.up.site_forward_linear_0._weight_quantizer.stored.dtype == torch.int8
+    assert (frozen(x.half()) - expected).abs().max() < 0.02
+
+
+class Tied(nn.Module):
+    """An embedding and an output head with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(48, 32)
+        self.body = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 48, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.embedding(ids)))
+
+
+def test_tied_weights() -> None:
+    model = Tied().eval()
+    ids = torch.randint(0, 48, (4, 8))
+    q, frozen = _frozen(model, ids)
+    assert q.plan["head.forward.linear_0"].quantized
+    assert torch.equal(frozen.embedding(ids), model.embedding(ids))
+    assert torch.equal(frozen.embedding.weight, model.embedding.weight)
+    operands = {operand.name: operand for operand in q.plan["head.forward.linear_0"].operands}
+    hidden = frozen.body(model.embedding(ids))
+    rounded = ops.fake_quantize(hidden, operands["input"].scale, "int8")
+    weight = ops.fake_quantize(model.head.weight, operands["weight"].scale, "int8", 0)
+    assert torch.equal(frozen(ids), F.linear(rounded, weight))
+
+
+class TwoReaders(nn.Module):
+    """Two sites of one module read one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.weight).tanh(), self.weight)
+
+
+def test_two_sites_read_one_weight() -> None:
+    model = TwoReaders().eval()
+    x = torch.randn(8, 32)
+    q, frozen = _frozen(model, x)
+    assert len(q.coverage.quantized) == 2
+    assert (frozen(x) - model(x)).abs().max() < 1
+
+
+def test_one_of_two_readers_is_excluded_and_keeps_the_float_weight() -> None:
+    model = TwoReaders().eval()
+    x = torch.randn(8, 32)
+    q, frozen = _frozen(model, x, exclude={"sites": ["forward.linear_1"]})
+    operands = {operand.name: operand for operand in q.plan["forward.linear_0"].operands}
+    rounded = ops.fake_quantize(x, operands["input"].scale, "int8")
+    weight = ops.fake_quantize(model.weight, operands["weight"].scale, "int8", 0)
+    assert torch.equal(frozen(x), F.linear(F.linear(rounded, weight).tanh(), model.weight))
+
+
+class Elsewhere(nn.Module):
+    """Products with parameters that are not called ``weight``, or belong to another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(32, 32)
+        self.projection = nn.Parameter(torch.randn(32, 48))
+        self.table = nn.Embedding(48, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(self.body(x), self.body.weight)
+        return y @ self.projection + F.linear(y, self.table.weight)
+
+
+def test_weights_of_other_modules_and_of_other_names() -> None:
+    model = Elsewhere().eval()
+    x = torch.randn(8, 32)
+    q, frozen = _frozen(model, x, sites={"residual_add": False})
+    assert {row.name for row in q.coverage.quantized} == {
+        "body.forward.linear_0",
+        "forward.linear_0",
+        "forward.matmul_0",
+        "forward.linear_1",
+    }
+    projection = next(o for o in q.plan["forward.matmul_0"].operands if o.name == "rhs")
+    assert (projection.role, projection.axis) == ("weight", 1)
+    assert projection.scale is not None
+    assert projection.scale.shape == (48,)
+    expected = model(x)
+    assert (frozen(x) - expected).norm() / expected.norm() < 0.05
+
+
+def test_a_reader_elsewhere_that_is_excluded_keeps_the_float_weight() -> None:
+    model = Elsewhere().eval()
+    x = torch.randn(8, 32)
+    _, frozen = _frozen(model, x, include={"sites": ["body.forward.linear_0"]})
+    hidden = frozen.body(x)
+    y = F.linear(hidden, model.body.weight)
+    assert torch.equal(frozen(x), y @ model.projection + F.linear(y, model.table.weight))
+
+
+# -- save and load -------------------------------------------------------------------------------------------------
+
+_RELOAD = """
+from pathlib import Path
+import torch
+from helpers import assert_same, batch, tiny
+from quantizer import Quantizer
+folder = Path(sys.argv[1])
+model = tiny("bert-classification", "sdpa")
+q = Quantizer.load(folder / "state")
+kept = torch.load(folder / "kept.pt")
+with torch.no_grad():
+    frozen = q.quantize(model)
+    assert_same(dict(frozen(**kept["inputs"])), kept["output"])
+assert str(q.coverage) == kept["coverage"], str(q.coverage)
+assert str(q.ranges) == kept["ranges"]
+assert [row.name for row in q.coverage.quantized] == kept["quantized"]
+q.save(folder / "again")
+assert (folder / "again/quantizer.yaml").read_bytes() == (folder / "state/quantizer.yaml").read_bytes()
+"""
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_reload_in_a_new_process_is_bit_identical(tmp_path: Path, fallback: bool) -> None:
+    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    model = tiny("bert-classification", "sdpa")
+    inputs = batch("bert", padded=True)
+    q = Quantizer(exclude={"names": ["classifier"]})
+    q.calibrate(model, [inputs, batch("bert", seed=3)])
+    with torch.no_grad():
+        if fallback:
+            amp = q.amp(model)
+            amp(**inputs)
+            assert len(q.fallback(amp, num=2).groups) == 2
+        output = q.quantize(model)(**inputs)
+    assert q.save(tmp_path / "state") == tmp_path / "state"
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["quantizer.yaml", "ranges.safetensors"]
+    kept = {
+        "inputs": inputs,
+        "output": dict(output),
+        "quantized": [row.name for row in q.coverage.quantized],
+        "coverage": str(q.coverage),
+        "ranges": str(q.ranges),
+    }
+    torch.save(kept, tmp_path / "kept.pt")
+    _run_in_a_new_process(_RELOAD, tmp_path)
+
+
+def test_saving_twice_replaces(tmp_path: Path) -> None:
+    model = Mlp().eval()
+    q, _ = _frozen(model, torch.randn(8, 32))
+    q.save(tmp_path / "state")
+    q.calibrate(model, [torch.randn(8, 32) * 5])
+    q.save(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert str(Quantizer.load(tmp_path / "state").ranges) == str(q.ranges)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    q, _ = _frozen(Mlp().eval(), torch.randn(8, 32))
+    with pytest.raises(QuantizerError, match="file/state cannot be written.*choose another folder"):
+        q.save(tmp_path / "file" / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_saving_onto_a_file(tmp_path: Path) -> None:
+    """A file in the way is an error, and stays."""
+    (tmp_path / "state").write_text("mine")
+    q, _ = _frozen(Mlp().eval(), torch.randn(8, 32))
+    with pytest.raises(QuantizerError, match="state cannot be written"):
+        q.save(tmp_path / "state")
+    assert (tmp_path / "state").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "quantizer.yaml").unlink(), "no folder that Quantizer.save.. wrote.*yaml is missing"),
+        (lambda folder: (folder / "ranges.safetensors").unlink(), "ranges.safetensors is missing|No such file"),
+        (lambda folder: (folder / "ranges.safetensors").write_bytes(b"x" * 20), "cannot be read"),
+        (lambda folder: (folder / "quantizer.yaml").write_text("a: [1"), "cannot be read"),
+        (lambda folder: (folder / "quantizer.yaml").write_text("- 1"), "format None; this version reads format 1"),
+        (lambda folder: (folder / "quantizer.yaml").write_text("format: 99"), "format 99; this version reads format 1"),
+        (lambda folder: (folder / "quantizer.yaml").write_text("format: 1"), "damaged"),
+        (lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: 5"), "damaged"),
+        (lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: []"), "config or fallback is missing"),
+    ],
+)
+def test_a_damaged_folder(tmp_path: Path, damage: Any, message: str) -> None:
+    q, _ = _frozen(Mlp().eval(), torch.randn(8, 32))
+    folder = q.save(tmp_path / "state")
+    damage(folder)
+    with pytest.raises(QuantizerError, match=message):
+        Quantizer.load(folder)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(QuantizerError, match="no folder that Quantizer.save"):
+        Quantizer.load(tmp_path / "nothing")
+
+
+def test_a_loaded_quantizer_can_be_calibrated_again(tmp_path: Path) -> None:
+    model = Mlp().eval()
+    q, _ = _frozen(model, torch.randn(8, 32))
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    x = torch.randn(8, 32) * 9
+    loaded.calibrate(model, [x])
+    fresh, expected = _frozen(model, x)
+    assert str(loaded.ranges) == str(fresh.ranges)
+    assert torch.equal(loaded.quantize(model)(x), expected(x))
+
+
+# -- tracing, compiling, exporting ---------------------------------------------------------------------------------
+
+_LOAD_TRACED = """
+from pathlib import Path
+import torch
+import quantizer
+folder = Path(sys.argv[1])
+kept = torch.load(folder / "kept.pt")
+traced = torch.jit.load(folder / "traced.pt")
+for x, y in zip(kept["inputs"], kept["outputs"]):
+    assert torch.equal(traced(x), y)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
+def test_trace_save_and_load_in_a_new_process(tmp_path: Path) -> None:
+    model = ConvNet().eval()
+    inputs = [torch.randn(rows, 3, 16, 16) for rows in (2, 5)]
+    _, frozen = _frozen(model, *inputs)
+    with torch.no_grad():
+        outputs = [frozen(x) for x in inputs]
+        traced = torch.jit.trace(frozen, inputs[0])
+    torch.jit.save(traced, tmp_path / "traced.pt")
+    torch.save({"inputs": inputs, "outputs": outputs}, tmp_path / "kept.pt")
+    loaded = torch.jit.load(tmp_path / "traced.pt")
+    for x, y in zip(inputs, outputs, strict=True):
+        assert torch.equal(loaded(x), y)
+    _run_in_a_new_process(_LOAD_TRACED.replace('import torch\n', 'import torch, warnings\nwarnings.simplefilter("ignore")\n'), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
+def test_tracing_a_transformers_model() -> None:
+    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    inputs = batch("bert", padded=True)
+    _, frozen = _frozen(tiny("bert", "sdpa"), inputs)
+    with torch.no_grad():
+        traced = torch.jit.trace(frozen, (inputs["input_ids"], inputs["attention_mask"]), strict=False)
+        expected = frozen(**inputs)
+        found = traced(inputs["input_ids"], inputs["attention_mask"])
+    assert torch.equal(found["last_hidden_state"], expected.last_hidden_state)
+
+
+@pytest.mark.parametrize("make", [Mlp, ConvNet])
+@pytest.mark.parametrize("kind", ["frozen", "off"])
+def test_compile_with_the_eager_backend(make: type[nn.Module], kind: str) -> None:
+    model = make().eval()
+    x = torch.randn(4, 32) if make is Mlp else torch.randn(4, 3, 16, 16)
+    q, frozen = _frozen(model, x)
+    proxy = frozen if kind == "frozen" else q.proxy(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(proxy, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), proxy(x))
+        assert torch.equal(compiled(x[:3]), proxy(x[:3]))
+
+
+def test_compile_a_transformers_model() -> None:
+    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    inputs = batch("bert", padded=True)
+    _, frozen = _frozen(tiny("bert", "sdpa"), inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(frozen, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(**inputs).last_hidden_state, frozen(**inputs).last_hidden_state)
+
+
+def test_compile_with_the_default_backend() -> None:
+    import shutil
+
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("the default backend needs a C++ compiler")
+    model = Mlp().eval()
+    x = torch.randn(4, 32)
+    _, frozen = _frozen(model, x)
+    torch._dynamo.reset()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        compiled = torch.compile(frozen)
+        assert torch.allclose(compiled(x), frozen(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "off"])
+def test_torch_export_with_a_dynamic_batch(kind: str) -> None:
+    model = ConvNet().eval()
+    x = torch.randn(4, 3, 16, 16)
+    q, frozen = _frozen(model, x)
+    proxy = frozen if kind == "frozen" else q.proxy(model)
+    with torch.no_grad():
+        program = torch.export.export(proxy, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        other = torch.randn(7, 3, 16, 16)
+        assert torch.equal(program.module()(other), proxy(other))
+    text = str(program.graph)
+    assert ("quantizer.fake_quantize" in text) == (kind == "frozen")
+
+
+def test_nothing_of_it_touches_the_model() -> None:
+    model = Mlp().eval()
+    before = Snapshot.of(model)
+    x = torch.randn(4, 32)
+    _, frozen = _frozen(model, x)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = model(x)
+        torch.compile(frozen, backend="eager")(x)
+        torch.export.export(frozen, (x,))
+        before.assert_unchanged(model)
+        assert_same(model(x), expected)
+
+
+# -- the classic workflow ------------------------------------------------------------------------------------------
+
+
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(Mlp, (8, 32)), (_sequential, (8, 32)), (ConvNet, (8, 3, 16, 16))],
+    ids=["mlp", "sequential", "conv"],
+)
+def test_the_classic_workflow(make: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """As people write it: no arguments, no eval(), no no_grad()."""
+    model, data = make(), torch.randn(shape)
+
+    quantizer = Quantizer()
+    quantizer.calib(model)(data)
+    amp_model = quantizer.amp(model)
+    amp_model(data)
+    quantizer.fallback(amp_model, num=1)
+    output = quantizer.quantize(model)(data)
+
+    quant_model = quantizer.quantize(model)
+    traced = torch.jit.trace(quant_model, data)
+    torch.jit.save(traced, tmp_path / "quant.pt")
+    assert torch.equal(torch.jit.load(tmp_path / "quant.pt")(data), output)
+    torch._dynamo.reset()
+    assert torch.allclose(torch.compile(quant_model, backend="eager")(data), output)
+
+    assert model.training
+    expected = model.eval()(data)
+    assert (output - expected).norm() / expected.norm() < 0.1
+    assert not torch.equal(output, expected)
+    assert len(quantizer.sensitivity) >= 2
+    assert sum(row.fallback for row in quantizer.sensitivity) == 1
