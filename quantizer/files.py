@@ -30,11 +30,8 @@ def write_folder(folder: str | os.PathLike[str], fill: Callable[[Path], object])
     try:
         fill(temporary)
         temporary.chmod(0o755)
-        if target.exists():
-            former = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-            os.replace(target, former)
-            os.replace(temporary, target)
-            shutil.rmtree(former)
+        if target.is_dir():
+            _swap(temporary, target)
         else:
             os.replace(temporary, target)
     except OSError as error:
@@ -42,3 +39,15 @@ def write_folder(folder: str | os.PathLike[str], fill: Callable[[Path], object])
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def _swap(new: Path, target: Path) -> None:
+    """Put ``new`` in the place of the folder ``target``, or leave everything as it was."""
+    former = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    os.replace(target, former)
+    try:
+        os.replace(new, target)
+    except BaseException:
+        os.replace(former, target)
+        raise
+    shutil.rmtree(former)

@@ -273,10 +273,10 @@ class _Run:
                     batch=report.latency_batch,
                     sequence=report.latency_sequence,
                     threads=self.config.engine.threads,
-                ).peak_mib
+                )
                 for name, result in built.items()
             }
-        return memory_entries(peaks)
+        return memory_entries({name: peak.peak_mib - peak.baseline_mib for name, peak in peaks.items()})
 
     def _fallback(self, quantizer: Quantizer) -> Fallback | None:
         chosen = quantizer.chosen_fallback

@@ -206,10 +206,13 @@ class Quantizer:
                 every integer input is ``sequence``.
 
         Raises:
+            ProxyError: ``quant_model`` is the float model, or the proxy of ``calib()`` or ``amp()``.
             ExportError: the model cannot be exported, or the file cannot be written.
         """
         from quantizer.export import export_onnx
 
+        if not is_proxy(quant_model) or quant_model is self._calib or (self._amp and quant_model is self._amp[0]):
+            raise ProxyError("export() takes the model that quantize() returned")
         profile = self._profile()
         return export_onnx(
             quant_model, Path(path), example, opset=opset or profile.opset, dtype=self._float_dtype(), axes=dynamic_axes

@@ -63,7 +63,9 @@ def tiny(architecture: str, attention: str = "eager", *, train: bool = False) ->
     return model.train(train)
 
 
-def batch(architecture: str, *, padded: bool = False, seed: int = 0, rows: int = 3, length: int = 8) -> dict[str, Tensor]:
+def batch(
+    architecture: str, *, padded: bool = False, seed: int = 0, rows: int = 3, length: int = 8
+) -> dict[str, Tensor]:
     """Inputs of ``tiny(architecture)``: token ids [rows, length] and their mask, or pixels [rows, 3, 16, 16]."""
     generator = torch.Generator().manual_seed(seed)
     if architecture in VISION:

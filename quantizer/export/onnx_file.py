@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,8 @@ from quantizer.proxy.build import is_proxy
 __all__ = ["export_onnx"]
 
 Axes = Mapping[str, Mapping[int, str]]
+
+_HALF_SCALES_OPSET = 19
 
 
 def export_onnx(
@@ -46,13 +52,16 @@ def export_onnx(
     for package in ("onnx", "onnxscript", "onnx_ir"):
         _require(package)
     _check_folder(path)
-    # The copy is converted, not the proxy: half the model in place would change what the caller holds.
-    exported = copy.deepcopy(model).eval() if dtype != _dtype_of(model) else model
-    exported = exported.to(dtype)
+    if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
+        raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
+    # A copy is converted, and put in eval mode: in place it would change what the caller holds.
+    exported = copy.deepcopy(model).eval().to(dtype)
     args, keywords = _split(example, dtype)
     names = _output_names(model, example)
     program = _export(exported, args, keywords, opset, _dynamic_shapes(exported, args, keywords, axes), names)
     ir_model = program.model
+    if ir_model.opset_imports[""] != opset:
+        raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
     run_passes(ir_model, PASSES)
     _write(ir_model, path)
     return path
@@ -66,6 +75,8 @@ def _require(package: str) -> None:
 
 
 def _check_folder(path: Path) -> None:
+    if path.is_dir():
+        raise ExportError(f"{path} is a folder; expected the name of a file, such as model.onnx")
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist; make it first")
     if not os.access(path.parent, os.W_OK):
@@ -91,8 +102,6 @@ def _split(example: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str,
 
 def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], axes: Axes | None) -> Any:
     """What ``torch.export`` takes as ``dynamic_shapes``: one entry for each input."""
-    import inspect
-
     dimension = {"batch": torch.export.Dim("batch", min=1), "sequence": torch.export.Dim("sequence", min=2)}
 
     def convention(value: Tensor) -> dict[int, Any]:
@@ -109,15 +118,31 @@ def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], keywords: dict[str,
         return {axis: dimension.setdefault(n, torch.export.Dim(n)) for axis, n in axes.get(name, {}).items()}
 
     names = [name for name in inspect.signature(model.forward).parameters if name not in keywords]
-    shapes = {name: entry(name, value) for name, value in zip(names, args, strict=False)}
-    return {**shapes, **{name: entry(name, value) for name, value in keywords.items()}}
+    inputs = {**dict(zip(names, args, strict=False)), **keywords}
+    _check_axes(axes or {}, inputs)
+    return {name: entry(name, value) for name, value in inputs.items()}
+
+
+def _check_axes(axes: Axes, inputs: Mapping[str, Any]) -> None:
+    for name, named in axes.items():
+        if name not in inputs:
+            raise ExportError(f"dynamic_axes names the input {name!r}; the example has: {', '.join(inputs)}")
+        rank = inputs[name].dim() if isinstance(inputs[name], Tensor) else 0
+        for axis, dimension in named.items():
+            if not 0 <= axis < rank:
+                raise ExportError(f"dynamic_axes: {name!r} has no axis {axis}; expected 0 to {rank - 1}")
+            if not dimension.isidentifier():
+                raise ExportError(f"dynamic_axes: {dimension!r} is no name of a dimension; expected one like 'batch'")
 
 
 def _output_names(model: nn.Module, example: Any) -> list[str] | None:
     """The keys of the model's output, where it is a mapping of tensors; None leaves the naming to the exporter."""
     args, keywords = _split(example, _dtype_of(model))
-    with torch.no_grad():
-        output = model(*args, **keywords)
+    try:
+        with torch.no_grad():
+            output = model(*args, **keywords)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise ExportError(f"the example does not run through {type(model).__name__}.forward: {error}") from error
     if not (isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())):
         return None
     return list(output)
@@ -131,9 +156,7 @@ def _export(
     dynamic: Any,
     output_names: list[str] | None,
 ) -> Any:
-    # The exporter warns about its own future; none of that is the user's to act on.
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with _quiet(), torch.no_grad():
         try:
             return torch.onnx.export(
                 model,
@@ -148,9 +171,31 @@ def _export(
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
             raise ExportError(
-                f"{type(model).__name__} cannot be exported: {str(error).strip().splitlines()[0]}; "
+                f"{type(model).__name__} cannot be exported: {_said(error)}; "
                 "see the exception above for the exporter's own report"
             ) from error
+
+
+def _said(error: BaseException) -> str:
+    """The first line of the innermost cause: the exporter's own first lines only say in which of its steps it was."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns of its own future and of optional packages; none of that is the user's to act on."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _write(ir_model: Any, path: Path) -> None:
@@ -159,8 +204,13 @@ def _write(ir_model: Any, path: Path) -> None:
     import onnx_ir
 
     proto = onnx_ir.to_proto(ir_model)
-    onnx.checker.check_model(proto)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        onnx.checker.check_model(proto)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except onnx.checker.ValidationError as error:
+        raise ExportError(f"{path}: onnx.checker refuses the graph: {error}") from error
+    except OSError as error:
+        raise ExportError(f"{path} cannot be written: {error.strerror}") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(proto.SerializeToString())

@@ -158,13 +158,13 @@ def as_root(proxy: nn.Module) -> None:
     proxy.__class__ = _ROOTS[cls]
 
 
-def with_stored_weight(cls: type[nn.Module], name: str, site: str) -> type[nn.Module]:
-    """A subclass whose parameter ``name`` is a property that reads the integers in the child called ``site``."""
-    key = (cls, name, site)
+def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str) -> type[nn.Module]:
+    """A subclass whose parameter ``name`` is a property that reads the integers of an operand of the child ``site``."""
+    key = (cls, name, site, operand)
     if key not in _STORED:
 
         def read(self: nn.Module) -> Tensor:
-            weight: Tensor = getattr(self, site).quantizer_of(name).dequantized()
+            weight: Tensor = getattr(self, site).quantizer_of(operand).dequantized()
             return weight
 
         read.__doc__ = "The stored weight, dequantized at each read."
@@ -172,19 +172,19 @@ def with_stored_weight(cls: type[nn.Module], name: str, site: str) -> type[nn.Mo
         body = {
             **_naming(known._quantizer_original_class, known._quantizer_reachable),
             name: property(read),
-            "_quantizer_stored": (name, site),
+            "_quantizer_stored": (*getattr(known, "_quantizer_stored", ()), (name, site, operand)),
         }
         _STORED[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
     return _STORED[key]
 
 
 def restore(
-    original: type[nn.Module], reachable: frozenset[str], stored: tuple[str, str] | None, is_root: bool
+    original: type[nn.Module], reachable: frozenset[str], stored: tuple[tuple[str, str, str], ...], is_root: bool
 ) -> nn.Module:
     """An empty instance of the class that a pickled or copied proxy module had."""
     cls = REWRITER.rewrite(original, reachable).cls
-    if stored is not None:
-        cls = with_stored_weight(cls, *stored)
+    for entry in stored:
+        cls = with_stored_weight(cls, *entry)
     module = cls.__new__(cls)
     if is_root:
         as_root(module)
@@ -192,7 +192,7 @@ def restore(
 
 
 _ROOTS: dict[type[nn.Module], type[nn.Module]] = {}
-_STORED: dict[tuple[type[nn.Module], str, str], type[nn.Module]] = {}
+_STORED: dict[tuple[type[nn.Module], str, str, str], type[nn.Module]] = {}
 
 
 def _naming(original: type[nn.Module], reachable: frozenset[str]) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     recipe = (
         cls._quantizer_original_class,
         cls._quantizer_reachable,
-        getattr(cls, "_quantizer_stored", None),
+        getattr(cls, "_quantizer_stored", ()),
         getattr(cls, "_quantizer_is_root", False),
     )
     return restore, recipe, self.__getstate__()  # type: ignore[no-untyped-call]

@@ -12,9 +12,9 @@ from quantizer.errors import ProxyError
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.classes import with_stored_weight
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.site import Site
-from quantizer.source.catalogue import Operand
 
 __all__ = ["apply_plan", "freeze", "store_weights"]
 
@@ -45,13 +45,16 @@ def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Keep the weights that the plan quantizes as integers in their sites; the modules keep their parameters.
 
     Raises:
-        ProxyError: a weight is not a parameter of the module that holds the site.
+        ProxyError: the proxy has no parameter of a weight's name, so it was made from another model.
     """
-    for site, quantizer, operand in _weights(proxy, plan):
-        host = _host(proxy, site)
-        parameter = host._parameters.get(operand.keyword)
+    for site, quantizer, planned in _weights(proxy, plan):
+        owner, name = _owner(proxy, planned)
+        parameter = owner._parameters.get(name)
         if parameter is None:
-            raise ProxyError(f"{site.path}: the weight is not the module's own parameter {operand.keyword!r}")
+            raise ProxyError(
+                f"{site.path}: the calibration belongs to another model, whose weight is {planned.parameter!r}; "
+                "calibrate this model with a Quantizer of its own"
+            )
         assert quantizer.scale is not None
         # A weight comes back in its module's own float type, which is that of its scale.
         quantizer.scale = quantizer.scale.to(parameter.dtype)
@@ -61,31 +64,34 @@ def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Store the weights, drop the float ones, and switch the planned sites on.
 
-    A parameter that only one site reads is dropped from its module and read back through a property; one that others
+    A parameter that one site of its own module alone reads is dropped and read back through a property; one that others
     read too (tied to an embedding, say) stays, and the site keeps integers of its own.
     """
     store_weights(proxy, plan)
     uses = Counter(id(parameter) for module in proxy.modules() for parameter in module._parameters.values())
+    readers = Counter(path for entry in plan.values() for path in entry.reads)
     for site in sites_of(proxy):
         site.active = plan[site.path].quantized
-    for site, quantizer, operand in _weights(proxy, plan):
-        host = _host(proxy, site)
-        others = [other for other in host.children() if isinstance(other, Site) and other is not site and other.active]
-        if uses[id(host._parameters[operand.keyword])] == 1 and not others:
-            del host._parameters[operand.keyword]
-            host.__class__ = with_stored_weight(type(host), operand.keyword, site.source.attribute)
+    for site, quantizer, planned in _weights(proxy, plan):
+        owner, name = _owner(proxy, planned)
+        alone = uses[id(owner._parameters[name])] == 1 and readers[planned.parameter or ""] == 1
+        if alone and owner is proxy.get_submodule(site.host_path):
+            del owner._parameters[name]
+            owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
             quantizer.handed_over = True
 
 
-def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[Site, OperandQuantizer, Operand]]:
+def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:
     """The weight operands that the plan quantizes."""
     for site in sites_of(proxy):
         planned = {operand.name: operand for operand in plan[site.path].operands}
         for position, operand in enumerate(site.operation.operands):
             entry = planned.get(operand.name)
             if entry is not None and entry.quantized and entry.role == "weight":
-                yield site, site.quantizer(position), operand
+                yield site, site.quantizer(position), entry
 
 
-def _host(proxy: nn.Module, site: Site) -> nn.Module:
-    return proxy.get_submodule(site.host_path)
+def _owner(proxy: nn.Module, weight: OperandPlan) -> tuple[nn.Module, str]:
+    """The module that has the parameter, and its name there."""
+    path, _, name = (weight.parameter or "").rpartition(".")
+    return proxy.get_submodule(path), name

@@ -40,9 +40,10 @@ class RangeGroup:
 
 @dataclass(kw_only=True, slots=True)
 class OperandRecord:
-    """What was seen of one operand: a parameter's name, or the group of an activation."""
+    """What was seen of one operand: a parameter and its path in the model, or the group of an activation."""
 
     parameter: nn.Parameter | None = None
+    parameter_path: str | None = None
     group: RangeGroup | None = None
 
 
@@ -51,13 +52,15 @@ class SiteRecord:
     """What was seen of one site.
 
     ``calls`` counts all calls and ``fit`` those whose operands can be rounded; ``reasons`` says why others cannot.
-    ``depth`` and ``width`` are K and N of the product (None: not seen yet; 0: they changed from call to call, as a
-    sequence length does); ``multiply_adds`` those of all calls together.
+    ``reads`` are the paths of the parameters among its operands. ``depth`` and ``width`` are K and N of the product
+    (None: not seen yet; 0: they changed from call to call, as a sequence length does); ``multiply_adds`` those of all
+    calls together.
     """
 
     calls: int = 0
     fit: int = 0
     reasons: list[str] = field(default_factory=list)
+    reads: set[str] = field(default_factory=set)
     depth: int | None = None
     width: int | None = None
     multiply_adds: int = 0
@@ -88,6 +91,7 @@ class Observation:
         self._seen: Any = WeakIdKeyDictionary()
         self._handles: list[Any] = []
         self._depth = 0
+        self._paths: dict[int, str] = {}
 
     def attach(self, proxy: nn.Module, sites: Iterable[Site]) -> None:
         """Start observing."""
@@ -121,6 +125,8 @@ class Observation:
                     f"batch {self.batches} of the calibration data: {name!r} has NaN or infinite values; "
                     "leave them out of the data"
                 )
+        # At each pass: a cast gives the proxy parameters of its own.
+        self._paths = {id(parameter): path for path, parameter in proxy.named_parameters()}
         self.provenance = Provenance()
         self.provenance.__enter__()  # type: ignore[no-untyped-call]
 
@@ -143,6 +149,7 @@ class Observation:
         """
         record = self.records[site.path]
         record.calls += 1
+        record.reads |= {self._paths[id(value)] for value in values if id(value) in self._paths}
         self._depth = 0
         reason = self._unfit(site, values)
         if reason is not None:
@@ -156,7 +163,7 @@ class Observation:
         for operand, value in zip(site.operation.operands, values, strict=True):
             seen = record.operands.setdefault(operand.name, OperandRecord())
             if isinstance(value, nn.Parameter):
-                seen.parameter = value
+                seen.parameter, seen.parameter_path = value, self._paths.get(id(value))
             elif f"{site.path}.{operand.name}" not in self._refused:
                 self._observe(site, operand.name, value, seen)
 

@@ -23,6 +23,7 @@ from quantizer.proxy.observe import OperandRecord
 from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.rules import by_kind
 from quantizer.proxy.site import Site
+from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
 
 __all__ = ["RESIDUAL_SQNR_DB", "OperandPlan", "Plan", "PlanSettings", "SitePlan", "decide", "put_back"]
@@ -42,7 +43,7 @@ class OperandPlan:
 
     ``amax`` [] or [C] is the range before the target's float type rounds the scale; ``scale`` [] or [C] is what the
     quantizer uses. ``range_group`` names the operands that share one range; ``clipped`` is the share of values beyond
-    it; ``axis`` the output channels of a weight (None: per tensor).
+    it; ``axis`` the output channels of a weight (None: per tensor), ``parameter`` the weight's path in the model.
     """
 
     name: str
@@ -58,13 +59,14 @@ class OperandPlan:
     clipped: float | None = None
     range_group: str | None = None
     group: str | None = None
+    parameter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SitePlan:
     """What becomes of one site, and why. ``rule`` is the config entry that decided, where one did.
 
-    ``group`` is the smallest thing that may change precision with it (an add's operands have groups of their own).
+    ``reads`` are the parameters among its operands, whether quantized or not.
     """
 
     name: str
@@ -77,6 +79,7 @@ class SitePlan:
     reason: str
     rule: str | None = None
     multiply_adds: int = 0
+    reads: tuple[str, ...] = ()
     operands: tuple[OperandPlan, ...] = ()
 
 
@@ -129,6 +132,7 @@ def decide(
             reason=reason or _summary(operands, settings),
             rule=rule,
             multiply_adds=record.multiply_adds,
+            reads=tuple(sorted(record.reads)),
             operands=operands,
         )
     names = group_names(plan)
@@ -190,22 +194,26 @@ def _operands(
         if f"{site.path}.{operand.name}" in refused:
             plans.append(OperandPlan(name=operand.name, role="activation", quantized=False, reason="excluded by rule"))
         elif seen.parameter is not None:
-            plans.append(_weight(operand.name, seen.parameter, operand.weight_axis, settings))
+            plans.append(_weight(operand, seen.parameter, seen.parameter_path, settings))
         elif seen.group is not None:
             plans.append(_activation(site, operand.name, seen, settings))
     return tuple(plans)
 
 
-def _weight(name: str, parameter: nn.Parameter, axis: int | None, settings: PlanSettings) -> OperandPlan:
-    weight = parameter.detach().float()
+def _weight(operand: Operand, parameter: nn.Parameter, path: str | None, settings: PlanSettings) -> OperandPlan:
+    if path is None:
+        reason = "the weight is a parameter that no module of the model has registered"
+        return OperandPlan(name=operand.name, role="weight", quantized=False, reason=reason)
+    weight, axis = parameter.detach().float(), operand.weight_axis
     if axis is None or not settings.per_channel:
         amax, axis = weight.abs().amax(), None
     else:
         axis = axis % weight.dim()
         amax = weight.abs().amax(dim=[d for d in range(weight.dim()) if d != axis])
     return OperandPlan(
-        name=name,
+        name=operand.name,
         role="weight",
+        parameter=path,
         quantized=True,
         amax=amax,
         scale=scale_of(amax, settings),

@@ -73,7 +73,7 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
         tensors = load_file(source / _TENSORS)
     except FileNotFoundError as error:
         raise QuantizerError(
-            f"{source} is no folder that Quantizer.save() wrote: {error.filename} is missing"
+            f"{source} is no folder that Quantizer.save() wrote: {error.filename or _TENSORS} is missing"
         ) from error
     except (OSError, yaml.YAMLError, SafetensorError) as error:
         raise QuantizerError(f"{source} cannot be read: {error}") from error
@@ -91,7 +91,8 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
                 )
                 for operand in site.pop("operands")
             )
-            plan[site["name"]] = SitePlan(**site, operands=operands)
+            reads = tuple(site.pop("reads"))
+            plan[site["name"]] = SitePlan(**site, reads=reads, operands=operands)
     except (KeyError, TypeError) as error:
         raise QuantizerError(f"{source / _YAML} is damaged: {error}") from error
     return plan, document

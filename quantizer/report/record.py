@@ -126,7 +126,8 @@ class MemoryEntry(_Record):
     name: str
     """The form; ``float`` names the reference and ``engine`` the quantized one."""
     peak_mib: float
-    """Peak memory in MiB."""
+    """Peak resident memory in MiB while the engine loads and runs in a process of its own, above what that process held
+    before."""
     ratio: float
     """The float peak divided by this peak; above 1 is less memory."""
 

@@ -231,7 +231,10 @@ def test_small_products_stay_float_on_tensorrt() -> None:
     q = Quantizer(backend="tensorrt")
     q.calibrate(model, [torch.randn(4, 32)])
     reasons = {row.name: (row.reason, row.rule) for row in q.coverage}
-    assert reasons["0.forward.linear_0"] == ("N = 8 is below 16: slower quantized than float on tensorrt", "target tensorrt")
+    assert reasons["0.forward.linear_0"] == (
+        "N = 8 is below 16: slower quantized than float on tensorrt",
+        "target tensorrt",
+    )
     assert reasons["2.forward.linear_0"][0].startswith("K = 8 is below 16")
     other = Quantizer(backend="openvino")
     other.calibrate(model, [torch.randn(4, 32)])
@@ -446,7 +449,9 @@ def test_a_missing_input() -> None:
 def test_a_missing_input_of_a_transformers_model() -> None:
     pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
     data = [{"attention_mask": torch.ones(2, 4, dtype=torch.long)}]
-    with pytest.raises(CalibrationError, match=r"inputs \['attention_mask'\]\) does not run through BertModel\.forward"):
+    with pytest.raises(
+        CalibrationError, match=r"inputs \['attention_mask'\]\) does not run through BertModel\.forward"
+    ):
         Quantizer().calibrate(tiny("bert"), data)
 
 

@@ -28,23 +28,21 @@ MATRIX = [
     if not (attention == "sdpa" and architecture in EAGER_ONLY)
 ]
 DTYPES = [pytest.param(torch.float32, id="f32"), pytest.param(torch.bfloat16, id="bf16")]
-PADDING = [pytest.param(False, id="full"), pytest.param(True, id="padded")]
+CASES = [
+    pytest.param(*case.values, padded, id=f"{case.id}-{'padded' if padded else 'full'}")
+    for case in MATRIX
+    for padded in (False, True)
+    if not (padded and case.values[0] in VISION)
+]
 
 
 def _wanted(architecture: str, attention: str) -> dict[str, Any]:
     return {"output_hidden_states": True, "output_attentions": attention == "eager"}
 
 
-def _skip_padded_images(architecture: str, padded: bool) -> None:
-    if padded and architecture in VISION:
-        pytest.skip("images are not padded")
-
-
-@pytest.mark.parametrize("padded", PADDING)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("architecture", "attention"), MATRIX)
+@pytest.mark.parametrize(("architecture", "attention", "padded"), CASES)
 def test_off_proxy_is_the_model(architecture: str, attention: str, dtype: torch.dtype, padded: bool) -> None:
-    _skip_padded_images(architecture, padded)
     model = tiny(architecture, attention).to(dtype)
     inputs = cast(batch(architecture, padded=padded), dtype)
     wanted = _wanted(architecture, attention)
@@ -62,13 +60,11 @@ def test_off_proxy_is_the_model(architecture: str, attention: str, dtype: torch.
     before.assert_unchanged(model)
 
 
-@pytest.mark.parametrize("padded", PADDING)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("architecture", "attention"), MATRIX)
+@pytest.mark.parametrize(("architecture", "attention", "padded"), CASES)
 def test_observing_proxy_is_the_eager_model(
     architecture: str, attention: str, dtype: torch.dtype, padded: bool
 ) -> None:
-    _skip_padded_images(architecture, padded)
     model = tiny(architecture, attention).to(dtype)
     eager = tiny(architecture, "eager").to(dtype)
     inputs = cast(batch(architecture, padded=padded), dtype)

@@ -113,7 +113,7 @@ def test_casting_a_frozen_model() -> None:
     frozen.half()
     assert frozen.up.weight.dtype == torch.float16
     assert frozen.up.site_forward_linear_0._weight_quantizer.stored.dtype == torch.int8
-    assert (frozen(x.half()) - expected).abs().max() < 0.02
+    assert (frozen(x.half()) - expected).norm() / expected.norm() < 0.02
 
 
 class Tied(nn.Module):
@@ -152,7 +152,8 @@ class TwoReaders(nn.Module):
         self.weight = nn.Parameter(torch.randn(32, 32))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.linear(x, self.weight).tanh(), self.weight)
+        hidden = F.linear(x, self.weight).tanh()
+        return F.linear(hidden, self.weight)
 
 
 def test_two_sites_read_one_weight() -> None:
@@ -301,7 +302,10 @@ def test_saving_onto_a_file(tmp_path: Path) -> None:
         (lambda folder: (folder / "quantizer.yaml").write_text("format: 99"), "format 99; this version reads format 1"),
         (lambda folder: (folder / "quantizer.yaml").write_text("format: 1"), "damaged"),
         (lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: 5"), "damaged"),
-        (lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: []"), "config or fallback is missing"),
+        (
+            lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: []"),
+            "config or fallback is missing",
+        ),
     ],
 )
 def test_a_damaged_folder(tmp_path: Path, damage: Any, message: str) -> None:
@@ -331,8 +335,10 @@ def test_a_loaded_quantizer_can_be_calibrated_again(tmp_path: Path) -> None:
 # -- tracing, compiling, exporting ---------------------------------------------------------------------------------
 
 _LOAD_TRACED = """
+import warnings
 from pathlib import Path
 import torch
+warnings.simplefilter("ignore")  # torch says that torch.jit is deprecated
 import quantizer
 folder = Path(sys.argv[1])
 kept = torch.load(folder / "kept.pt")
@@ -356,11 +362,12 @@ def test_trace_save_and_load_in_a_new_process(tmp_path: Path) -> None:
     loaded = torch.jit.load(tmp_path / "traced.pt")
     for x, y in zip(inputs, outputs, strict=True):
         assert torch.equal(loaded(x), y)
-    _run_in_a_new_process(_LOAD_TRACED.replace('import torch\n', 'import torch, warnings\nwarnings.simplefilter("ignore")\n'), tmp_path)
+    _run_in_a_new_process(_LOAD_TRACED, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # transformers' own property
 def test_tracing_a_transformers_model() -> None:
     pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
     inputs = batch("bert", padded=True)

@@ -286,9 +286,7 @@ def _torch_saved(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled, _torch_saved], ids=["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("kind", ["proxy", "quantize"])
 @pytest.mark.parametrize("architecture", ["bert-classification", "vit"])
-def test_copies_of_a_proxy(
-    architecture: str, kind: str, duplicate: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_copies_of_a_proxy(architecture: str, kind: str, duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model = tiny(architecture)
     inputs = batch(architecture, padded=True)
     q = Quantizer(sites={"residual_add": True})

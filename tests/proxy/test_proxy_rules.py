@@ -166,7 +166,8 @@ def test_patterns(pattern: str, path: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "count"), [("layer.*.attention", 72), ("**.query", 12), ("layer.1*.feed", 6), ("layer.**.attention", 72)]
+    ("pattern", "count"),
+    [("layer.*.attention", 72), ("**.query", 12), ("layer.1*.feed", 6), ("layer.**.attention", 72)],
 )
 def test_wildcards(pattern: str, count: int) -> None:
     assert len(_excluded(exclude={"names": [pattern]})) == count

@@ -47,4 +47,5 @@ def _scope(node: Any) -> str:
     if not text:
         return ""
     scopes = ast.literal_eval(text)
-    return str(scopes[-2]) if len(scopes) > 1 else ""
+    # Nodes that the exporter itself adds carry a scope of its own.
+    return "" if len(scopes) < 2 or str(scopes[-2]).startswith("_empty_nn_module_stack") else str(scopes[-2])

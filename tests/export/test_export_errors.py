@@ -1,0 +1,178 @@
+"""Exports that cannot be: a clear error, and nothing left behind."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Mlp
+from torch import Tensor
+from torch import nn
+
+import quantizer.export.onnx_file as onnx_file
+from quantizer import Quantizer
+from quantizer.errors import ExportError
+from quantizer.errors import MissingDependencyError
+from quantizer.export import export_onnx
+
+Prepared = tuple[Quantizer, nn.Module, Tensor]
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Prepared:
+    torch.manual_seed(0)
+    model, x = Mlp().eval(), torch.randn(4, 32)
+    quantizer = Quantizer(backend="tensorrt")
+    quantizer.calibrate(model, [x])
+    return quantizer, quantizer.quantize(model), x
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnx_ir"])
+def test_a_missing_library_names_the_extra(
+    mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    quantizer, frozen, x = mlp
+    original = builtins.__import__
+
+    def missing(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name == package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return original(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(MissingDependencyError, match=rf"'{package}' is not installed: run  pip install 'quantizer\[onnx\]'"):
+        quantizer.export(frozen, tmp_path / "m.onnx", x)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_folder(mlp: Prepared, tmp_path: Path) -> None:
+    quantizer, frozen, x = mlp
+    with pytest.raises(ExportError, match="the folder .*/none does not exist; make it first"):
+        quantizer.export(frozen, tmp_path / "none" / "m.onnx", x)
+
+
+def test_a_file_in_the_place_of_the_folder(mlp: Prepared, tmp_path: Path) -> None:
+    quantizer, frozen, x = mlp
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="the folder .*/file does not exist"):
+        quantizer.export(frozen, tmp_path / "file" / "m.onnx", x)
+
+
+def test_a_folder_in_the_place_of_the_file(mlp: Prepared, tmp_path: Path) -> None:
+    quantizer, frozen, x = mlp
+    with pytest.raises(ExportError, match="is a folder; expected the name of a file, such as model.onnx"):
+        quantizer.export(frozen, tmp_path, x)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_permission(mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantizer, frozen, x = mlp
+    # Nothing is forbidden to root, which tests may run as.
+    monkeypatch.setattr(onnx_file.os, "access", lambda path, mode: False)
+    with pytest.raises(ExportError, match="cannot be written"):
+        quantizer.export(frozen, tmp_path / "m.onnx", x)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a file system that nobody can write to: /proc")
+def test_a_file_system_that_nobody_can_write_to(mlp: Prepared) -> None:
+    quantizer, frozen, x = mlp
+    with pytest.raises(ExportError, match="/proc/m.onnx cannot be written|/proc cannot be written"):
+        quantizer.export(frozen, "/proc/m.onnx", x)
+
+
+@pytest.mark.parametrize("step", ["run_passes", "replace", "checker"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_nothing_is_left_half_written(
+    mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+) -> None:
+    quantizer, frozen, x = mlp
+    onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+    (tmp_path / "m.onnx").write_text("before")
+
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    owner, name = {
+        "run_passes": (onnx_file, "run_passes"),
+        "replace": (onnx_file.os, "replace"),
+        "checker": (onnx.checker, "check_model"),
+    }[step]
+    monkeypatch.setattr(owner, name, fail)
+    # What a pass or the checker itself raises is no error of ours.
+    expected = ExportError if isinstance(error, OSError) and step != "run_passes" else type(error)
+    with pytest.raises(expected, match="No space left on device" if isinstance(error, OSError) else None):
+        quantizer.export(frozen, tmp_path / "m.onnx", x)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("m.onnx", "before")]
+
+
+def test_a_graph_that_the_checker_refuses(mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantizer, frozen, x = mlp
+    onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+
+    class Spoil:
+        def requires(self, model: Any) -> None:
+            return None
+
+        def run(self, model: Any) -> int:
+            next(iter(model.graph)).op_type = "NoSuchOperator"
+            return 1
+
+        def ensures(self, model: Any) -> None:
+            return None
+
+    monkeypatch.setattr(onnx_file, "PASSES", (Spoil(),))
+    with pytest.raises(ExportError, match=r"m.onnx: onnx.checker refuses the graph: .*NoSuchOperator") as caught:
+        quantizer.export(frozen, tmp_path / "m.onnx", x)
+    assert isinstance(caught.value.__cause__, onnx.checker.ValidationError)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("opset", "message"),
+    [(13, "scales need opset 19 or later"), (18, "scales need opset 19 or later"), (99, "the exporter cannot write it")],
+)
+def test_an_opset_that_cannot_be(mlp: Prepared, tmp_path: Path, opset: int, message: str) -> None:
+    quantizer, frozen, x = mlp
+    with pytest.raises(ExportError, match=f"opset={opset}: .*{message}"):
+        quantizer.export(frozen, tmp_path / "m.onnx", x, opset=opset)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("example", [{}, {"z": torch.zeros(4, 32)}, torch.zeros(4, 7), None, (), "text"])
+def test_an_example_that_does_not_fit(mlp: Prepared, tmp_path: Path, example: Any) -> None:
+    quantizer, frozen, _ = mlp
+    with pytest.raises(ExportError, match=r"the example does not run through Mlp.forward: "):
+        quantizer.export(frozen, tmp_path / "m.onnx", example)
+    assert not list(tmp_path.iterdir())
+
+
+class Branching(nn.Module):
+    """Its way depends on the data, which no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y if y.sum() > 0 else -y
+
+
+def test_a_model_that_cannot_be_exported(tmp_path: Path) -> None:
+    model, x = Branching().eval(), torch.randn(4, 32)
+    quantizer = Quantizer(backend="openvino")
+    quantizer.calibrate(model, [x])
+    with pytest.raises(ExportError, match="Branching cannot be exported: .*data-dependent") as caught:
+        quantizer.export(quantizer.quantize(model), tmp_path / "m.onnx", x)
+    assert "\x1b" not in str(caught.value)
+    assert caught.value.__cause__ is not None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_float_model_that_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="Branching cannot be exported"):
+        export_onnx(Branching().eval(), tmp_path / "m.onnx", torch.randn(4, 32), opset=20, dtype=torch.float32)
+    assert not list(tmp_path.iterdir())

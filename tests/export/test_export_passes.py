@@ -1,0 +1,278 @@
+"""Each graph pass on small graphs: a match, no match, and a condition or promise that does not hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantizer.errors import ExportError
+from quantizer.export.passes import PASSES
+from quantizer.export.passes import run_passes
+from quantizer.export.passes.base import scalar
+from quantizer.export.passes.clamp_masks import MASK
+from quantizer.export.passes.clamp_masks import ClampMasks
+from quantizer.export.passes.name_nodes import NameNodes
+from quantizer.export.passes.weights_as_read import WeightsAsRead
+
+ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+WEIGHT = np.arange(-6, 6, dtype=np.int8).reshape(3, 4)
+SCALE = np.array([0.5, 1.0, 2.0], dtype=np.float32)
+
+
+def constant(name: str, array: np.ndarray) -> Any:
+    return ir.Value(
+        name=name,
+        shape=ir.Shape(array.shape),
+        type=ir.TensorType(ir.tensor(array).dtype),
+        const_value=ir.tensor(array, name=name),
+    )
+
+
+def model_of(inputs: list[Any], outputs: list[Any], nodes: list[Any], initializers: list[Any]) -> Any:
+    graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=initializers, opset_imports={"": 20}, name="g")
+    return ir.Model(graph, ir_version=10)
+
+
+def operators(model: Any) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+def linear(scale: np.ndarray = SCALE, *, perm: tuple[int, ...] = (1, 0), readers: int = 1, float_weight: bool = False) -> Any:
+    """x [2, 4] times the transpose of a stored weight [3, 4], as ``F.linear`` exports it."""
+    x = ir.Value(name="x", shape=ir.Shape([2, 4]), type=ir.TensorType(ir.DataType.FLOAT))
+    weight, step = constant("w", WEIGHT), constant("s", scale)
+    if float_weight:
+        weight = constant("w", WEIGHT.astype(np.float32))
+    attributes = [ir.AttrInt64("axis", 0)] if scale.size > 1 else []
+    dequantize = ir.Node("", "DequantizeLinear", [weight, step], attributes, name="dq")
+    dequantize.outputs[0].shape = ir.Shape([3, 4])
+    source = weight if float_weight else dequantize.outputs[0]
+    transpose = ir.Node("", "Transpose", [source], [ir.AttrInt64s("perm", perm)], name="t")
+    product = ir.Node("", "MatMul", [x, transpose.outputs[0]], name="m")
+    nodes = ([] if float_weight else [dequantize]) + [transpose, product]
+    outputs = [product.outputs[0]]
+    if readers > 1:
+        other = ir.Node("", "Relu", [source], name="r")
+        nodes.append(other)
+        outputs.append(other.outputs[0])
+    return model_of([x], outputs, nodes, [weight] if float_weight else [weight, step])
+
+
+def computed(model: Any) -> list[np.ndarray]:
+    onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+    for value in model.graph.outputs:
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+    for number, node in enumerate(model.graph):
+        node.outputs[0].name = node.outputs[0].name or f"v{number}"
+    proto = ir.to_proto(model)
+    session = onnx.reference.ReferenceEvaluator(proto)
+    return session.run(None, {"x": np.arange(8, dtype=np.float32).reshape(2, 4)})
+
+
+# -- weights as read -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [SCALE, np.array(0.5, dtype=np.float32)], ids=["per channel", "per tensor"])
+def test_a_weight_is_stored_as_its_product_reads_it(scale: np.ndarray) -> None:
+    model, entry = linear(scale), WeightsAsRead()
+    before = computed(linear(scale))
+    assert entry.requires(model) is None
+    assert entry.run(model) == 1
+    assert entry.ensures(model) is None
+    assert operators(model) == ["DequantizeLinear", "MatMul"]
+    stored = model.graph.initializers["w"]
+    assert np.array_equal(stored.const_value.numpy(), WEIGHT.T)
+    assert list(stored.shape) == [4, 3]
+    dequantize = next(iter(model.graph))
+    assert list(dequantize.outputs[0].shape) == [4, 3]
+    if scale.size > 1:
+        assert dequantize.attributes["axis"].as_int() == 1
+    for old, new in zip(before, computed(model), strict=True):
+        assert np.array_equal(old, new)
+
+
+def test_a_second_run_finds_nothing() -> None:
+    model, entry = linear(), WeightsAsRead()
+    entry.run(model)
+    assert entry.run(model) == 0
+
+
+@pytest.mark.parametrize("options", [{"readers": 2}, {"float_weight": True}], ids=["another reader", "float weight"])
+def test_a_weight_that_is_left_alone(options: dict[str, Any]) -> None:
+    model, entry = linear(**options), WeightsAsRead()
+    before = operators(model)
+    assert entry.run(model) == 0
+    assert entry.ensures(model) is None
+    assert operators(model) == before
+
+
+def test_a_transpose_that_changes_nothing_is_no_match() -> None:
+    # perm [0, 1] on a square weight would be turned all the same, and the product would be another.
+    model = linear(perm=(0, 1))
+    assert WeightsAsRead().run(model) == 0
+    assert np.array_equal(model.graph.initializers["w"].const_value.numpy(), WEIGHT)
+
+
+# -- masks ---------------------------------------------------------------------------------------------------------
+
+
+def masked(values: dict[str, np.ndarray], node_value: np.ndarray | None = None) -> Any:
+    x = ir.Value(name="x", shape=ir.Shape([2]), type=ir.TensorType(ir.DataType.FLOAT16))
+    nodes, last = [], x
+    initializers = [constant(name, value) for name, value in values.items()]
+    sources = list(initializers)
+    if node_value is not None:
+        made = ir.Node("", "Constant", [], [ir.AttrTensor("value", ir.tensor(node_value, name="made"))], name="c")
+        made.outputs[0].type = ir.TensorType(made.attributes["value"].as_tensor().dtype)
+        made.outputs[0].const_value = made.attributes["value"].as_tensor()
+        nodes.append(made)
+        sources.append(made.outputs[0])
+    for source in sources:
+        nodes.append(ir.Node("", "Add", [last, source], name=f"add{len(nodes)}"))
+        last = nodes[-1].outputs[0]
+    return model_of([x], [last], nodes, initializers)
+
+
+@pytest.mark.parametrize("value", [-65504.0, -np.inf, -40000.0])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1, 1)])
+def test_a_low_half_constant_is_raised(value: float, shape: tuple[int, ...]) -> None:
+    model, entry = masked({"m": np.full(shape, value, np.float16)}), ClampMasks()
+    assert entry.ensures(model) is not None
+    assert entry.run(model) == 1
+    assert entry.ensures(model) is None
+    after = model.graph.initializers["m"].const_value.numpy()
+    assert after.dtype == np.float16
+    assert after.shape == shape
+    assert float(after.reshape(())) == MASK
+
+
+def test_a_constant_node_is_raised() -> None:
+    model = masked({}, node_value=np.array(-65504, np.float16))
+    assert ClampMasks().run(model) == 1
+    assert float(next(iter(model.graph)).attributes["value"].as_tensor().numpy()) == MASK
+
+
+def test_half_values_that_stay() -> None:
+    values = {
+        "low enough": np.array(MASK, np.float16),
+        "zero": np.array(0, np.float16),
+        "large": np.array(65504, np.float16),
+        "weight": np.full((2,), -65504, np.float16),
+    }
+    model = masked(values)
+    assert ClampMasks().run(model) == 0
+    for name, value in values.items():
+        assert np.array_equal(model.graph.initializers[name].const_value.numpy(), value)
+
+
+def test_single_masks_stay() -> None:
+    lowest = np.array(np.finfo(np.float32).min)
+    model = masked({"m": lowest})
+    assert ClampMasks().run(model) == 0
+    assert model.graph.initializers["m"].const_value.numpy() == lowest
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def scoped(*scopes: str | None) -> Any:
+    x = ir.Value(name="x", shape=ir.Shape([2]), type=ir.TensorType(ir.DataType.FLOAT))
+    nodes, last = [], x
+    for scope in scopes:
+        node = ir.Node("", "Relu", [last], name="node_relu")
+        node.metadata_props["pkg.torch.onnx.stack_trace"] = "File '/home/me/model.py', line 3"
+        if scope is not None:
+            node.metadata_props[SCOPES] = scope
+        nodes.append(node)
+        last = node.outputs[0]
+    model = model_of([x], [last], nodes, [])
+    model.metadata_props["where"] = "/home/me"
+    return model
+
+
+def test_names_are_module_and_operator_with_a_number_where_needed() -> None:
+    model, entry = scoped("['', 'a.b', 'relu']", "['', 'a.b', 'relu_1']", "['', 'relu']", None, "['relu']"), NameNodes()
+    assert entry.ensures(model) is not None
+    assert entry.run(model) == 5
+    assert entry.ensures(model) is None
+    assert [node.name for node in model.graph] == ["a.b/Relu", "a.b/Relu_2", "graph/Relu", "graph/Relu_2", "graph/Relu_3"]
+    assert not any(node.metadata_props for node in model.graph)
+    assert not model.metadata_props
+
+
+def test_the_exporters_own_scope_is_no_module() -> None:
+    model = scoped("['', '_empty_nn_module_stack_from_metadata_hook', 'sym_size']")
+    NameNodes().run(model)
+    assert [node.name for node in model.graph] == ["graph/Relu"]
+
+
+def test_a_graph_without_nodes() -> None:
+    model = scoped()
+    run_passes(model, PASSES)
+    assert operators(model) == []
+
+
+def test_numbers_never_collide() -> None:
+    # A module may itself end in what a number would look like.
+    model = scoped("['', 'a', 'relu']", "['', 'a', 'relu']", "['', 'a', 'relu']")
+    NameNodes().run(model)
+    assert NameNodes().ensures(model) is None
+
+
+# -- the runner ----------------------------------------------------------------------------------------------------
+
+
+class Stub:
+    """A pass with a given condition and promise."""
+
+    def __init__(self, before: str | None = None, after: str | None = None) -> None:
+        self.before, self.after, self.runs = before, after, 0
+
+    def requires(self, model: Any) -> str | None:
+        return self.before
+
+    def run(self, model: Any) -> int:
+        self.runs += 1
+        return 1
+
+    def ensures(self, model: Any) -> str | None:
+        return self.after
+
+
+def test_a_broken_condition_stops_before_the_pass_and_names_it() -> None:
+    stub = Stub(before="the graph has no inputs")
+    with pytest.raises(ExportError, match="pass Stub cannot start: the graph has no inputs"):
+        run_passes(None, [stub])
+    assert stub.runs == 0
+
+
+def test_a_broken_promise_names_the_pass_and_stops_the_next() -> None:
+    first, second = Stub(after="a Transpose is left"), Stub()
+    with pytest.raises(ExportError, match="pass Stub did not do its work: a Transpose is left"):
+        run_passes(None, [first, second])
+    assert (first.runs, second.runs) == (1, 0)
+
+
+@pytest.mark.parametrize("entry", PASSES, ids=lambda entry: type(entry).__name__)
+def test_the_promise_of_each_pass_is_checked(entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {
+        "WeightsAsRead": linear(),
+        "ClampMasks": masked({"m": np.array(-65504, np.float16)}),
+        "NameNodes": scoped("['', 'a', 'relu']", "['', 'a', 'relu']"),
+    }
+    name = type(entry).__name__
+    monkeypatch.setattr(type(entry), "run", lambda self, model: 0)
+    with pytest.raises(ExportError, match=f"pass {name} did not do its work"):
+        run_passes(models[name], [entry])
+
+
+def test_scalar() -> None:
+    assert scalar(constant("a", np.array(2.5, np.float32))) == 2.5
+    assert scalar(constant("a", np.array([2.5], np.float16))) == 2.5
+    assert scalar(constant("a", np.array([1.0, 2.0], np.float32))) is None
+    assert scalar(constant("a", np.array(1, np.int64))) is None
+    assert scalar(ir.Value(name="x")) is None
