@@ -10,7 +10,10 @@ from typing import Any
 from typing import Generic
 from typing import TypeVar
 
+from rich import box
+
 from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.plan import NOT_CALIBRATED
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
@@ -23,6 +26,12 @@ from quantizer.report.tables import text_table
 __all__ = ["Coverage", "CoverageRow", "RangeRow", "Ranges", "Sensitivity", "SensitivityRow"]
 
 Row = TypeVar("Row")
+
+_ROWS = 40
+"""Rows that ``repr`` shows; ``text()`` gives all."""
+_HTML_ROWS = 300
+_WIDTH = 120
+_NAME_WIDTH = 76
 
 # An add of integers, tuples or broadcasts is found like any other, but tells a reader nothing.
 _QUIET = (
@@ -106,11 +115,30 @@ class _View(Generic[Row]):
         """The table's rows as shown."""
         raise NotImplementedError
 
+    def text(self, limit: int | None = None) -> str:
+        """The table as plain text, for a terminal of 120 columns; ``limit`` rows at most, None shows all."""
+        cells = self.cells()
+        table = text_table(self.columns, cells, title=self.title(), limit=limit)
+        table.box, table.pad_edge, table.show_edge, table.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
+        # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
+        widest = max((len(row[at]) for row in cells[:limit] for at in self._names()), default=0)
+        for at in self._names():
+            table.columns[at].no_wrap = widest <= _NAME_WIDTH
+        if table.caption is not None:
+            table.caption = f"{table.caption}; print .text() to see all, .rows holds them"
+            table.caption_justify = "left"
+        lines = string_from_table(table, width=_WIDTH).splitlines()
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _names(self) -> list[int]:
+        return [at for at, column in enumerate(self.columns) if isinstance(column, Column) and column.mono]
+
     def __repr__(self) -> str:
-        return string_from_table(text_table(self.columns, self.cells(), title=self.title()))
+        return self.text(limit=_ROWS)
 
     def _repr_html_(self) -> str:
-        return html_table(self.columns, self.cells(), caption=self.title())
+        table = html_table(self.columns, self.cells(), caption=self.title(), limit=_HTML_ROWS)
+        return f'<div style="max-height:32em;overflow:auto">{table}</div>'
 
 
 class Coverage(_View[CoverageRow]):
@@ -124,8 +152,7 @@ class Coverage(_View[CoverageRow]):
         "kind",
         "line",
         "quantized",
-        Column(title="why"),
-        Column(title="rule"),
+        "why",
     )
 
     @classmethod
@@ -150,15 +177,19 @@ class Coverage(_View[CoverageRow]):
         return {kind: (held[kind], total[kind]) for kind in sorted(total)}
 
     def title(self) -> str:
+        if any(row.reason == NOT_CALIBRATED for row in self.rows):
+            totals = ", ".join(f"{kind} {total}" for kind, (_, total) in self.by_kind().items())
+            return f"sites found: {totals}; calibration decides which of them are quantized"
         parts = [f"{kind} {held} of {total}" for kind, (held, total) in self.by_kind().items()]
         quiet = sum(row.quiet for row in self.rows)
         tail = f"; {quiet} additions that join no branches are not shown" if quiet else ""
         return f"sites quantized: {', '.join(parts) or 'none found'}{tail}"
 
     def cells(self) -> list[list[Any]]:
+        """What is not quantized comes first: a table that is cut short should lose the rows that say least."""
         return [
-            [row.name, row.kind, row.line, "yes" if row.quantized else "no", row.reason, row.rule]
-            for row in self.rows
+            [row.name, row.kind, row.line, "yes" if row.quantized else "no", _why(row)]
+            for row in sorted(self.rows, key=lambda row: row.quantized)
             if not row.quiet
         ]
 
@@ -191,6 +222,9 @@ class BarPlot:
     def __init__(self, svg: str) -> None:
         self.svg = svg
 
+    def __repr__(self) -> str:
+        return "a picture: a notebook shows it, .save(path) writes it as SVG"
+
     def _repr_html_(self) -> str:
         return self.svg
 
@@ -205,12 +239,10 @@ class Ranges(_View[RangeRow]):
 
     columns = (
         Column(title="operand", mono=True),
-        "role",
-        "quantized",
+        "used",
         "min",
         "max",
         "amax",
-        "scale",
         Column(title="clipped", show=lambda value: f"{value:.4%}"),
         Column(title="SQNR dB", show=lambda value: f"{value:.1f}"),
     )
@@ -221,23 +253,26 @@ class Ranges(_View[RangeRow]):
         return cls([_row_of_operand(site, operand) for site in plan.values() for operand in site.operands])
 
     def title(self) -> str:
-        return f"{len(self.rows)} ranges"
+        used = sum(row.quantized for row in self.rows)
+        return f"{len(self.rows)} ranges, {used} of them used; clipped is the share of values beyond amax"
 
     def cells(self) -> list[list[Any]]:
         return [
             [
                 row.name,
-                row.role,
                 "yes" if row.quantized else "no",
                 row.minimum,
                 row.maximum,
                 row.amax,
-                row.scale,
                 row.clipped,
                 row.sqnr_db,
             ]
             for row in self.rows
         ]
+
+
+def _why(row: CoverageRow) -> str:
+    return f"{row.reason} ({row.rule})" if row.rule else row.reason
 
 
 def _row_of_site(entry: SitePlan) -> CoverageRow:

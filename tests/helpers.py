@@ -112,7 +112,7 @@ def assert_same(first: Any, second: Any) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What must not change in a user's model: keys, identity and value of its tensors, classes, config, hooks, modes."""
+    """What must not change in a user's model: its tensors and their names, classes, config, hooks, modes."""
 
     state: dict[str, Tensor]
     identities: tuple[int, ...]

@@ -18,6 +18,9 @@ __all__ = ["BINS", "Histogram"]
 
 BINS = 2048
 
+_FINEST = -127
+"""The exponent of the smallest width whose inverse float32 holds."""
+
 
 class Histogram:
     """Counts of |x| in ``BINS`` bins whose width follows the largest value seen.
@@ -42,7 +45,8 @@ class Histogram:
         if amax == 0:
             self._zeros += x.numel()
             return
-        self._grow(_exponent_for(amax))
+        # The values are counted as float32, in which a float64 amax may round up into the next power of two.
+        self._grow(_exponent_for(float(torch.tensor(amax, dtype=torch.float32))))
         assert self.exponent is not None
         # Scaling by a power of two is exact, so truncation gives the true bin. int32 is what bincount likes best.
         bins = x.detach().float().abs().mul_(2.0**-self.exponent).to(torch.int32).flatten()
@@ -99,9 +103,9 @@ class Histogram:
 
 
 def _exponent_for(amax: float) -> int:
-    """The smallest exponent e for which amax falls into one of ``BINS`` bins of width 2**e."""
+    """The smallest exponent e, but at least ``_FINEST``, for which amax falls into one of ``BINS`` bins of width 2**e."""
     _, exponent = math.frexp(amax)  # amax = mantissa * 2**exponent, 0.5 <= mantissa < 1
-    return exponent - int(math.log2(BINS))
+    return max(exponent - int(math.log2(BINS)), _FINEST)
 
 
 def _coarsened(counts: Tensor, doublings: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from quantizer.errors import ProxyError
 from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.classes import REWRITER
 from quantizer.proxy.classes import as_root
+from quantizer.proxy.classes import kept_methods
 from quantizer.proxy.classes import original_class
 from quantizer.proxy.site import Site
 from quantizer.source.catalogue import operation
@@ -72,6 +74,10 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
         for source in rewritten.sites:
             if source.reason is None:
                 _attach(module, path, source)
+    for module in proxy.modules():
+        for name, method in kept_methods(module).items():
+            rewritten_function = getattr(type(method.__self__), method.__name__)
+            vars(module)[name] = types.MethodType(rewritten_function, method.__self__)
     as_root(proxy)
     if eager_attention:
         use_eager_attention(proxy)
@@ -94,7 +100,10 @@ def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
         for source in rewritten.sites:
             if source.reason is not None:
                 yield SkippedSource(path=_join(path, source.name), host_type=name, source=source, reason=source.reason)
-        for problem in rewritten.problems:
+        problems = list(rewritten.problems)
+        if "forward" in vars(module).keys() - kept_methods(module).keys():
+            problems.append("its forward was replaced on this module, so what runs there is not rewritten")
+        for problem in problems:
             yield SkippedSource(path=path, host_type=name, source=None, reason=problem)
 
 

@@ -20,7 +20,18 @@ from quantizer.source.find import SiteSource
 from quantizer.source.rebuild import Rebuilder
 from quantizer.source.text import Key
 
-__all__ = ["REWRITER", "ClassRewriter", "Rewritten", "as_root", "original_class", "restore", "with_stored_weight"]
+__all__ = [
+    "REWRITER",
+    "ClassRewriter",
+    "Rewritten",
+    "as_root",
+    "kept_methods",
+    "original_class",
+    "restore",
+    "with_stored_weight",
+]
+
+_FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
 
 # They compute nothing, and the additions in their source are of indices.
 _LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -42,14 +53,15 @@ class ClassRewriter:
 
     Attributes:
         rebuilder: rewrites the functions.
-        done: results by original class and the names of those of its functions that may run in a forward pass.
-        read: attribute names that a class's functions mention, by class and function name.
+        done: results by original class and those of its functions, by name, that may run in a forward pass. The
+            functions themselves are in the key, because a class may be patched between two proxies.
+        read: attribute names that a function mentions, by function.
     """
 
     def __init__(self) -> None:
         self.rebuilder = Rebuilder()
-        self.done: dict[tuple[type[nn.Module], frozenset[str]], Rewritten] = {}
-        self.read: dict[type[nn.Module], dict[str, set[str]]] = {}
+        self.done: dict[tuple[type[nn.Module], frozenset[str], tuple[Any, ...]], Rewritten] = {}
+        self.read: dict[Any, set[str]] = {}
 
     def reachable(self, model: nn.Module) -> frozenset[str]:
         """Names of the functions that a forward pass of ``model`` may run.
@@ -61,6 +73,7 @@ class ClassRewriter:
         classes = {cls for module in model.modules() for cls in original_class(module).__mro__ if _is_ours(cls)}
         root = vars(original_class(model))
         names = {"forward"} | {name for name in root if not name.startswith("_")}
+        names |= {value.__name__ for module in model.modules() for value in kept_methods(module).values()}
         reached: set[str] = set()
         while names - reached:
             name = (names - reached).pop()
@@ -70,14 +83,20 @@ class ClassRewriter:
         return frozenset(name for cls in classes for name in self._functions(cls) if name in reached)
 
     def _functions(self, cls: type[nn.Module]) -> dict[str, set[str]]:
-        if cls not in self.read:
-            self.read[cls] = {name: self.rebuilder.names_read(attribute) for name, attribute in vars(cls).items()}
-        return self.read[cls]
+        functions = {name: attribute for name, attribute in vars(cls).items() if isinstance(attribute, _FUNCTIONS)}
+        for attribute in functions.values():
+            if attribute not in self.read:
+                self.read[attribute] = self.rebuilder.names_read(attribute)
+        read = {name: self.read[attribute] for name, attribute in functions.items()}
+        # A forward that is no function cannot be looked into, but must be reported.
+        return read | {name: set() for name in {"forward"} & vars(cls).keys() - read.keys()}
 
     def rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
         """The generated class of a module class, with those of its functions rewritten that are ``reachable``."""
-        relevant = frozenset(name for base in cls.__mro__ if _is_ours(base) for name in vars(base)) & reachable
-        key = (cls, relevant)
+        bases = [vars(base) for base in cls.__mro__ if _is_ours(base)]
+        relevant = frozenset(name for base in bases for name in base) & reachable
+        functions = (base[name] for base in bases for name in sorted(relevant & base.keys()))
+        key = (cls, relevant, tuple(function for function in functions if isinstance(function, _FUNCTIONS)))
         if key not in self.done:
             self.done[key] = self._rewrite(cls, relevant)
         return self.done[key]
@@ -94,6 +113,8 @@ class ClassRewriter:
             if name not in reachable:
                 continue
             rebuilt = self.rebuilder.rebuild(attribute)
+            if name == "forward" and not isinstance(attribute, _FUNCTIONS):
+                problems.append(f"its forward is a {type(attribute).__name__} and no function, so it stays as it is")
             sites += [site for site in rebuilt.sites if site not in sites]
             keys |= rebuilt.keys
             if rebuilt.function is not None:
@@ -144,7 +165,20 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _is_ours(cls: type) -> bool:
-    return issubclass(cls, nn.Module) and cls not in _LEFT_ALONE
+    return cls is not object and cls not in _LEFT_ALONE
+
+
+def kept_methods(module: nn.Module) -> dict[str, types.MethodType]:
+    """Methods of modules that a module keeps as attributes, by attribute."""
+    kept = {name: value for name, value in vars(module).items() if isinstance(value, types.MethodType)}
+    return {name: method for name, method in kept.items() if _is_own(method)}
+
+
+def _is_own(method: types.MethodType) -> bool:
+    owner = method.__self__
+    if not isinstance(owner, nn.Module):
+        return False
+    return getattr(original_class(owner), method.__name__, None) is method.__func__
 
 
 def as_root(proxy: nn.Module) -> None:

@@ -67,6 +67,26 @@ class SiteRecord:
     operands: dict[str, OperandRecord] = field(default_factory=dict)
 
 
+def padding_mask(keywords: Mapping[str, Any]) -> Tensor | None:
+    """The mask [B, S] among a model's inputs, True where a token is real; None where nothing is padded."""
+    mask = keywords.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    real = mask.bool()
+    return None if bool(real.all()) else real
+
+
+def _without_padding(value: Tensor, mask: Tensor | None) -> Tensor:
+    """The real positions of an operand [B, .., S, ..]; all of it where no axis, or more than one, has the length S.
+
+    What the network computes at padding is read by nobody, yet it can set the range of everything else.
+    """
+    if mask is None or value.dim() < 3 or value.shape[0] != mask.shape[0]:
+        return value
+    axes = [axis for axis in range(1, value.dim()) if value.shape[axis] == mask.shape[1]]
+    return value.movedim(axes[0], 1)[mask] if len(axes) == 1 else value
+
+
 class Observation:
     """Watches a proxy's sites during calibration.
 
@@ -92,6 +112,7 @@ class Observation:
         self._handles: list[Any] = []
         self._depth = 0
         self._paths: dict[int, str] = {}
+        self._mask: Tensor | None = None
 
     def attach(self, proxy: nn.Module, sites: Iterable[Site]) -> None:
         """Start observing."""
@@ -127,6 +148,7 @@ class Observation:
                 )
         # At each pass: a cast gives the proxy parameters of its own.
         self._paths = {id(parameter): path for path, parameter in proxy.named_parameters()}
+        self._mask = padding_mask(keywords)
         self.provenance = Provenance()
         self.provenance.__enter__()  # type: ignore[no-untyped-call]
 
@@ -232,12 +254,12 @@ class Observation:
         if known is not None and known[0] == version:
             self._join(record, known[1], name)
             if residual:
-                known[1].calibrator.start_histogram(value)
+                known[1].calibrator.start_histogram(_without_padding(value, self._mask))
             return
         if record.group is None:
             record.group = RangeGroup(calibrator=self._make(residual), operands=[name])
         try:
-            record.group.calibrator.observe(value)
+            record.group.calibrator.observe(_without_padding(value, self._mask))
         except CalibrationError as error:
             raise CalibrationError(f"batch {self.batches} of the calibration data: {name}: {error}") from error
         self._seen[value] = (version, record.group)

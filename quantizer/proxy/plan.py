@@ -26,7 +26,16 @@ from quantizer.proxy.site import Site
 from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
 
-__all__ = ["RESIDUAL_SQNR_DB", "OperandPlan", "Plan", "PlanSettings", "SitePlan", "decide", "put_back"]
+__all__ = [
+    "NOT_CALIBRATED",
+    "RESIDUAL_SQNR_DB",
+    "OperandPlan",
+    "Plan",
+    "PlanSettings",
+    "SitePlan",
+    "decide",
+    "put_back",
+]
 
 RESIDUAL_SQNR_DB = 30.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
@@ -35,6 +44,7 @@ docs/architecture.md shows the measurement behind the figure.
 """
 
 NEVER_RAN = "never ran in calibration"
+NOT_CALIBRATED = "not calibrated yet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -113,7 +123,7 @@ def decide(
         record = observation.records[site.path]
         reason, rule = _refusal(site, record, refused, settings)
         if reason == NEVER_RAN and observation.batches == 0:
-            reason = "not calibrated yet"
+            reason = NOT_CALIBRATED
         operands = () if reason else _operands(site, record, refused, settings)
         if not reason:
             reason = _whole(site, operands)
@@ -129,7 +139,7 @@ def decide(
             file=site.source.file,
             line=site.source.line,
             quantized=quantized,
-            reason=reason or _summary(operands, settings),
+            reason=reason or _summary(operands, settings.dtype.name),
             rule=rule,
             multiply_adds=record.multiply_adds,
             reads=tuple(sorted(record.reads)),
@@ -154,7 +164,9 @@ def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
         )
         quantized = any(operand.quantized for operand in operands)
         changed = [new for new, old in zip(operands, entry.operands, strict=True) if new is not old]
-        reason = changed[0].reason or "" if changed and not quantized else entry.reason
+        reason = entry.reason
+        if changed:
+            reason = _summary(operands, reason.partition(":")[0]) if quantized else changed[0].reason or ""
         result[path] = replace(entry, operands=operands, quantized=quantized, reason=reason)
     return result
 
@@ -269,7 +281,7 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...]) -> str | None:
     return (missing[0].reason if missing else "no operand observed") if len(missing) == len(operands) else None
 
 
-def _summary(operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str:
+def _summary(operands: tuple[OperandPlan, ...], dtype: str) -> str:
     held = [operand.name for operand in operands if operand.quantized]
     left = [f"{operand.name} not: {operand.reason}" for operand in operands if not operand.quantized]
-    return "; ".join([f"{settings.dtype.name}: {', '.join(held)}", *left])
+    return "; ".join([f"{dtype}: {', '.join(held)}", *left])

@@ -67,7 +67,10 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _joined(self, inputs: Sequence[Tensor]) -> Origin | None:
-        """The origin of what is computed from ``inputs``: that of the first input with one, parameters last."""
+        """The origin of what is computed from ``inputs``: that of the first input with one, parameters last.
+
+        Integers count as inputs: what an embedding looks up in a parameter depends on the data.
+        """
         known = [origin for origin in map(self.origin, inputs) if origin is not None]
         computed = [origin for origin in known if origin.kind != "parameter"]
         if computed:
@@ -79,8 +82,7 @@ def _tensors(values: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            if value.is_floating_point():
-                found.append(value)
+            found.append(value)
         elif isinstance(value, tuple | list):
-            found += [item for item in value if isinstance(item, Tensor) and item.is_floating_point()]
+            found += [item for item in value if isinstance(item, Tensor)]
     return found

@@ -11,6 +11,8 @@ from quantizer.sensitivity.measure import GroupError
 
 __all__ = ["Fallback", "choose"]
 
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
@@ -33,9 +35,10 @@ def choose(ranking: Sequence[GroupError], *, num: int | None = None, ratio: floa
     if (num is None) == (ratio is None):
         raise SensitivityError(f"fallback() takes num or ratio, one of the two; got num={num}, ratio={ratio}")
     if ratio is not None:
-        if not 0 <= ratio <= 1:
-            raise SensitivityError(f"ratio={ratio}: expected a share between 0 and 1")
-        count, asked = math.ceil(ratio * len(ranking)), f"ratio={ratio:g}"
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+            raise SensitivityError(f"ratio={ratio!r}: expected a share between 0 and 1")
+        # 0.07 * 100 is a little more than 7.
+        count, asked = math.ceil(ratio * len(ranking) - _ROUNDING), f"ratio={ratio:g}"
     else:
         assert num is not None
         if isinstance(num, bool) or not isinstance(num, int) or num < 0:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from tqdm.auto import tqdm
 
 from quantizer.errors import SensitivityError
+from quantizer.proxy.observe import padding_mask
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.site import Site
@@ -93,7 +94,7 @@ class Measurement:
     def _measure(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         if proxy.training:
             raise SensitivityError("the proxy is in train mode, where dropout hides the errors; call .eval() first")
-        mask = _padding_mask(keywords)
+        mask = padding_mask(keywords)
         float_output = _flat(result, mask)
         power = float(float_output.square().sum())
         if power == 0:
@@ -117,12 +118,6 @@ def _switch(members: list[tuple[Site, OperandQuantizer]], *, on: bool) -> None:
     for site, quantizer in members:
         quantizer.enabled = on
         site.active = on
-
-
-def _padding_mask(keywords: Mapping[str, Any]) -> Tensor | None:
-    """The inputs' mask [B, S], True where a token is real; None where there is none."""
-    mask = keywords.get("attention_mask")
-    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def _flat(output: Any, mask: Tensor | None) -> Tensor:

@@ -68,7 +68,7 @@ class FunctionSource:
 def find_functions(
     tree: ast.Module, index: LineIndex, namespace: Mapping[str, Any], file: str
 ) -> dict[tuple[str, int], FunctionSource]:
-    """All module-level functions and methods of a file, by key.
+    """All module-level functions and all methods of a file, by key.
 
     Args:
         tree: the parsed file.
@@ -78,20 +78,23 @@ def find_functions(
     """
     found: dict[tuple[str, int], FunctionSource] = {}
 
-    def walk(body: list[ast.stmt], prefix: str, in_class: bool) -> None:
+    def walk(body: list[ast.stmt], prefix: str, inside: Literal["module", "class", "function"]) -> None:
         for node in body:
             if isinstance(node, _FunctionNode):
-                source = _scan_function(node, prefix + node.name, in_class, index, namespace, file)
-                found[source.key] = source
+                # What a function makes is part of it, except for the methods of a class.
+                if inside != "function":
+                    source = _scan_function(node, prefix + node.name, inside == "class", index, namespace, file)
+                    found[source.key] = source
+                walk(node.body, f"{prefix}{node.name}.<locals>.", "function")
             elif isinstance(node, ast.ClassDef):
-                walk(node.body, f"{prefix}{node.name}.", True)
+                walk(node.body, f"{prefix}{node.name}.", "class")
             else:
                 for name in ("body", "orelse", "finalbody"):
-                    walk(getattr(node, name, []), prefix, in_class)
+                    walk(getattr(node, name, []), prefix, inside)
                 for handler in getattr(node, "handlers", []):
-                    walk(handler.body, prefix, in_class)
+                    walk(handler.body, prefix, inside)
 
-    walk(tree.body, "", False)
+    walk(tree.body, "", "module")
     return found
 
 

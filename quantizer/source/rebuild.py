@@ -17,7 +17,6 @@ from typing import Any
 from typing import TypeGuard
 
 from quantizer.errors import SourceError
-from quantizer.source.find import FunctionSource
 from quantizer.source.find import SiteSource
 from quantizer.source.text import Key
 from quantizer.source.text import SourceFile
@@ -60,7 +59,8 @@ class Rebuilder:
             SourceError: the text cannot be read or parsed.
         """
         key = (function.__code__.co_filename, id(function.__globals__))
-        if key not in self.files:
+        if key not in self.files or not self.files[key].holds(function):
+            # Read again: a module may have been reloaded.
             self.files[key] = SourceFile(key[0], function.__globals__)
         return self.files[key]
 
@@ -78,11 +78,9 @@ class Rebuilder:
             return set()
         seen.add(id(function))
         try:
-            source = self._source(function)
+            source = self.file(function).find(function)
         except SourceError:
             # Without text, ask the compiled code.
-            return set(function.__code__.co_names)
-        if source is None:
             return set(function.__code__.co_names)
         names = set(source.attributes_read)
         for name in source.globals_read:
@@ -91,16 +89,16 @@ class Rebuilder:
                 names |= self._names_read(_innermost(helper), seen)
         return names
 
-    def _source(self, function: types.FunctionType) -> FunctionSource | None:
-        key = (function.__code__.co_qualname, function.__code__.co_firstlineno)
-        return self.file(function).functions.get(key)
-
     def rebuild(self, attribute: Any) -> Rebuilt:
         """Rewrite a function as it stands in a class or module: plain, a property, or under decorators."""
         if isinstance(attribute, property):
             inner = self.rebuild(attribute.fget)
             function = property(inner.function, attribute.fset, attribute.fdel) if inner.function else None
             return Rebuilt(function=function, sites=inner.sites, keys=inner.keys, problem=inner.problem)
+        if isinstance(attribute, staticmethod | classmethod):
+            inner = self.rebuild(attribute.__func__)
+            wrapped = type(attribute)(inner.function) if inner.function else None
+            return Rebuilt(function=wrapped, sites=inner.sites, keys=inner.keys, problem=inner.problem)
         if not isinstance(attribute, types.FunctionType):
             return Rebuilt()
         innermost = _innermost(attribute)
@@ -125,14 +123,12 @@ class Rebuilder:
             self._rewrite(function, result)
         except SourceError as error:
             result.problem = str(error)
+            result.sites.clear()
         return result
 
     def _rewrite(self, function: types.FunctionType, result: Rebuilt) -> None:
         file = self.file(function)
-        key = (function.__code__.co_qualname, function.__code__.co_firstlineno)
-        source = file.functions.get(key)
-        if source is None:
-            return
+        source = file.find(function)
         result.sites = list(source.sites)
         helpers: dict[str, Any] = {}
         for name in sorted(source.globals_read):
@@ -144,13 +140,10 @@ class Rebuilder:
                     helpers[name] = helper.function
         if not helpers and not any(site.edits for site in source.sites):
             return
-        code = file.code(key)
-        if (
-            code.co_freevars != function.__code__.co_freevars
-            or code.co_varnames[: code.co_argcount] != (function.__code__.co_varnames[: function.__code__.co_argcount])
-        ):
-            raise SourceError(f"{file.path}: {key[0]} differs from the loaded code; was the file changed after import?")
-        result.keys.add((file.rewritten_name, key))
+        code = file.code(source.key)
+        if code.co_freevars != function.__code__.co_freevars:
+            raise SourceError(f"{file.path}: {source.key[0]} has other closure variables once it is rewritten")
+        result.keys.add((file.rewritten_name, source.key))
         result.function = _transplant(function, code, self._globals(function, helpers))
 
     def _helper(self, function: types.FunctionType, name: str) -> Rebuilt | None:

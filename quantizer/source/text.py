@@ -43,7 +43,29 @@ class SourceFile:
             raise SourceError(f"{path}: cannot be parsed: {error}") from error
         self._index = LineIndex(self.text)
         self.functions: dict[Key, FunctionSource] = find_functions(tree, self._index, namespace, path)
+        self._loaded = _by_key(compile(self.text, path, "exec", dont_inherit=True))
         self._codes: dict[Key, types.CodeType] | None = None
+
+    def find(self, function: types.FunctionType) -> FunctionSource:
+        """What was found in the text of a loaded function.
+
+        Raises:
+            SourceError: the text is not the loaded function's, or the function is a lambda or made by another one.
+        """
+        code = function.__code__
+        key = (code.co_qualname, code.co_firstlineno)
+        if not self.holds(function):
+            raise SourceError(f"{self.path}: {key[0]} differs from the loaded code; was the file changed after import?")
+        if key not in self.functions:
+            raise SourceError(
+                f"{self.path}: {key[0]} is a lambda or made inside another function, so it stays as it is"
+            )
+        return self.functions[key]
+
+    def holds(self, function: types.FunctionType) -> bool:
+        """Whether the text still is that from which a function was loaded."""
+        code = function.__code__
+        return self._loaded.get((code.co_qualname, code.co_firstlineno)) == code
 
     def rewritten_text(self, only: Collection[Key] | None = None) -> str:
         """The text with the sites of all functions, or of ``only`` some, wrapped."""
@@ -62,7 +84,7 @@ class SourceFile:
             lines = text.splitlines(keepends=True)
             # A modification time of None tells linecache.checkcache to keep the entry.
             linecache.cache[self.rewritten_name] = (len(text), None, lines, self.rewritten_name)
-            self._codes = {(c.co_qualname, c.co_firstlineno): c for c in _codes(code)}
+            self._codes = _by_key(code)
         return self._codes[key]
 
     def diff(self, only: Collection[Key]) -> str:
@@ -78,10 +100,15 @@ def read_source(path: str, namespace: dict[str, Any]) -> str:
     Raises:
         SourceError: there is no text.
     """
+    linecache.checkcache(path)
     lines = linecache.getlines(path, namespace)
     if not lines:
         raise SourceError(f"{path}: the source cannot be read, so its functions stay as they are")
     return "".join(lines)
+
+
+def _by_key(code: types.CodeType) -> dict[Key, types.CodeType]:
+    return {(inner.co_qualname, inner.co_firstlineno): inner for inner in _codes(code)}
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -30,7 +30,7 @@ def mlp() -> Prepared:
     return quantizer, quantizer.quantize(model), x
 
 
-@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnx_ir"])
+@pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_a_missing_library_names_the_extra(
     mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
@@ -43,7 +43,9 @@ def test_a_missing_library_names_the_extra(
         return original(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(MissingDependencyError, match=rf"'{package}' is not installed: run  pip install 'quantizer\[onnx\]'"):
+    with pytest.raises(
+        MissingDependencyError, match=rf"'{package}' is not installed: run  pip install 'quantizer\[onnx\]'"
+    ):
         quantizer.export(frozen, tmp_path / "m.onnx", x)
     assert not list(tmp_path.iterdir())
 
@@ -132,7 +134,11 @@ def test_a_graph_that_the_checker_refuses(mlp: Prepared, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("opset", "message"),
-    [(13, "scales need opset 19 or later"), (18, "scales need opset 19 or later"), (99, "the exporter cannot write it")],
+    [
+        (13, "scales need opset 19 or later"),
+        (18, "scales need opset 19 or later"),
+        (99, "the exporter cannot write it"),
+    ],
 )
 def test_an_opset_that_cannot_be(mlp: Prepared, tmp_path: Path, opset: int, message: str) -> None:
     quantizer, frozen, x = mlp

@@ -68,7 +68,9 @@ class Exported:
         return node.op_type != "Add" or "_add_" in node.name
 
 
-def _export(folder: Path, backend: str, model: nn.Module, data: list[Any], fallback: int = 0, **options: Any) -> Exported:
+def _export(
+    folder: Path, backend: str, model: nn.Module, data: list[Any], fallback: int = 0, **options: Any
+) -> Exported:
     torch.set_num_threads(1)
     quantizer = Quantizer(backend=backend, **options)
     quantizer.calibrate(model, data)
@@ -309,8 +311,8 @@ def test_onnxruntime_computes_what_the_proxy_computes(bert_openvino: Exported, r
     results = session.run(None, {name: value.numpy() for name, value in inputs.items()})
     mask = inputs["attention_mask"].bool().numpy()
     hidden, pooled = _reference(bert_openvino.frozen, inputs)
-    assert sqnr_db(hidden[mask], results[0][mask]) > 40
-    assert sqnr_db(pooled, results[1]) > 40
+    assert sqnr_db(hidden[mask], results[0][mask]) > 100
+    assert sqnr_db(pooled, results[1]) > 100
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 2), (4, 16), (7, 40)])
@@ -320,9 +322,8 @@ def test_openvino_computes_what_the_proxy_computes(bert_openvino: Exported, rows
     results = load_engine("openvino", bert_openvino.path)({name: value.numpy() for name, value in inputs.items()})
     mask = inputs["attention_mask"].bool().numpy()
     hidden, pooled = _reference(bert_openvino.frozen, inputs)
-    print(sqnr_db(hidden[mask], results["last_hidden_state"][mask]), sqnr_db(pooled, results["pooler_output"]))
-    assert sqnr_db(hidden[mask], results["last_hidden_state"][mask]) > 30
-    assert sqnr_db(pooled, results["pooler_output"]) > 30
+    assert sqnr_db(hidden[mask], results["last_hidden_state"][mask]) > 100
+    assert sqnr_db(pooled, results["pooler_output"]) > 100
 
 
 def test_a_half_file_computes_what_the_proxy_computes(bert_rtx: Exported) -> None:
@@ -330,9 +331,8 @@ def test_a_half_file_computes_what_the_proxy_computes(bert_rtx: Exported) -> Non
     results = _plain_session(bert_rtx.path).run(None, {name: value.numpy() for name, value in inputs.items()})
     mask = inputs["attention_mask"].bool().numpy()
     hidden, pooled = _reference(bert_rtx.frozen, inputs)
-    print(sqnr_db(hidden[mask], results[0][mask]), sqnr_db(pooled, results[1]))
-    assert sqnr_db(hidden[mask], results[0][mask]) > 25
-    assert sqnr_db(pooled, results[1]) > 25
+    assert sqnr_db(hidden[mask], results[0][mask]) > 35
+    assert sqnr_db(pooled, results[1]) > 35
 
 
 def test_convolutions_compute_what_the_proxy_computes(conv: Exported) -> None:
@@ -342,22 +342,21 @@ def test_convolutions_compute_what_the_proxy_computes(conv: Exported) -> None:
         x = torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(3))
         (expected,) = _reference(conv.frozen, x)
         (result,) = _plain_session(conv.path).run(None, {"x": x.numpy()})
-        assert sqnr_db(expected, result) > 40
+        assert sqnr_db(expected, result) > 100
         if importlib.util.find_spec("openvino"):
             (result,) = load_engine("openvino", conv.path)({"x": x.numpy()}).values()
-            print(sqnr_db(expected, result))
-            assert sqnr_db(expected, result) > 30
+            assert sqnr_db(expected, result) > 100
 
 
 @pytest.mark.parametrize("which", ["bert_rtx", "bert_fallback"])
-def test_tensorrt_rtx_builds_it_for_another_machine(
-    which: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_tensorrt_rtx_builds_it_for_another_machine(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
         pytest.skip("needs quantizer[tensorrt-rtx]")
     exported = request.getfixturevalue(which)
     ranges = {"batch": (1, 2, 4), "sequence": (16, 16, 32)}
-    built = exported.quantizer.build(exported.path, tmp_path / "model.engine", dynamic=ranges, compute_capability="sm89")
+    built = exported.quantizer.build(
+        exported.path, tmp_path / "model.engine", dynamic=ranges, compute_capability="sm89"
+    )
     assert built.size_bytes == (tmp_path / "model.engine").stat().st_size > 10_000
 
 
@@ -384,7 +383,7 @@ def test_forms_of_an_example(mlp: Prepared, tmp_path: Path, form: str) -> None:
     assert path == tmp_path / "m.onnx"
     other = torch.randn(9, 32)
     (result,) = _plain_session(path).run(None, {"x": other.numpy()})
-    assert sqnr_db(_reference(frozen, other)[0], result) > 40
+    assert sqnr_db(_reference(frozen, other)[0], result) > 100
 
 
 @pytest.mark.parametrize(("axes", "shape"), [({}, [4, 32]), ({"x": {0: "rows"}}, ["rows", 32])])
@@ -440,7 +439,7 @@ def test_a_model_in_train_mode_is_exported_in_eval_mode(tmp_path: Path) -> None:
     frozen = quantizer.quantize(model)
     expected = _reference(frozen, x)[0]
     (result,) = _plain_session(quantizer.export(frozen.train(), tmp_path / "m.onnx", x)).run(None, {"x": x.numpy()})
-    assert sqnr_db(expected, result) > 40
+    assert sqnr_db(expected, result) > 100
 
 
 def test_bfloat16(tmp_path: Path) -> None:

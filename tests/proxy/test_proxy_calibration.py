@@ -187,7 +187,7 @@ def test_both_ways_of_calibrating_are_the_same() -> None:
 def test_batches_are_mappings_sequences_or_tensors() -> None:
     x = torch.randn(4, 32)
     shown = set()
-    for data in ([x], [(x,)], [[x]], [{"x": x}], iter([x]), (batch for batch in [x])):
+    for data in ([x], [(x,)], [[x]], [{"x": x}], iter([x]), (item for item in [x])):
         q = Quantizer()
         q.calibrate(Mlp().eval(), data)  # type: ignore[arg-type]
         shown.add(len(q.coverage.quantized))
@@ -531,7 +531,7 @@ def test_a_loaded_quantizer_refuses_a_model_with_other_sites(tmp_path: Any) -> N
     q = Quantizer()
     q.calibrate(first, [torch.randn(4, 32)])
     loaded = Quantizer.load(q.save(tmp_path / "state"))
-    with pytest.raises(ProxyError, match="the calibration belongs to another model: .* sites differ, the first is"):
+    with pytest.raises(ProxyError, match=r"the calibration belongs to another model: .* sites differ, the first is"):
         loaded.quantize(ConvNet())
 
 

@@ -134,7 +134,7 @@ def test_tied_weights() -> None:
     model = Tied().eval()
     ids = torch.randint(0, 48, (4, 8))
     q, frozen = _frozen(model, ids)
-    assert q.plan["head.forward.linear_0"].quantized
+    assert len(q.coverage.quantized) == 2  # the looked-up rows depend on the data, so the first linear is a site too
     assert torch.equal(frozen.embedding(ids), model.embedding(ids))
     assert torch.equal(frozen.embedding.weight, model.embedding.weight)
     operands = {operand.name: operand for operand in q.plan["head.forward.linear_0"].operands}
@@ -276,7 +276,7 @@ def test_saving_twice_replaces(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     q, _ = _frozen(Mlp().eval(), torch.randn(8, 32))
-    with pytest.raises(QuantizerError, match="file/state cannot be written.*choose another folder"):
+    with pytest.raises(QuantizerError, match=r"file/state cannot be written.*choose another folder"):
         q.save(tmp_path / "file" / "state")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -317,7 +317,7 @@ def test_a_damaged_folder(tmp_path: Path, damage: Any, message: str) -> None:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(QuantizerError, match="no folder that Quantizer.save"):
+    with pytest.raises(QuantizerError, match=r"no folder that Quantizer\.save"):
         Quantizer.load(tmp_path / "nothing")
 
 

@@ -38,7 +38,7 @@ class WeightsAsRead:
 def _transposed_weights(model: Any) -> list[Any]:
     found = []
     for node in model.graph:
-        if node.op_type != "Transpose" or node.inputs[0] is None:
+        if node.op_type != "Transpose" or node.inputs[0] is None or node.attributes["perm"].as_ints() != (1, 0):
             continue
         dequantize = node.inputs[0].producer()
         if dequantize is None or dequantize.op_type != "DequantizeLinear":

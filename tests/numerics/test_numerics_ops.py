@@ -1,0 +1,297 @@
+"""The three operators against ONNX Runtime, torch's own fake quantization, and a formula in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch import nn
+
+from quantizer.numerics import ops
+from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import qtype
+
+onnx = pytest.importorskip("onnx", reason="the reference is quantizer[onnx,onnxruntime]")
+ort = pytest.importorskip("onnxruntime", reason="the reference is quantizer[onnx,onnxruntime]")
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
+SCALES = st.floats(min_value=2.0**-20, max_value=2.0**10, width=32)
+SESSIONS: dict[tuple[str, int | None], Any] = {}
+
+
+def session(element: str, axis: int | None) -> Any:
+    """x and a scale in, Q and Q/DQ out, with nothing optimised; of any rank-2 shape."""
+    key = (element, axis)
+    if key not in SESSIONS:
+        kind = getattr(onnx.TensorProto, element)
+        attributes = {} if axis is None else {"axis": axis}
+        node, info = onnx.helper.make_node, onnx.helper.make_tensor_value_info
+        zero = node(
+            "ConstantOfShape", ["length"], ["z"], value=onnx.helper.make_tensor("v", onnx.TensorProto.INT8, [1], [0])
+        )
+        nodes = [
+            node("Shape", ["s"], ["length"]),
+            zero,
+            node("QuantizeLinear", ["x", "s", "z"], ["q"], **attributes),
+            node("DequantizeLinear", ["q", "s", "z"], ["y"], **attributes),
+        ]
+        graph = onnx.helper.make_graph(
+            nodes,
+            "g",
+            [info("x", kind, ["m", "n"]), info("s", kind, [] if axis is None else ["c"])],
+            [info("q", onnx.TensorProto.INT8, ["m", "n"]), info("y", kind, ["m", "n"])],
+        )
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        SESSIONS[key] = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return SESSIONS[key]
+
+
+def assert_like_onnxruntime(x: Tensor, scale: Tensor, axis: int | None) -> None:
+    element = {torch.float32: "FLOAT", torch.float16: "FLOAT16"}[x.dtype]
+    steps, values = session(element, axis).run(None, {"x": x.numpy(), "s": scale.numpy()})
+    ours = ops.quantize(x, scale, "int8", axis)
+    assert ours.dtype == torch.int8
+    assert np.array_equal(ours.numpy(), steps)
+    assert np.array_equal(ops.dequantize(ours, scale, axis).numpy(), values)
+    assert np.array_equal(ops.fake_quantize(x, scale, "int8", axis).numpy(), values)
+
+
+# -- against ONNX Runtime ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(values=st.lists(FLOATS, min_size=1, max_size=40), scale=SCALES)
+def test_per_tensor_is_what_onnxruntime_does(values: list[float], scale: float) -> None:
+    assert_like_onnxruntime(torch.tensor([values]), torch.tensor(scale), None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=st.lists(st.integers(-300, 300), min_size=1, max_size=40), scale=SCALES, nudge=st.integers(-2, 2))
+def test_ties_go_to_even_as_in_onnxruntime(steps: list[int], scale: float, nudge: int) -> None:
+    # Half steps, and floats a bit or two beside them.
+    x = ((torch.tensor([steps], dtype=torch.float64) + 0.5) * scale).float()
+    for _ in range(abs(nudge)):
+        x = torch.nextafter(x, torch.full_like(x, float("inf") * nudge))
+    assert_like_onnxruntime(x, torch.tensor(scale), None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**31), axis=st.sampled_from([0, 1]), spread=st.integers(-10, 6))
+def test_per_axis_is_what_onnxruntime_does(seed: int, axis: int, spread: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(7, 5, generator=generator) * 2.0**spread
+    scale = torch.rand(x.shape[axis], generator=generator) * 2.0**spread / 64 + 1e-6
+    assert_like_onnxruntime(x, scale, axis)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**31), axis=st.sampled_from([None, 0, 1]))
+def test_half_steps_are_those_of_onnxruntime_but_for_its_rounding_of_the_quotient(seed: int, axis: int | None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(7, 5, generator=generator).half()
+    size = () if axis is None else (x.shape[axis],)
+    scale = (torch.rand(size, generator=generator) * 0.03 + 0.003).half()
+    steps, _ = session("FLOAT16", axis).run(None, {"x": x.numpy(), "s": scale.numpy()})
+    ours = ops.quantize(x, scale, "int8", axis)
+    expected = formula(x, scale, axis)
+    assert torch.equal(ours, expected)
+    assert np.abs(ours.numpy().astype(int) - steps).max(initial=0) <= 1
+
+
+def formula(x: Tensor, scale: Tensor, axis: int | None) -> Tensor:
+    """The definition, in float64: exact for float32 but for a rounding of the quotient, which float32 does too."""
+    shaped = scale if axis is None else scale.reshape([-1 if d == axis else 1 for d in range(x.dim())])
+    quotient = (x.double() / shaped.double()).float()
+    return quotient.double().round().clamp(-128, 127).to(torch.int8)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0, 2), ()], ids=["vector", "no rows", "no columns", "scalar"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_empty_tensors_and_scalars(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.zeros(shape, dtype=dtype)
+    scale = torch.tensor(0.1, dtype=dtype)
+    steps = ops.quantize(x, scale)
+    assert (steps.shape, steps.dtype) == (x.shape, torch.int8)
+    for result in (ops.dequantize(steps, scale), ops.fake_quantize(x, scale)):
+        assert (result.shape, result.dtype) == (x.shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_extremes_saturate(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    x = torch.tensor([info.max, info.min, torch.inf, -torch.inf, info.tiny, -info.tiny, 0.0, -0.0], dtype=dtype)
+    scale = torch.tensor(0.5, dtype=dtype)
+    assert ops.quantize(x, scale).tolist() == [127, -128, 127, -128, 0, 0, 0, 0]
+    assert ops.fake_quantize(x, scale).tolist() == [63.5, -64.0, 63.5, -64.0, 0, 0, 0, 0]
+
+
+def test_the_smallest_and_largest_scales() -> None:
+    x = torch.tensor([[1.0, -1.0, 0.0, 1e30, -1e30]])
+    for scale in (torch.finfo(torch.float32).tiny, 1e-30, 1e30, 3e38):
+        assert_like_onnxruntime(x, torch.tensor(scale), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_types_are_rounded_once_at_the_end(dtype: torch.dtype) -> None:
+    x = (torch.randn(64, 33) * 4).to(dtype)
+    for axis, size in ((None, ()), (0, (64,)), (1, (33,)), (-1, (33,))):
+        scale = (torch.rand(size) * 0.05 + 0.01).to(dtype)
+        shaped = scale if axis is None else scale.reshape([-1 if d == axis % 2 else 1 for d in range(2)])
+        steps = (x.float() / shaped.float()).round().clamp(-128, 127)
+        assert torch.equal(ops.quantize(x, scale, "int8", axis), steps.to(torch.int8))
+        expected = (steps * shaped.float()).to(dtype)
+        assert torch.equal(ops.fake_quantize(x, scale, "int8", axis), expected)
+        assert torch.equal(ops.dequantize(steps.to(torch.int8), scale, axis), expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_any_shape_and_axis(shape: tuple[int, ...], seed: int, data: st.DataObject) -> None:
+    axis = data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1)))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    scale = torch.rand(() if axis is None else (shape[axis],), generator=generator) * 0.05 + 0.001
+    assert torch.equal(ops.quantize(x, scale, "int8", axis), formula(x, scale, axis))
+    twice = ops.fake_quantize(ops.fake_quantize(x, scale, "int8", axis), scale, "int8", axis)
+    assert torch.equal(twice, ops.fake_quantize(x, scale, "int8", axis))
+
+
+def test_all_steps_come_back() -> None:
+    steps = torch.arange(-128, 128).to(torch.int8)
+    for scale in (2.0**-14, 0.0123, 1.0, 77.7):
+        values = ops.dequantize(steps, torch.tensor(scale))
+        assert torch.equal(ops.quantize(values, torch.tensor(scale)), steps)
+
+
+@pytest.mark.parametrize("strides", ["transposed", "sliced", "expanded"])
+def test_tensors_of_any_layout(strides: str) -> None:
+    x = torch.randn(6, 8)
+    view = {"transposed": x.t(), "sliced": x[:, ::2], "expanded": x[:1].expand(6, 8)}[strides]
+    scale = torch.rand(view.shape[1]) * 0.05 + 0.01
+    assert torch.equal(
+        ops.fake_quantize(view, scale, "int8", 1), ops.fake_quantize(view.contiguous(), scale, "int8", 1)
+    )
+
+
+def test_the_input_is_never_changed() -> None:
+    x = torch.randn(5, 5)
+    before = x.clone()
+    result = ops.fake_quantize(x, torch.tensor(0.01))
+    result.zero_()
+    ops.quantize(x, torch.tensor(0.01))
+    assert torch.equal(x, before)
+
+
+# -- against torch.fake_quantize -----------------------------------------------------------------------------------
+
+
+def near_tie(x: Tensor, scale: Tensor) -> Tensor:
+    """Where x / s is so near half a step that a rounding of 1 / s decides."""
+    quotient = x.double() / scale.double()
+    return (quotient - quotient.floor() - 0.5).abs() <= quotient.abs() * 2.0**-22 + 2.0**-22
+
+
+def test_torch_per_tensor_differs_near_ties_alone() -> None:
+    x, scale = torch.randn(200_000) * 3, torch.tensor(0.0247)
+    ours = ops.fake_quantize(x, scale)
+    theirs = torch.fake_quantize_per_tensor_affine(x, scale, torch.tensor(0, dtype=torch.int32), INT8.qmin, INT8.qmax)
+    different = ours != theirs
+    assert int(different.sum()) <= 5
+    assert bool(near_tie(x, scale)[different].all())
+
+
+def test_torch_differs_by_one_step_on_adversarial_values() -> None:
+    scale = torch.tensor(0.0247)
+    ties = ((torch.arange(-130, 130).double() + 0.5) * scale.double()).float()
+    x = torch.stack([ties, torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)])
+    ours = ops.fake_quantize(x, scale)
+    theirs = torch.fake_quantize_per_tensor_affine(x, scale, torch.tensor(0, dtype=torch.int32), INT8.qmin, INT8.qmax)
+    steps = (ours - theirs).abs() / scale
+    assert float(steps.max()) <= 1.001
+    assert 0 < int((steps > 0).sum()) < x.numel() // 2
+
+
+def test_torch_per_channel_differs_near_ties_alone() -> None:
+    x, scale = torch.randn(64, 3000), torch.rand(64) * 0.02 + 0.005
+    ours = ops.fake_quantize(x, scale, "int8", 0)
+    zero = torch.zeros(64, dtype=torch.int32)
+    theirs = torch.fake_quantize_per_channel_affine(x, scale, zero, 0, INT8.qmin, INT8.qmax)
+    different = (ours - theirs).abs() > scale[:, None] / 2
+    assert int(different.sum()) <= 5
+    assert bool(near_tie(x, scale[:, None].expand_as(x))[different].all())
+
+
+# -- as operators --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_opcheck(axis: int | None, dtype: torch.dtype) -> None:
+    x = torch.randn(6, 4).to(dtype)
+    scale = (torch.rand(() if axis is None else (x.shape[axis],)) * 0.05 + 0.01).to(dtype)
+    torch.library.opcheck(torch.ops.quantizer.quantize.default, (x, scale, "int8", axis))
+    torch.library.opcheck(torch.ops.quantizer.fake_quantize.default, (x, scale, "int8", axis))
+    steps = ops.quantize(x, scale, "int8", axis)
+    torch.library.opcheck(torch.ops.quantizer.dequantize.default, (steps, scale, axis))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced"])
+def test_the_fake_kernels_know_the_layout(layout: str) -> None:
+    x = torch.randn(6, 4)
+    x = x.t() if layout == "transposed" else x[:, ::2]
+    torch.library.opcheck(torch.ops.quantizer.fake_quantize.default, (x, torch.tensor(0.1)))
+    torch.library.opcheck(torch.ops.quantizer.quantize.default, (x, torch.tensor(0.1)))
+    torch.library.opcheck(
+        torch.ops.quantizer.dequantize.default, (ops.quantize(x, torch.tensor(0.1)), torch.tensor(0.1))
+    )
+
+
+class Rounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(4) * 0.05 + 0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.ops.quantizer.quantize(x, self.scale, "int8", 1)
+        return torch.ops.quantizer.dequantize(steps, self.scale, 1) + torch.ops.quantizer.fake_quantize(
+            x, self.scale[0]
+        )
+
+
+def test_export_with_a_dynamic_shape() -> None:
+    model = Rounded()
+    program = torch.export.export(model, (torch.randn(3, 4),), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
+    names = [str(node.target) for node in program.graph.nodes]
+    assert sum(name.startswith("quantizer.") for name in names) == 3
+    for rows in (2, 7):
+        x = torch.randn(rows, 4)
+        assert torch.equal(program.module()(x), model(x))
+
+
+# -- formats -------------------------------------------------------------------------------------------------------
+
+
+def test_int8() -> None:
+    assert qtype("int8") is INT8
+    assert (INT8.qmin, INT8.qmax, INT8.bits, INT8.storage) == (-128, 127, 8, torch.int8)
+
+
+def test_an_unknown_format() -> None:
+    with pytest.raises(ValueError, match="unknown dtype 'int7'; known: int8"):
+        qtype("int7")
+    with pytest.raises(ValueError, match="unknown dtype 'int7'; known: int8"):
+        ops.quantize(torch.zeros(2), torch.tensor(1.0), "int7")

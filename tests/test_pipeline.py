@@ -1,0 +1,483 @@
+"""Whole runs of a tiny classifier: what a run folder holds, and that it is complete or absent."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import quantizer.pipeline as pipeline
+from quantizer import Quantizer
+from quantizer.cli.main import main
+from quantizer.config import load_run
+from quantizer.engines import PeakMemory
+from quantizer.engines import load_engine
+from quantizer.errors import EngineError
+from quantizer.report import read_record
+from quantizer.tasks import load_model
+
+for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "jinja2"):
+    pytest.importorskip(_package, reason="a run needs quantizer[hf,onnx,openvino,report]")
+
+from transformers import BertConfig
+from transformers import BertForSequenceClassification
+from transformers import BertTokenizer
+
+REPOSITORY = Path(__file__).parents[1]
+GOOD = ("good", "fine", "warm", "witty", "fresh")
+BAD = ("bad", "dull", "cold", "slow", "stale")
+COMMON = ("the", "film", "is", "was", "and", "a", "plot", "very", "quite", ".")
+COMPLETE = {
+    "config.yaml",
+    "float.engine",
+    "float.onnx",
+    "model.engine",
+    "model.onnx",
+    "quantizer",
+    "report.html",
+    "report.json",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with a model, data and a configuration, and a run that is done."""
+
+    folder: Path
+    config: str = "tiny.yaml"
+
+    @property
+    def done(self) -> Path:
+        return self.folder / "done"
+
+
+def _rows(path: Path, count: int, seed: int) -> None:
+    pick = random.Random(seed)
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["text", "label"])
+        for index in range(count):
+            words = pick.choices(COMMON, k=pick.randint(3, 12)) + pick.choices(GOOD if index % 2 else BAD, k=2)
+            writer.writerow([" ".join(words), index % 2])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("pipeline")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *COMMON, *GOOD, *BAD]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    options = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=len(words), max_position_embeddings=64, initializer_range=0.3, **options)
+    BertForSequenceClassification(config).save_pretrained(folder / "model")
+    BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "model")
+    _rows(folder / "calibration.csv", 16, seed=1)
+    _rows(folder / "evaluation.csv", 24, seed=2)
+    run = {
+        "model": {"source": str(folder / "model"), "task": "sequence-classification", "max_length": 32},
+        "data": {
+            "calibration": {"name": "text-csv", "path": str(folder / "calibration.csv")},
+            "evaluation": {"name": "text-csv", "path": str(folder / "evaluation.csv")},
+            "batch_size": 8,
+        },
+        "quantizer": {"backend": "openvino", "sites": {"residual_add": True}, "exclude": {"names": ["classifier"]}},
+        "amp": {"batches": 1},
+        "fallback": {"num": 2},
+        "export": {"dynamic": {"batch": [1, 2, 8], "sequence": [16, 16, 32]}},
+        "report": {"latency_batch": 2, "latency_sequence": 16, "bootstrap": 50},
+        "output": "done",
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(run))
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        assert main(["run", "tiny.yaml"]) == 0
+    finally:
+        os.chdir(here)
+    return Place(folder)
+
+
+@pytest.fixture
+def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder with the configuration; slow steps give what the finished run gave."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(place.folder / "tiny.yaml", tmp_path)
+
+    def copied(name: str) -> Callable[..., Path]:
+        return lambda _, path, *arguments, **keywords: Path(shutil.copy(place.done / name, path))
+
+    monkeypatch.setattr(Quantizer, "export", lambda self, *arguments, **_: copied("model.onnx")(*arguments))
+    monkeypatch.setattr(pipeline, "export_onnx", copied("float.onnx"))
+    monkeypatch.setattr(pipeline, "peak_memory_mib", lambda *_, **__: PeakMemory(peak_mib=3.0, baseline_mib=1.0))
+    return tmp_path
+
+
+# -- a finished run ------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_is_complete(place: Place) -> None:
+    assert {path.name for path in place.done.iterdir()} == COMPLETE
+    assert {path.name for path in (place.done / "quantizer").iterdir()} == {"quantizer.yaml", "ranges.safetensors"}
+    left = {path.name for path in place.folder.iterdir()}
+    assert left == {"model", "vocab.txt", "calibration.csv", "evaluation.csv", "tiny.yaml", "done"}
+    assert oct(place.done.stat().st_mode)[-3:] == "755"
+
+
+def test_the_resolved_configuration_gives_the_same_run(place: Place) -> None:
+    resolved = load_run(place.done / "config.yaml")
+    assert resolved == load_run(place.folder / "tiny.yaml")
+    written = yaml.safe_load((place.done / "config.yaml").read_text())
+    # Every default is there.
+    assert written["quantizer"]["activations"] == {"calibrator": "percentile", "percentile": 99.99}
+
+
+def test_the_report_holds_every_part(place: Place) -> None:
+    json.loads((place.done / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    record = read_record(place.done / "report.json")
+    assert record.name == "done"
+    assert [score.which for score in record.scores] == ["float", "proxy", "engine"]
+    for score in record.scores:
+        assert score.metric == "accuracy"
+        assert score.rows == 24
+    for score in record.scores[1:]:
+        assert set(score.paired) == {"label_flips", "kl_divergence", "sqnr_db"}
+        assert score.interval is not None
+        assert score.interval[0] <= score.difference <= score.interval[1]
+    assert record.latency is not None
+    assert [entry.name for entry in record.latency.engines] == ["float", "engine"]
+    assert (record.latency.batch, record.latency.sequence, record.latency.threads) == (2, 16, 1)
+    assert {entry.name: entry.bytes for entry in record.size} == {
+        name: (place.done / f"{file}.engine").stat().st_size for name, file in [("float", "float"), ("engine", "model")]
+    }
+    assert [entry.name for entry in record.memory] == ["float", "engine"]
+    assert record.engine is not None
+    assert (place.done / record.engine.path).is_file()
+    assert "scored" in record.engine.verified
+    assert record.diff.startswith("---")
+    assert record.versions["torch"] == torch.__version__
+    names = [stage.name for stage in record.stages]
+    assert names == [
+        "load model and data",
+        "calibrate",
+        "measure sensitivity",
+        "quantize",
+        "score the float",
+        "score the proxy",
+        "export",
+        "build the engines",
+        "score the engine",
+        "measure latency",
+        "measure memory",
+    ]
+
+
+def test_coverage_and_sensitivity_agree_in_the_report(place: Place) -> None:
+    record = read_record(place.done / "report.json")
+    assert record.fallback is not None
+    assert len(record.fallback.groups) == 2
+    ranked = {row.group: row for row in record.sensitivity}
+    assert [row.rank for row in record.sensitivity] == list(range(1, len(ranked) + 1))
+    assert [row.error for row in record.sensitivity] == sorted((row.error for row in record.sensitivity), reverse=True)
+    assert [row.group for row in record.sensitivity if row.fallback] == list(record.fallback.groups)
+    sites = {site.name: site for site in record.coverage}
+    for row in record.sensitivity:
+        for name in row.sites:
+            quantized = [o.quantized for o in sites[name].operands if o.group == row.group]
+            assert quantized
+            assert set(quantized) == {not row.fallback}
+    excluded = [site for site in record.coverage if site.name.startswith("classifier.")]
+    assert [site.rule for site in excluded] == ["exclude.names: classifier"]
+
+
+def test_the_page_opens_offline(place: Place) -> None:
+    page = (place.done / "report.html").read_text()
+    assert page.lower().startswith("<!doctype html>")
+    for word in ("http://", "https://", "src=", "<link"):
+        assert word not in page.replace("http://www.w3.org/", ""), word
+
+
+def test_what_was_saved_gives_the_model_that_was_scored(place: Place) -> None:
+    model = load_model(str(place.folder / "model"), "sequence-classification")
+    saved = Quantizer.load(place.done / "quantizer")
+    proxy = saved.quantize(model)
+    ids = torch.randint(5, 20, (2, 16), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        expected = proxy(**inputs)["logits"]
+    engine = load_engine("openvino", place.done / "model.engine")
+    result = engine({name: inputs[name].numpy() for name in engine.input_names})["logits"]
+    assert torch.allclose(torch.from_numpy(result), expected, atol=1e-3)
+
+
+def test_show(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(place.done)]) == 0
+    out = capsys.readouterr().out
+    for word in ("accuracy", "float", "proxy", "engine", "model.engine", "report.html"):
+        assert word in out
+
+
+def test_validate(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(place.folder / "tiny.yaml"), str(place.done / "config.yaml")]) == 0
+    assert capsys.readouterr().out.count("ok: ") == 2
+
+
+def test_inspect(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(place.folder / "tiny.yaml"), "quantizer.sites.matmul=false", "--diff"]) == 0
+    out = capsys.readouterr().out
+    assert "bert.encoder.layer.0.attention.self.query.forward.linear_0" in out
+    assert "sites.matmul: false" in out
+    assert "exclude.names: classifier" in out
+    assert "+++" in out
+
+
+# -- other configurations ------------------------------------------------------------------------------------------
+
+
+def test_overrides_and_another_folder(at: Path) -> None:
+    words = ["quantizer.activations.calibrator=max", "report.formats=[json]", "~fallback", "amp.batches=2"]
+    assert main(["run", "tiny.yaml", *words, "--output", "deep/er/out"]) == 0
+    record = read_record(at / "deep/er/out/report.json")
+    assert record.config["quantizer"]["activations"]["calibrator"] == "max"
+    assert record.fallback is None
+    assert record.sensitivity
+    assert {path.name for path in (at / "deep/er/out").iterdir()} == COMPLETE - {"report.html"}
+    assert main(["show", "deep/er/out"]) == 0
+
+
+def test_without_a_measurement(at: Path) -> None:
+    assert main(["run", "tiny.yaml", "~fallback", "~amp", "--output", "out"]) == 0
+    record = read_record(at / "out" / "report.json")
+    assert record.sensitivity == ()
+    assert "measure sensitivity" not in [stage.name for stage in record.stages]
+
+
+def test_nothing_quantized_is_a_run_too(at: Path) -> None:
+    off = [f"quantizer.sites.{kind}=false" for kind in ("linear", "conv", "matmul", "residual_add")]
+    assert main(["run", "tiny.yaml", *off, "~fallback", "--output", "out"]) == 0
+    text = (at / "out" / "report.json").read_text()
+    record = read_record(at / "out" / "report.json")
+    proxy = next(score for score in record.scores if score.which == "proxy")
+    # The proxy is the float model: its ratio of signal to noise is infinite, for which JSON has no number.
+    assert proxy.paired["sqnr_db"] is None
+    assert proxy.paired["label_flips"] == 0
+    assert "Infinity" not in text
+    assert record.sensitivity == ()
+    assert not any(site.quantized for site in record.coverage)
+
+
+def test_fallback_of_more_groups_than_there_are(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.yaml", "fallback.num=999", "--output", "out"]) == 1
+    assert "num=999: there are only" in capsys.readouterr().err
+    assert _left(at) == ["tiny.yaml"]
+
+
+def test_a_head_is_fitted_on_float_embeddings(
+    at: Path, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise EngineError("far enough")
+
+    monkeypatch.setattr(Quantizer, "export", stop)
+    document = yaml.safe_load(Path("tiny.yaml").read_text())
+    document["model"]["task"] = "embedding-classification"
+    document["data"]["head"] = {"name": "text-csv", "path": str(place.folder / "calibration.csv")}
+    del document["quantizer"]["exclude"]
+    Path("head.yaml").write_text(yaml.safe_dump(document))
+    assert main(["run", "head.yaml", "--output", "out"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "error: far enough\n"
+    assert "fit the head on float embeddings: " in captured.out
+    assert _left(at) == ["head.yaml", "tiny.yaml"]
+
+
+def test_a_head_that_no_task_reads(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.yaml", "data.head={name: text-csv, path: a.csv}"]) == 1
+    assert "head" in capsys.readouterr().err
+    assert _left(at) == ["tiny.yaml"]
+
+
+def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
+    words = ["quantizer.backend=tensorrt-rtx", "engine.compute_capability=sm89"]
+    assert main(["run", "tiny.yaml", *words, "--output", "out"]) == 0
+    record = read_record(at / "out" / "report.json")
+    if torch.cuda.is_available():
+        pytest.skip("the engine is run where there is a GPU")
+    assert [score.which for score in record.scores] == ["float", "proxy"]
+    assert record.latency is None
+    assert record.memory == ()
+    assert record.engine is not None
+    assert record.engine.verified == "not verified: built ahead of time, and there is no GPU here"
+    assert (at / "out" / "model.engine").stat().st_size > 10_000
+    assert main(["show", "out"]) == 0
+
+
+# -- complete or absent --------------------------------------------------------------------------------------------
+
+STAGES: dict[str, tuple[Any, str]] = {
+    "load": (pipeline, "load_model"),
+    "data": (pipeline, "load_rows"),
+    "calibrate": (Quantizer, "calibrate"),
+    "amp": (Quantizer, "amp"),
+    "fallback": (Quantizer, "fallback"),
+    "quantize": (Quantizer, "quantize"),
+    "save": (Quantizer, "save"),
+    "score": (pipeline._Run, "_score"),
+    "export": (Quantizer, "export"),
+    "export float": (pipeline, "export_onnx"),
+    "build": (pipeline, "build_engine"),
+    "load engine": (pipeline, "load_engine"),
+    "latency": (pipeline, "interleaved_latency"),
+    "memory": (pipeline, "peak_memory_mib"),
+    "report": (pipeline, "write_record"),
+    "page": (pipeline, "write_html"),
+}
+
+
+def _left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _fail(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:
+    def raising(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(*STAGES[stage], raising)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interruption_leaves_nothing(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
+) -> None:
+    _fail(monkeypatch, stage, KeyboardInterrupt())
+    assert main(["run", "tiny.yaml", "--output", "out"]) == 130
+    assert capsys.readouterr().err == "interrupted: nothing was written\n"
+    assert _left(at) == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize("stage", ["load", "build", "page"])
+@pytest.mark.parametrize(
+    "error", [EngineError("no"), ZeroDivisionError("ours"), OSError(28, "No space left on device")]
+)
+def test_an_error_leaves_nothing(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str, error: Exception
+) -> None:
+    _fail(monkeypatch, stage, error)
+    if isinstance(error, ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError, match="ours"):
+            main(["run", "tiny.yaml", "--output", "out"])
+    else:
+        assert main(["run", "tiny.yaml", "--output", "out"]) == 1
+        assert str(error.args[-1]) in capsys.readouterr().err
+    assert _left(at) == ["tiny.yaml"]
+
+
+def test_an_interrupted_replacement_keeps_what_was_there(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (at / "out").mkdir()
+    (at / "out" / "report.json").write_text("former")
+    _fail(monkeypatch, "page", KeyboardInterrupt())
+    assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 130
+    assert _left(at) == ["out", "tiny.yaml"]
+    assert [(path.name, path.read_text()) for path in (at / "out").iterdir()] == [("report.json", "former")]
+
+
+def test_an_existing_folder_is_kept_without_force(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (at / "out").mkdir()
+    (at / "out" / "mine").write_text("mine")
+    assert main(["run", "tiny.yaml", "--output", "out"]) == 1
+    assert "out exists already; choose another output folder, or replace it with --force" in capsys.readouterr().err
+    assert [path.name for path in (at / "out").iterdir()] == ["mine"]
+    assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 0
+    assert {path.name for path in (at / "out").iterdir()} == COMPLETE
+    assert _left(at) == ["out", "tiny.yaml"]
+
+
+def test_a_file_in_the_place_of_the_folder(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (at / "out").write_text("mine")
+    assert main(["run", "tiny.yaml", "--output", "out/run"]) == 1
+    assert "out/run cannot be written: File exists; choose another folder" in capsys.readouterr().err
+    assert main(["run", "tiny.yaml", "--output", "out"]) == 1
+    assert "out exists already" in capsys.readouterr().err
+    assert (at / "out").read_text() == "mine"
+
+
+def test_force_does_not_replace_a_file(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (at / "out").write_text("mine")
+    assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+    assert (at / "out").read_text() == "mine"
+    assert _left(at) == ["out", "tiny.yaml"]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a file system that nobody can write to: /proc")
+def test_a_file_system_that_nobody_can_write_to(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Told before anything is loaded, not after the hour that a run may take.
+    _fail(monkeypatch, "load", AssertionError("loaded"))
+    assert main(["run", "tiny.yaml", "--output", "/proc/run"]) == 1
+    assert "/proc/run cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("model.source=./nowhere", "there is no folder "),
+        ("model.source=package:no_such_package/model", "the package 'no_such_package' is not installed"),
+        ("data.calibration.path=nowhere.csv", "nowhere.csv"),
+        ("data.evaluation.rows=9999", "has 24 rows, fewer than"),
+        ("data.evaluation.name=nonsense", "unknown data set 'nonsense'"),
+        ("quantizer.exclude.names=[nonsense]", "nonsense"),
+        ("engine.compute_capability=sm89", "leave out compute_capability"),
+    ],
+)
+def test_what_a_run_cannot_have(at: Path, capsys: pytest.CaptureFixture[str], word: str, message: str) -> None:
+    assert main(["run", "tiny.yaml", word, "--output", "out"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+    assert _left(at) == ["tiny.yaml"]
+
+
+def test_calibration_data_without_rows(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (at / "empty.csv").write_text("text,label\n")
+    assert main(["run", "tiny.yaml", "data.calibration.path=empty.csv", "--output", "out"]) == 1
+    assert "has no rows" in capsys.readouterr().err
+    assert _left(at) == ["empty.csv", "tiny.yaml"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_ctrl_c_in_a_terminal(place: Place, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quantizer", "run", str(place.folder / "tiny.yaml"), "--output", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("export ..."):
+                process.send_signal(signal.SIGINT)
+                break
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "interrupted: nothing was written" in err
+    assert "Traceback" not in err
+    assert _left(tmp_path) == []
