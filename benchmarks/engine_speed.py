@@ -1,6 +1,6 @@
 """Speed of one INT8 file against ONNX Runtime FP32, OpenVINO FP32 and NNCF INT8, interleaved in one run.
 
-    python benchmarks/engine_speed.py [ROUNDS]
+python benchmarks/engine_speed.py [ROUNDS]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What proxies cost: calibration, the frozen forward and the off proxy against the float model, interleaved.
 
-    python benchmarks/proxy_speed.py [ROUNDS]
+python benchmarks/proxy_speed.py [ROUNDS]
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def inspect(config: RunConfig, diff: bool, console: Console) -> None:
     """Print what of the model would be quantized, and with ``diff`` the rewritten source."""
     model = load_model(config.model.source, config.model.task, config.model.attention)
     quantizer = Quantizer(config.quantizer)
-    console.print(quantizer.inspect(model).text(), markup=False, highlight=False)
+    console.print(quantizer.inspect(model).text(), markup=False, highlight=False, soft_wrap=True)
     if diff:
         console.print(Syntax(quantizer.diff(model), "diff", background_color="default"))
 

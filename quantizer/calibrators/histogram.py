@@ -103,7 +103,7 @@ class Histogram:
 
 
 def _exponent_for(amax: float) -> int:
-    """The smallest exponent e, but at least ``_FINEST``, for which amax falls into one of ``BINS`` bins of width 2**e."""
+    """The smallest exponent e from ``_FINEST`` on for which amax falls into one of ``BINS`` bins of width 2**e."""
     _, exponent = math.frexp(amax)  # amax = mantissa * 2**exponent, 0.5 <= mantissa < 1
     return max(exponent - int(math.log2(BINS)), _FINEST)
 

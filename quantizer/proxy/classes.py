@@ -104,7 +104,6 @@ class ClassRewriter:
     def _rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
         if not _is_ours(cls):
             return Rewritten(cls=cls, original=cls, sites=(), keys=frozenset(), problems=())
-        parents = [self.rewrite(base, reachable) for base in cls.__bases__]
         namespace: dict[str, Any] = {}
         sites: list[SiteSource] = []
         keys: set[tuple[str, Key]] = set()
@@ -121,7 +120,12 @@ class ClassRewriter:
                 namespace[name] = rebuilt.function
             if rebuilt.problem is not None and rebuilt.problem not in problems:
                 problems.append(rebuilt.problem)
-        for parent in parents:
+        parents = []
+        for base in cls.__bases__:
+            parent, clash = self._parent(base, reachable, sites)
+            parents.append(parent)
+            if clash is not None:
+                problems.append(f"{clash}, as the functions of {cls.__qualname__}; those of {base.__qualname__} stay float")
             sites += [site for site in parent.sites if site not in sites]
             keys |= parent.keys
             problems += [problem for problem in parent.problems if problem not in problems]
@@ -130,6 +134,22 @@ class ClassRewriter:
         if namespace or generated:
             made = self._derive(cls, (cls, *generated), namespace, reachable)
         return Rewritten(cls=made, original=cls, sites=tuple(sites), keys=frozenset(keys), problems=tuple(problems))
+
+    def _parent(
+        self, base: type[nn.Module], reachable: frozenset[str], taken: list[SiteSource]
+    ) -> tuple[Rewritten, str | None]:
+        """The generated class of a base, without the functions whose sites have names that are ``taken``.
+
+        A module can hold one site of a name. The second value says what was left out (None: nothing).
+        """
+        names = {site.attribute: site for site in taken}
+        left_out: set[str] = set()
+        while True:
+            parent = self.rewrite(base, reachable - left_out)
+            clashes = [site for site in parent.sites if names.get(site.attribute, site) != site]
+            if not clashes:
+                return parent, f"sites called {', '.join(sorted(left_out))}" if left_out else None
+            left_out |= {site.name.partition(".")[0] for site in clashes}
 
     def _derive(
         self, cls: type[nn.Module], bases: tuple[type, ...], namespace: dict[str, Any], reachable: frozenset[str]

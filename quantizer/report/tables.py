@@ -118,7 +118,8 @@ def text_table(
 def string_from_table(table: Table, width: int = 120) -> str:
     """``table`` as plain text of at most ``width`` columns, for ``__repr__``."""
     stream = io.StringIO()
-    Console(file=stream, width=width, no_color=True, force_terminal=False).print(table)
+    # In a notebook rich would display the table instead of writing it to the stream.
+    Console(file=stream, width=width, no_color=True, force_terminal=False, force_jupyter=False).print(table)
     return stream.getvalue().rstrip("\n")
 
 

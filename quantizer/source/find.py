@@ -7,6 +7,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from typing import Any
 from typing import Literal
 
@@ -25,6 +26,8 @@ _METHODS = {method: entry for entry in CATALOGUE for method in entry.methods}
 _OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operators}
 _SYMBOLS = {"MatMult": b"@", "Add": b"+"}
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+# Nodes that bind a name without a Name node.
+_NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,8 +138,8 @@ class _Finder(ast.NodeVisitor):
         locals: names bound in the function; they hide globals of the same name.
         counts: how many sites of each operation were seen so far; gives the ordinal in a site's name.
         depth: nesting of the current expression; orders edits that fall on one place.
-        scopes: inner functions around the current node; one that rebinds the host's name hides the host.
-        blocked: why text at the current node cannot be rewritten (None: it can); set inside f-strings.
+        blocked: why text at the current node cannot be rewritten (None: it can); set inside f-strings and where an
+            inner function hides the host.
     """
 
     def __init__(
@@ -223,9 +226,9 @@ class _Finder(ast.NodeVisitor):
             symbol = _SYMBOLS[operator]
             gap = find_symbol(self.index.data, symbol, start, end)
             if gap is not None:
-                plain = self.index.data[start:end] == b" " + symbol + b" "
-                replace = Edit.replacing(start, end - start, ", ") if plain else Edit.replacing(gap, len(symbol), ",")
-                self._record(_OPERATORS[operator], "operator", node, (replace,))
+                spaced = self.index.data[max(gap - 1, start) : min(gap + 2, end)] == b" " + symbol + b" "
+                comma = Edit.replacing(gap - 1, 3, ", ") if spaced else Edit.replacing(gap, len(symbol), ",")
+                self._record(_OPERATORS[operator], "operator", node, (comma,))
         self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
@@ -303,17 +306,7 @@ class _Finder(ast.NodeVisitor):
 
     def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
         reason = reason or self.blocked or self.source.why_no_host
-        self.source.sites.append(
-            SiteSource(
-                name=site.name,
-                operation=site.operation,
-                form=site.form,
-                file=site.file,
-                line=site.line,
-                reason=reason,
-                edits=() if reason else edits,
-            )
-        )
+        self.source.sites.append(replace(site, reason=reason, edits=() if reason else edits))
 
     def _resolve(self, node: ast.expr) -> object:
         """The object that a dotted name stands for; None where that cannot be told from the text."""
@@ -330,6 +323,10 @@ def _bound_names(node: _FunctionNode) -> set[str]:
     """Names bound anywhere in a function, its arguments included."""
     bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     bound |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+    bound |= {n.name for n in ast.walk(node) if isinstance(n, _NAMED) and n.name is not None and n is not node}
+    bound |= {n.rest for n in ast.walk(node) if isinstance(n, ast.MatchMapping) and n.rest is not None}
+    imports = [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
+    bound |= {(alias.asname or alias.name).partition(".")[0] for n in imports for alias in n.names}
     declared = {name for n in ast.walk(node) if isinstance(n, ast.Global) for name in n.names}
     return bound - declared
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -31,7 +32,7 @@ def filled(values: list[float], cuts: list[int] | None = None) -> Histogram:
     """A histogram of ``values``, taken in pieces that end at ``cuts``."""
     histogram = Histogram()
     edges = [0, *sorted(cuts or []), len(values)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         if end > start:
             piece = torch.tensor(values[start:end], dtype=torch.float32)
             histogram.add(piece, float(piece.abs().max()))
@@ -186,7 +187,7 @@ def test_share_above_is_a_lower_bound_to_one_bin(values: list[float], share: flo
     top = max(map(abs, values))
     amax = share * top
     width = 0.0 if histogram.exponent is None else 2.0**histogram.exponent
-    above = sum(abs(value) > amax for value in values) / len(values)
+    above = sum(abs(value) >= amax for value in values) / len(values)
     well_above = sum(abs(value) > amax + width for value in values) / len(values)
     assert (
         well_above - 1e-12

@@ -52,20 +52,20 @@ def test_a_missing_library_names_the_extra(
 
 def test_a_missing_folder(mlp: Prepared, tmp_path: Path) -> None:
     quantizer, frozen, x = mlp
-    with pytest.raises(ExportError, match="the folder .*/none does not exist; make it first"):
+    with pytest.raises(ExportError, match=r"the folder .*/none does not exist; make it first"):
         quantizer.export(frozen, tmp_path / "none" / "m.onnx", x)
 
 
 def test_a_file_in_the_place_of_the_folder(mlp: Prepared, tmp_path: Path) -> None:
     quantizer, frozen, x = mlp
     (tmp_path / "file").write_text("")
-    with pytest.raises(ExportError, match="the folder .*/file does not exist"):
+    with pytest.raises(ExportError, match=r"the folder .*/file does not exist"):
         quantizer.export(frozen, tmp_path / "file" / "m.onnx", x)
 
 
 def test_a_folder_in_the_place_of_the_file(mlp: Prepared, tmp_path: Path) -> None:
     quantizer, frozen, x = mlp
-    with pytest.raises(ExportError, match="is a folder; expected the name of a file, such as model.onnx"):
+    with pytest.raises(ExportError, match=r"is a folder; expected the name of a file, such as model.onnx"):
         quantizer.export(frozen, tmp_path, x)
     assert not list(tmp_path.iterdir())
 
@@ -81,7 +81,7 @@ def test_a_folder_without_permission(mlp: Prepared, tmp_path: Path, monkeypatch:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a file system that nobody can write to: /proc")
 def test_a_file_system_that_nobody_can_write_to(mlp: Prepared) -> None:
     quantizer, frozen, x = mlp
-    with pytest.raises(ExportError, match="/proc/m.onnx cannot be written|/proc cannot be written"):
+    with pytest.raises(ExportError, match=r"^/proc/m\.onnx.* cannot be written"):
         quantizer.export(frozen, "/proc/m.onnx", x)
 
 
@@ -171,7 +171,7 @@ def test_a_model_that_cannot_be_exported(tmp_path: Path) -> None:
     model, x = Branching().eval(), torch.randn(4, 32)
     quantizer = Quantizer(backend="openvino")
     quantizer.calibrate(model, [x])
-    with pytest.raises(ExportError, match="Branching cannot be exported: .*data-dependent") as caught:
+    with pytest.raises(ExportError, match=r"Branching cannot be exported: .*data-dependent") as caught:
         quantizer.export(quantizer.quantize(model), tmp_path / "m.onnx", x)
     assert "\x1b" not in str(caught.value)
     assert caught.value.__cause__ is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +114,9 @@ def conv(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 
 
 @pytest.fixture(params=["bert_openvino", "bert_rtx", "bert_fallback", "conv"])
-def any_export(request: pytest.FixtureRequest) -> Iterator[Exported]:
-    yield request.getfixturevalue(request.param)
+def any_export(request: pytest.FixtureRequest) -> Exported:
+    exported: Exported = request.getfixturevalue(request.param)
+    return exported
 
 
 # -- every file ----------------------------------------------------------------------------------------------------
@@ -267,7 +267,9 @@ def test_sites_that_fallback_put_back_carry_no_quantization(bert_fallback: Expor
     chosen = bert_fallback.quantizer.chosen_fallback
     assert chosen is not None
     assert len(chosen.groups) == 9
-    back = [site for site in bert_fallback.quantizer.plan.values() if "fallback(num=9)" in site.reason]
+    # An add of which one operand was put back is quantized still, and says so.
+    plan = bert_fallback.quantizer.plan.values()
+    back = [site for site in plan if "fallback(num=9)" in site.reason and not site.quantized]
     assert {site.kind for site in back} >= {"linear"}
     for site in back:
         for value in bert_fallback.node_of(site.name).input[:2]:
@@ -375,10 +377,10 @@ def mlp() -> tuple[Quantizer, nn.Module, nn.Module, Tensor]:
 Prepared = tuple[Quantizer, nn.Module, nn.Module, Tensor]
 
 
-@pytest.mark.parametrize("form", ["tensor", "tuple", "list", "mapping", "one row"])
+@pytest.mark.parametrize("form", ["tuple", "mapping", "one row"])
 def test_forms_of_an_example(mlp: Prepared, tmp_path: Path, form: str) -> None:
     quantizer, _, frozen, x = mlp
-    example = {"tensor": x, "tuple": (x,), "list": [x], "mapping": {"x": x}, "one row": x[:1]}[form]
+    example = {"tuple": (x,), "mapping": {"x": x}, "one row": x[:1]}[form]
     path = quantizer.export(frozen, tmp_path / "m.onnx", example)
     assert path == tmp_path / "m.onnx"
     other = torch.randn(9, 32)

@@ -24,7 +24,7 @@ from quantizer.source.splice import find_symbol
     [
         ("return a @ b", "return s.matmul_0(a, b)"),
         ("return a@b", "return s.matmul_0(a,b)"),
-        ("return a  @ b", "return s.matmul_0(a  , b)"),
+        ("return a  @ b", "return s.matmul_0(a , b)"),
         # Two expressions that start at one column: the outer opens first.
         ("return a @ b @ c", "return s.matmul_0(s.matmul_1(a, b), c)"),
         ("return a @ (b @ c)", "return s.matmul_0(a, (s.matmul_1(b, c)))"),
@@ -181,7 +181,7 @@ def test_names_are_ordinal_and_lines_those_of_the_text(tmp_path: Path) -> None:
 )
 def test_import_aliases(tmp_path: Path, imports: str, call: str) -> None:
     namespace: dict[str, object] = {}
-    exec(imports, namespace)  # noqa: S102
+    exec(imports, namespace)
     namespace.pop("__builtins__")
     result = rewritten_body(tmp_path, f"return {call}", **namespace)
     assert result.startswith("return s.")

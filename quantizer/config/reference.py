@@ -1,0 +1,128 @@
+"""docs/configuration.md, made from the schema: every key with its type, default and meaning.
+
+python -m quantizer.config.reference > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from quantizer.config.describe import Slot
+from quantizer.config.schema import RunConfig
+from quantizer.config.section import Section
+
+__all__ = ["reference"]
+
+_HEAD = """\
+# Configuration
+
+<!-- Made by `python -m quantizer.config.reference > docs/configuration.md`: change the schema, not this page. -->
+
+One YAML file is one run: `quantizer run FILE [key=value ...]`. `quantizer validate FILE` reports every problem at once,
+each with its line and the nearest valid name; `quantizer validate --verbose FILE` prints the file with all defaults
+filled in. A key that is not listed here is an error.
+
+- On the command line a key is written with dots, and its value is YAML: `quantizer.activations.percentile=99.9`,
+  `fallback='{num: 4}'`. `~fallback` removes a key.
+- A relative path starts at the current folder, not at the YAML file.
+- `Quantizer(...)` takes a file or mapping of a whole run or of the `quantizer` section alone, and that section's keys
+  as keywords: `Quantizer(backend="openvino", exclude={"names": ["classifier"]})`.
+- Rules of `include` and `exclude`: `exclude` beats `include`, a class covers its subclasses and all that is inside it,
+  names match whole path segments (`*` is one segment or part of one, `**` any number), and a rule that matches nothing
+  is an error.
+
+A file needs no more than this; the data sets are described [at the end](#data-sets):
+
+```yaml
+model: {source: my-model, task: sequence-classification}
+data:
+  calibration: {name: text-csv, path: train.csv, rows: 128}
+  evaluation: {name: text-csv, path: dev.csv}
+```
+"""
+
+_TAIL = """\
+## Data sets
+
+| name | rows | takes |
+|---|---|---|
+| `text-csv` | labelled texts: a CSV file with the header `text,label`, labels from 0 | `path` |
+| `sst2-text` | labelled texts: lines of `label text` | `path` |
+| `stsb-csv` | pairs of sentences with a score: `sentence,sentence,score` lines without a header | `path` |
+| `vader` | labelled texts, fetched once by pip into a cache, hash checked | `subset`, `split` |
+
+`text-csv`, `sst2-text` and `vader` fit the tasks `sequence-classification` and `embedding-classification`; `stsb-csv`
+fits `sentence-similarity`. Subsets of `vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`,
+`nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document.
+
+The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.
+"""
+
+
+def reference() -> str:
+    """The whole page, as Markdown."""
+    places = _places()
+    parts = [_HEAD, *(_table(section, places) for section in places), _TAIL]
+    return "\n".join(parts)
+
+
+def _places() -> dict[type[Section], list[str]]:
+    """Every section of a file, in order, with all paths at which it stands."""
+    places: dict[type[Section], list[str]] = {}
+
+    def walk(section: type[Section], path: str) -> None:
+        places.setdefault(section, []).append(path)
+        for key in section.model_fields:
+            below = Slot(section).child(key)
+            if below is not None and below.section is not None:
+                walk(below.section, f"{path}.{key}" if path else key)
+
+    walk(RunConfig, "")
+    return places
+
+
+def _table(section: type[Section], places: Mapping[type[Section], Sequence[str]]) -> str:
+    about = (section.__doc__ or "").strip().replace("``", "`")
+    lines = [
+        f"## {_heading(places[section])}",
+        "",
+        about,
+        "",
+        "| key | value | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for key, field in section.model_fields.items():
+        slot = Slot.of(field.annotation, field.metadata)
+        value = slot.expected()
+        if slot.section is not None:
+            value = f"[section](#{_anchor(_heading(places[slot.section]))}){' or null' if slot.nullable else ''}"
+        default = "required" if field.default is PydanticUndefined else _default(field.default)
+        lines.append(f"| `{key}` | {value} | {default} | {field.description} |")
+    return "\n".join([*lines, ""])
+
+
+def _heading(paths: Sequence[str]) -> str:
+    return ", ".join(f"`{path}`" if path else "The file" for path in paths)
+
+
+def _anchor(heading: str) -> str:
+    """How GitHub links to a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, Section):
+        return "its defaults"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
+    return "`null`" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,514 @@
+"""What one sees of rewritten code: tracebacks, ``inspect.getsource``, the diff; and code that is hard to rebuild."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import linecache
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+
+X = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+
+
+def _load(folder: Path, name: str, text: str) -> types.ModuleType:
+    """Write a module and import it."""
+    path = folder / f"{name}.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Iterator[Callable[[str, str], types.ModuleType]]:
+    """``load(name, text)``: a module of this text, forgotten afterwards."""
+    before = set(sys.modules)
+    yield lambda name, text: _load(tmp_path, name, text)
+    for name in set(sys.modules) - before:
+        if name.startswith("sample_"):
+            del sys.modules[name]
+
+
+def _check(model: nn.Module, *expected: str) -> Quantizer:
+    """A proxy of the model is exact, and its products are the expected sites, all quantized."""
+    model.eval()
+    q = Quantizer(backend="openvino", sites={"residual_add": False})
+    with torch.no_grad():
+        assert_same(q.proxy(model)(X), model(X))
+        q.calibrate(model, [X])
+        q.quantize(model)(X)
+    assert {row.name for row in q.coverage.quantized} == set(expected)
+    return q
+
+
+# -- what one sees -------------------------------------------------------------------------------------------------
+
+_FAILS = '''"""A module."""
+import torch
+from torch import nn
+
+
+class Fails(nn.Module):
+    """Its second product does not fit."""
+
+    def forward(self, x):
+        # A comment, kept.
+        y = x @ x.T
+
+        return torch.matmul(
+            y,
+            x[:, :3],
+        ) @ x
+'''
+
+
+def test_a_traceback_shows_the_rewritten_text_at_the_original_line(load: Any) -> None:
+    module = load("sample_fails", _FAILS)
+    model = module.Fails()
+    proxy = Quantizer().proxy(model)
+    with pytest.raises(RuntimeError, match="shapes") as expected:
+        model(X)
+    with pytest.raises(RuntimeError, match="shapes") as caught:
+        proxy(X)
+    original = next(f for f in traceback.extract_tb(expected.tb) if f.name == "forward")
+    frame = next(f for f in traceback.extract_tb(caught.tb) if f.name == "forward" and "sample_fails" in f.filename)
+    assert frame.filename == "<quantizer sample_fails>"
+    assert frame.lineno == original.lineno
+    assert frame.line is not None
+    assert "self.site_forward_matmul_" in frame.line
+    linecache.checkcache()
+    assert linecache.getline("<quantizer sample_fails>", 11) == "        y = self.site_forward_matmul_0(x, x.T)\n"
+
+
+def test_getsource_shows_the_rewritten_method(load: Any) -> None:
+    module = load("sample_source", _FAILS)
+    proxy = Quantizer().proxy(module.Fails())
+    source = inspect.getsource(type(proxy).forward)
+    original = inspect.getsource(module.Fails.forward)
+    assert "# A comment, kept." in source
+    assert "y = self.site_forward_matmul_0(x, x.T)" in source
+    assert "site_" not in original
+    assert inspect.getsourcelines(type(proxy).forward)[1] == inspect.getsourcelines(module.Fails.forward)[1] == 9
+    assert len(source.splitlines()) == len(original.splitlines())
+
+
+def test_positions_of_instructions_are_on_the_original_lines(load: Any) -> None:
+    module = load("sample_positions", _FAILS)
+    proxy = Quantizer().proxy(module.Fails())
+
+    def lines(function: Any) -> set[int]:
+        return {line for line, *_ in function.__code__.co_positions() if line is not None}
+
+    assert lines(type(proxy).forward) == lines(module.Fails.forward)
+
+
+def test_the_diff_is_a_readable_patch(load: Any) -> None:
+    module = load("sample_diff", _FAILS)
+    diff = Quantizer().diff(nn.Sequential(module.Fails(), nn.Linear(32, 32)))
+    assert "-        y = x @ x.T\n+        y = self.site_forward_matmul_0(x, x.T)\n" in diff
+    assert "+        return self.site_forward_linear_0(F.linear, input, self.weight, self.bias)" in diff
+    assert f"--- {module.__file__}" in diff
+    removed = [line for line in diff.splitlines() if line.startswith("-") and not line.startswith("---")]
+    added = [line for line in diff.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert len(removed) == len(added) == 3
+
+
+def test_a_diff_of_a_model_without_sites() -> None:
+    assert Quantizer().diff(nn.Sequential(nn.ReLU())) == ""
+
+
+def test_nothing_on_disk_or_in_the_library_changes(load: Any) -> None:
+    module = load("sample_untouched", _FAILS)
+    path = Path(module.__file__)
+    before, names = path.read_bytes(), dict(vars(module))
+    code = module.Fails.forward.__code__
+    linear = nn.Linear.forward
+    Quantizer().proxy(nn.Sequential(module.Fails(), nn.Linear(3, 3)))
+    assert path.read_bytes() == before
+    assert {name: value for name, value in vars(module).items() if name in names} == names
+    assert module.Fails.forward.__code__ is code
+    assert nn.Linear.forward is linear
+    assert not (path.parent / "__pycache__" / "quantizer").exists()
+
+
+# -- code that is hard to rebuild ----------------------------------------------------------------------------------
+
+
+class Base(nn.Module):
+    """A product that subclasses reach through ``super()``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.T
+
+
+class Middle(Base):
+    """Adds a product of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y @ x
+
+
+class Leaf(Middle):
+    """Changes nothing, but overrides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Diamond(Leaf, Middle):
+    """Two paths to one base."""
+
+
+@pytest.mark.parametrize("model", [Base, Middle, Leaf, Diamond])
+def test_super(model: type[nn.Module]) -> None:
+    # Both functions are called forward: the base's product and the subclass's have one name.
+    names = {"forward.matmul_0"}
+    q = Quantizer(backend="openvino")
+    instance = model().eval()
+    assert_same(q.proxy(instance)(X), instance(X))
+    q.calibrate(instance, [X])
+    assert names <= {row.name for row in q.coverage}
+
+
+def test_products_of_base_and_subclass_are_two_sites() -> None:
+    """``Middle.forward`` calls ``Base.forward``; each has a product, and each gets a range of its own."""
+    model = Middle().eval()
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [X])
+    assert len([row for row in q.coverage.quantized if row.kind == "matmul"]) == 2
+
+
+def _wrapped(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **keywords: Any) -> Any:
+        return function(*args, **keywords)
+
+    return wrapper
+
+
+def _scaled(scale: float) -> Any:
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(self: Any, x: Tensor) -> Any:
+            return function(self, x) * scale
+
+        return wrapper
+
+    return decorate
+
+
+class Decorated(nn.Module):
+    """Two decorators around a product."""
+
+    @_scaled(3.0)
+    @_wrapped
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.T
+
+
+class NoGrad(nn.Module):
+    """A decorator of torch."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.T
+
+
+class Property(nn.Module):
+    """A product in a property, and one in a generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        return sum(self.parts(x)) + self.gram
+
+    @property
+    def gram(self) -> Tensor:
+        return self.x @ self.x.T
+
+    def parts(self, x: Tensor) -> Iterator[Tensor]:
+        yield torch.matmul(x, x.T)
+
+
+class Nested(nn.Module):
+    """Products in inner functions, lambdas and comprehensions, with closure variables and defaults."""
+
+    def forward(self, x: Tensor, scale: float = 2.0, *, shift: float = 1.0) -> Tensor:
+        def inner(y: Tensor, factor: float = scale) -> Tensor:
+            return torch.matmul(y, x.T) * factor
+
+        gram = lambda y: y @ x.T  # noqa: E731
+        rows = [part @ x.T for part in x.split(10)]
+        return inner(x) + gram(x) + torch.cat(rows) + shift
+
+
+def test_decorators() -> None:
+    q = _check(Decorated(), "forward.matmul_0")
+    forward = type(q.proxy(Decorated())).forward
+    assert forward.__name__ == "forward"
+    assert "site_forward_matmul_0" in inspect.getsource(forward)
+    assert inspect.signature(forward) == inspect.signature(Decorated.forward)
+    _check(NoGrad(), "forward.matmul_0")
+
+
+def test_a_decorator_that_hides_the_function_is_reported() -> None:
+    def hiding(function: Any) -> Any:
+        return lambda *args: function(*args)
+
+    class Hidden(nn.Module):
+        @hiding
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x.T
+
+    q = _check(Hidden())
+    assert [row.kind for row in q.coverage] == ["source"]
+    assert "is a lambda or made inside another function" in q.coverage[0].reason
+
+
+def test_a_forward_that_is_no_function_is_reported() -> None:
+    class Partial(nn.Module):
+        def product(self, scale: float, x: Tensor) -> Tensor:
+            return x @ x.T * scale
+
+        forward = functools.partialmethod(product, 2.0)
+
+    q = _check(Partial())
+    reasons = [row.reason for row in q.coverage if row.kind == "source"]
+    assert reasons == ["its forward is a partialmethod and no function, so it stays as it is"]
+
+
+def test_properties_and_generators() -> None:
+    _check(Property(), "gram.matmul_0", "parts.matmul_0")
+
+
+def test_closures_lambdas_and_comprehensions() -> None:
+    _check(Nested(), "forward.matmul_0", "forward.matmul_1", "forward.matmul_2")
+    proxy = Quantizer().proxy(Nested())
+    assert_same(proxy(X, 3.0, shift=5.0), Nested()(X, 3.0, shift=5.0))
+
+
+def test_a_class_made_by_a_function() -> None:
+    def make(scale: float) -> nn.Module:
+        class Local(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x @ x.T * scale
+
+        return Local()
+
+    _check(make(2.0), "forward.matmul_0")
+    # Two classes of one text, with closures of their own.
+    assert_same(Quantizer().proxy(make(3.0))(X), make(3.0)(X))
+
+
+_HELPERS = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+SCALE = 2.0
+
+
+def attention(module: nn.Module, query, key):
+    return scores(module, query, key).softmax(-1) @ query
+
+
+def scores(module, query, key, scale=None):
+    return torch.matmul(query, key.T) * (scale or SCALE)
+
+
+def again(module, x, depth):
+    return x @ x.T if depth == 0 else again(module, x, depth - 1)
+
+
+def bare(x):
+    return x @ x.T
+
+
+class Uses(nn.Module):
+    def __init__(self, helper=attention):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return attention(self, self.linear(x), x)
+
+
+class Recurses(nn.Module):
+    def forward(self, x):
+        return again(self, x, 2)
+
+
+class Bare(nn.Module):
+    def forward(self, x):
+        return bare(x)
+
+
+class Starred(nn.Module):
+    def forward(self, x):
+        pair = (x, x.T)
+        return torch.matmul(*pair) + torch.matmul(**{"input": x, "other": x.T}) + torch.matmul(x, *[x.T])
+
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, x):
+        return F.linear(weight=self.weight, input=x)
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        y = self.linear(x)
+        alias = y
+        y += x
+        return alias, y
+
+
+class Swapped(nn.Module):
+    def forward(self, x):
+        return x.matmul(other=x.T)
+"""
+
+
+def test_helpers_get_their_host_from_the_caller(load: Any) -> None:
+    module = load("sample_helpers", _HELPERS)
+    _check(module.Uses(), "linear.forward.linear_0", "attention.matmul_0", "scores.matmul_0")
+    _check(module.Recurses(), "again.matmul_0")
+
+
+def test_a_helper_without_a_module_argument_is_reported(load: Any) -> None:
+    q = _check(load("sample_bare", _HELPERS).Bare())
+    assert [(row.name, row.reason) for row in q.coverage] == [("bare.matmul_0", "the function has no module argument")]
+
+
+def test_starred_and_keyword_arguments(load: Any) -> None:
+    module = load("sample_starred", _HELPERS)
+    model = module.Starred().eval()
+    assert_same(Quantizer().proxy(model)(X), model(X))
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [X])
+    q.quantize(model)(X)
+    assert sum(row.kind == "matmul" for row in q.coverage) == 3
+    _check(module.Keywords(), "forward.linear_0")
+    _check(module.Swapped(), "forward.matmul_0")
+
+
+def test_in_place_addition_keeps_aliases(load: Any) -> None:
+    model = load("sample_inplace", _HELPERS).InPlace().eval()
+    q = Quantizer(backend="openvino", sites={"residual_add": True})
+    with torch.no_grad():
+        q.calibrate(model, [X])
+        for proxy in (q.proxy(model), q.calib(model, resume=True)):
+            alias, y = proxy(X)
+            assert alias is y
+            assert_same(y, model(X)[1])
+        frozen = q.quantize(model)(X)
+        assert torch.equal(frozen[0], frozen[1])
+
+
+def test_a_global_that_changes_later_is_seen(load: Any) -> None:
+    module = load("sample_globals", _HELPERS)
+    model = module.Uses().eval()
+    proxy = Quantizer().proxy(model)
+    assert_same(proxy(X), model(X))
+    module.SCALE = 5.0
+    assert_same(Quantizer().proxy(model)(X), model(X))
+
+
+def test_synthetic_modules_stand_under_their_own_names(load: Any) -> None:
+    module = load("sample_synthetic", _HELPERS)
+    proxy = Quantizer().proxy(module.Uses())
+    namespace = type(proxy).forward.__globals__
+    assert namespace is not vars(module)
+    assert sys.modules[namespace["__name__"]].__dict__ is namespace
+    assert "attention" in namespace
+    assert namespace["attention"] is not module.attention
+    assert module.Uses.forward.__globals__ is vars(module)
+
+
+# -- source that cannot be read ------------------------------------------------------------------------------------
+
+_EXECUTED = """
+import torch
+from torch import nn
+class Executed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+    def forward(self, x):
+        return self.linear(x) @ x.T
+"""
+
+
+def test_a_class_without_source_is_reported_and_the_rest_works() -> None:
+    namespace: dict[str, Any] = {"__name__": "sample_executed"}
+    exec(compile(_EXECUTED, "<nowhere>", "exec"), namespace)
+    q = _check(namespace["Executed"](), "linear.forward.linear_0")
+    rows = {row.name: row.reason for row in q.coverage if not row.quantized}
+    assert rows == {"(the model)": "<nowhere>: the source cannot be read, so its functions stay as they are"}
+
+
+def test_a_notebook_cell_has_its_source_in_linecache() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    name = "<ipython-input-1-sample>"
+    linecache.cache[name] = (len(_EXECUTED), None, _EXECUTED.splitlines(keepends=True), name)
+    exec(compile(_EXECUTED, name, "exec"), namespace)
+    _check(namespace["Executed"](), "linear.forward.linear_0", "forward.matmul_0")
+
+
+def test_a_file_changed_after_import_is_refused(load: Any) -> None:
+    module = load("sample_changed", _FAILS.replace("x[:, :3]", "x"))
+    path = Path(module.__file__)
+    path.write_text(path.read_text().replace("y = x @ x.T", "y = x @ x.T * 7"))
+    model = module.Fails().eval()
+    assert_same(Quantizer().proxy(model)(X), model(X))
+    q = Quantizer()
+    (row,) = q.inspect(model)
+    assert "Fails.forward differs from the loaded code; was the file changed after import?" in row.reason
+
+
+def test_a_reloaded_module_is_read_again(load: Any) -> None:
+    module = load("sample_reloaded", _EXECUTED)
+    assert_same(Quantizer().proxy(module.Executed().eval()).linear(X).shape, X.shape)
+    path = Path(module.__file__)
+    path.write_text(_EXECUTED.replace("@ x.T", "@ x.T * 9"))
+    os.utime(path, (1, 1))
+    spec = importlib.util.spec_from_file_location("sample_reloaded", path)
+    assert spec is not None
+    exec(compile(path.read_text(), str(path), "exec"), vars(module))  # what importlib.reload does
+    model = module.Executed().eval()
+    assert_same(Quantizer().proxy(model)(X), model(X))
+    _check(model, "linear.forward.linear_0", "forward.matmul_0")
+
+
+def test_a_file_that_is_no_python(load: Any) -> None:
+    module = load("sample_broken", _EXECUTED)
+    Path(module.__file__).write_text("def (:")
+    q = _check(module.Executed(), "linear.forward.linear_0")
+    assert any("cannot be parsed" in row.reason for row in q.coverage)
