@@ -98,8 +98,11 @@ def inspect(config: RunConfig, diff: bool, console: Console) -> None:
     model = load_model(config.model.source, config.model.task, config.model.attention)
     quantizer = Quantizer(config.quantizer)
     console.print(quantizer.inspect(model).text(), markup=False, highlight=False, soft_wrap=True)
-    if diff:
-        console.print(Syntax(quantizer.diff(model), "diff", background_color="default"))
+    if diff and console.is_terminal:
+        console.print(Syntax(quantizer.diff(model), "diff", background_color="default", word_wrap=True))
+    elif diff:
+        # A file or a pipe has no width: no line is cut or broken.
+        console.out(quantizer.diff(model), highlight=False)
 
 
 class _Run:

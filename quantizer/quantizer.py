@@ -22,6 +22,7 @@ from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import SensitivityError
 from quantizer.numerics.qtype import qtype
+from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
@@ -78,6 +79,7 @@ class Quantizer:
         self._calib: nn.Module | None = None
         self._observation: Observation | None = None
         self._refused: dict[str, str] = {}
+        self._skipped: list[SkippedSource] = []
         self._loaded: Plan | None = None
         self._amp: tuple[nn.Module, Measurement] | None = None
         self._fallback: Fallback | None = None
@@ -290,8 +292,7 @@ class Quantizer:
     @property
     def coverage(self) -> Coverage:
         """Every site found: quantized, or why not."""
-        model = self._model() if self._model is not None else None
-        return Coverage.from_plan(self._final_plan(), list(skipped_sources(model)) if model is not None else [])
+        return Coverage.from_plan(self._final_plan(), self._skipped)
 
     @property
     def ranges(self) -> Ranges:
@@ -349,6 +350,7 @@ class Quantizer:
             )
         if isinstance(model, nn.Module):
             self._model = weakref.ref(model)
+            self._skipped = list(skipped_sources(model))
 
     def _refusals(self, proxy: nn.Module) -> dict[str, str]:
         include, exclude = (

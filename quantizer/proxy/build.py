@@ -64,6 +64,7 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
         raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
     if is_proxy(model):
         raise ProxyError("this is a proxy already; pass the float model that it was made from")
+    REWRITER.rebuilder.refresh()
     proxy = copy.deepcopy(model, _shared_tensors(model))
     proxy.__dict__[_MARK] = True
     reachable = REWRITER.reachable(model)

@@ -122,10 +122,13 @@ class ClassRewriter:
                 problems.append(rebuilt.problem)
         parents = []
         for base in cls.__bases__:
-            parent, clash = self._parent(base, reachable, sites)
+            parent, left_out = self._parent(base, reachable, sites)
             parents.append(parent)
-            if clash is not None:
-                problems.append(f"{clash}, as the functions of {cls.__qualname__}; those of {base.__qualname__} stay float")
+            if left_out & set().union(*self._functions(cls).values()):
+                clash = f"{', '.join(sorted(left_out))} of {base.__qualname__} and of {cls.__qualname__}"
+                problems.append(
+                    f"{clash} have sites of the same names, so those of {base.__qualname__} stay as they are"
+                )
             sites += [site for site in parent.sites if site not in sites]
             keys |= parent.keys
             problems += [problem for problem in parent.problems if problem not in problems]
@@ -137,19 +140,24 @@ class ClassRewriter:
 
     def _parent(
         self, base: type[nn.Module], reachable: frozenset[str], taken: list[SiteSource]
-    ) -> tuple[Rewritten, str | None]:
-        """The generated class of a base, without the functions whose sites have names that are ``taken``.
+    ) -> tuple[Rewritten, frozenset[str]]:
+        """The generated class of a base, and which of its functions were left out.
 
-        A module can hold one site of a name. The second value says what was left out (None: nothing).
+        A module can hold one site of a name: functions whose sites have names that are ``taken`` stay as they are.
         """
         names = {site.attribute: site for site in taken}
-        left_out: set[str] = set()
-        while True:
-            parent = self.rewrite(base, reachable - left_out)
-            clashes = [site for site in parent.sites if names.get(site.attribute, site) != site]
-            if not clashes:
-                return parent, f"sites called {', '.join(sorted(left_out))}" if left_out else None
-            left_out |= {site.name.partition(".")[0] for site in clashes}
+
+        def clashes(parent: Rewritten) -> frozenset[str]:
+            found = (site for site in parent.sites if names.get(site.attribute, site) != site)
+            return frozenset(site.name.partition(".")[0] for site in found)
+
+        left_out = clashes(self.rewrite(base, reachable))
+        parent = self.rewrite(base, reachable - left_out)
+        if clashes(parent):
+            # The sites are those of a function that a method calls; which one does is not known here.
+            left_out = reachable
+            parent = self.rewrite(base, frozenset())
+        return parent, left_out
 
     def _derive(
         self, cls: type[nn.Module], bases: tuple[type, ...], namespace: dict[str, Any], reachable: frozenset[str]

@@ -94,7 +94,11 @@ class Site(nn.Module):
         else:
             function, rest = self._implied, list(args)
         if self.active:
+            target = rest[0] if self.source.form == "inplace" else None
             self._round(rest, keywords)
+            if target is not None and rest[0] is not target and self.operation.name == "add":
+                # Other names for the tensor must see the sum, and its rounded copy has no other name.
+                return target.copy_(operator.add(*rest))
         elif self.observer is not None:
             self.observer.before(self, self._operands(rest, keywords))
             result = function(*rest, **keywords)

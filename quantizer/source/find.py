@@ -321,13 +321,24 @@ class _Finder(ast.NodeVisitor):
 
 def _bound_names(node: _FunctionNode) -> set[str]:
     """Names bound anywhere in a function, its arguments included."""
-    bound = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    bound |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
-    bound |= {n.name for n in ast.walk(node) if isinstance(n, _NAMED) and n.name is not None and n is not node}
-    bound |= {n.rest for n in ast.walk(node) if isinstance(n, ast.MatchMapping) and n.rest is not None}
-    imports = [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
-    bound |= {(alias.asname or alias.name).partition(".")[0] for n in imports for alias in n.names}
-    declared = {name for n in ast.walk(node) if isinstance(n, ast.Global) for name in n.names}
+    bound: set[str] = set()
+    declared: set[str] = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            if not isinstance(inner.ctx, ast.Load):
+                bound.add(inner.id)
+        elif isinstance(inner, ast.arg):
+            bound.add(inner.arg)
+        elif isinstance(inner, _NAMED):
+            if inner.name is not None and inner is not node:
+                bound.add(inner.name)
+        elif isinstance(inner, ast.MatchMapping):
+            if inner.rest is not None:
+                bound.add(inner.rest)
+        elif isinstance(inner, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in inner.names}
+        elif isinstance(inner, ast.Global):
+            declared |= set(inner.names)
     return bound - declared
 
 

@@ -8,6 +8,7 @@ stand in the place of theirs. The synthetic module is in ``sys.modules`` under i
 """
 
 from __future__ import annotations
+import __future__
 
 import sys
 import types
@@ -42,14 +43,16 @@ class Rebuilder:
     """Rewrites functions, each once, and remembers the results.
 
     Attributes:
-        files: source files by (path, id of the globals their functions run in).
+        files: source files by (path, id of the globals their functions run in, compiler flags).
         synthetic: synthetic modules by id of the original globals, with those globals (which keeps the id valid).
+        helpers: by id of the original globals and by name, the functions replaced there: (original, rewritten).
         done: results by id of the innermost function, with that function.
     """
 
     def __init__(self) -> None:
-        self.files: dict[tuple[str, int], SourceFile] = {}
+        self.files: dict[tuple[str, int, int], SourceFile] = {}
         self.synthetic: dict[int, tuple[types.ModuleType, dict[str, Any]]] = {}
+        self.helpers: dict[int, dict[str, tuple[Any, Any]]] = {}
         self.done: dict[int, tuple[types.FunctionType, Rebuilt]] = {}
 
     def file(self, function: types.FunctionType) -> SourceFile:
@@ -58,10 +61,12 @@ class Rebuilder:
         Raises:
             SourceError: the text cannot be read or parsed.
         """
-        key = (function.__code__.co_filename, id(function.__globals__))
+        # A notebook compiles a cell with the __future__ imports of earlier ones.
+        flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+        key = (function.__code__.co_filename, id(function.__globals__), flags)
         if key not in self.files or not self.files[key].holds(function):
             # Read again: a module may have been reloaded.
-            self.files[key] = SourceFile(key[0], function.__globals__)
+            self.files[key] = SourceFile(key[0], function.__globals__, flags)
         return self.files[key]
 
     def names_read(self, attribute: Any) -> set[str]:
@@ -165,10 +170,22 @@ class Rebuilder:
             module.__dict__.update({**original, "__name__": name})
             sys.modules[name] = module
             self.synthetic[id(original)] = (module, original)
-        namespace = self.synthetic[id(original)][0].__dict__
-        namespace.update({key: value for key, value in original.items() if key not in namespace})
-        namespace.update(helpers)
-        return namespace
+            self.helpers[id(original)] = {}
+        module = self.synthetic[id(original)][0]
+        self.helpers[id(original)].update({key: (original[key], helper) for key, helper in helpers.items()})
+        self._refresh(id(original))
+        return module.__dict__
+
+    def refresh(self) -> None:
+        """Bring all synthetic modules up to date: globals may have been set since they were made."""
+        for key in self.synthetic:
+            self._refresh(key)
+
+    def _refresh(self, key: int) -> None:
+        module, original = self.synthetic[key]
+        # A helper that was replaced since then is taken as it is: its sites are not known.
+        helpers = {name: new for name, (old, new) in self.helpers[key].items() if original.get(name) is old}
+        module.__dict__.update({**original, "__name__": module.__name__, **helpers})
 
 
 def _may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:

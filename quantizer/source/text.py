@@ -6,6 +6,7 @@ import ast
 import difflib
 import linecache
 import types
+import warnings
 from collections.abc import Collection
 from collections.abc import Iterator
 from typing import Any
@@ -32,18 +33,19 @@ class SourceFile:
         rewritten_name: the synthetic file name under which the rewritten text is compiled and listed.
     """
 
-    def __init__(self, path: str, namespace: dict[str, Any]) -> None:
+    def __init__(self, path: str, namespace: dict[str, Any], flags: int = 0) -> None:
         self.path = path
+        self._flags = flags
         self.module_name = str(namespace.get("__name__", "?"))
         self.text = read_source(path, namespace)
         self.rewritten_name = f"<quantizer {self.module_name if self.module_name != '__main__' else path}>"
         try:
-            tree = ast.parse(self.text, filename=path)
+            tree = _compiled(self.text, path, ast.PyCF_ONLY_AST)
         except SyntaxError as error:
             raise SourceError(f"{path}: cannot be parsed: {error}") from error
         self._index = LineIndex(self.text)
         self.functions: dict[Key, FunctionSource] = find_functions(tree, self._index, namespace, path)
-        self._loaded = _by_key(compile(self.text, path, "exec", dont_inherit=True))
+        self._loaded = _by_key(_compiled(self.text, path, flags))
         self._codes: dict[Key, types.CodeType] | None = None
 
     def find(self, function: types.FunctionType) -> FunctionSource:
@@ -80,7 +82,7 @@ class SourceFile:
         """
         if self._codes is None:
             text = self.rewritten_text()
-            code = compile(text, self.rewritten_name, "exec", dont_inherit=True)
+            code = _compiled(text, self.rewritten_name, self._flags)
             lines = text.splitlines(keepends=True)
             # A modification time of None tells linecache.checkcache to keep the entry.
             linecache.cache[self.rewritten_name] = (len(text), None, lines, self.rewritten_name)
@@ -105,6 +107,13 @@ def read_source(path: str, namespace: dict[str, Any]) -> str:
     if not lines:
         raise SourceError(f"{path}: the source cannot be read, so its functions stay as they are")
     return "".join(lines)
+
+
+def _compiled(text: str, name: str, flags: int) -> Any:
+    with warnings.catch_warnings():
+        # Python said so when it first compiled the file: a wrong escape in a string, say.
+        warnings.simplefilter("ignore")
+        return compile(text, name, "exec", flags, dont_inherit=True)
 
 
 def _by_key(code: types.CodeType) -> dict[Key, types.CodeType]:

