@@ -53,7 +53,7 @@ def main(rounds: int) -> None:
             quantizer = calibrated(model, task, backend="openvino", sites={"residual_add": residual})
             quantizer.export(quantizer.quantize(model), paths[name], task.example())
         nncf_path = Path(folder) / "nncf.xml"
-        nncf_int8(paths["float"], [{k: v for k, v in batch.items()} for batch in batches], nncf_path)
+        nncf_int8(paths["float"], batches, nncf_path)
         engines = {
             "ONNX Runtime FP32": load_engine("onnxruntime", paths["float"], threads=1),
             "OpenVINO FP32": load_engine("openvino", paths["float"], threads=1),

@@ -410,7 +410,7 @@ def test_an_existing_folder_is_kept_without_force(at: Path, capsys: pytest.Captu
 def test_a_file_in_the_place_of_the_folder(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (at / "out").write_text("mine")
     assert main(["run", "tiny.yaml", "--output", "out/run"]) == 1
-    assert "out/run cannot be written: File exists; choose another folder" in capsys.readouterr().err
+    assert "out is no folder; choose another folder" in capsys.readouterr().err
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
     assert "out exists already" in capsys.readouterr().err
     assert (at / "out").read_text() == "mine"

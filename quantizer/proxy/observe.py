@@ -173,7 +173,7 @@ class Observation:
         record.calls += 1
         record.reads |= {self._paths[id(value)] for value in values if id(value) in self._paths}
         self._depth = 0
-        reason = self._unfit(site, values)
+        reason = self._unfit(site, values) or self._varies(record, site, values)
         if reason is not None:
             if reason not in record.reasons:
                 record.reasons.append(reason)
@@ -214,6 +214,17 @@ class Observation:
             for origin, tensor in zip(origins, tensors, strict=True)
         ):
             return "an operand is computed from parameters at each call"
+        if all(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            return "its operands are parameters alone"
+        return None
+
+    def _varies(self, record: SiteRecord, site: Site, values: list[Any]) -> str | None:
+        """Why a site that is called many times cannot hold its weight: it is not always the same."""
+        for operand, value in zip(site.operation.operands, values, strict=True):
+            seen = record.operands.get(operand.name, OperandRecord())
+            first = seen.parameter is None and seen.group is None
+            if not first and seen.parameter is not (value if isinstance(value, nn.Parameter) else None):
+                return "an operand is a parameter in one call and something else in another"
         return None
 
     def _not_residual(self, tensors: list[Tensor]) -> str | None:

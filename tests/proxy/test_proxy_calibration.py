@@ -295,6 +295,50 @@ def test_a_weight_computed_at_each_call_stays_float() -> None:
     assert torch.equal(q.quantize(model)(x), model(x))
 
 
+class Parameters(nn.Module):
+    """One site, called with one weight after the other, and with what is no weight; and a product of two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(32, 32) / 6 for _ in range(3))
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.matmul(x, y)
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        if kind == "loop":
+            for weight in self.weights:
+                x = self.product(x, weight)
+        if kind == "mixed":
+            x = self.product(self.product(x, self.weights[0]), x.T @ x)
+        if kind == "reversed":
+            x = self.product(self.product(x, x.T @ x), self.weights[0])
+        if kind == "alone":
+            x = x - self.product(self.weights[0], self.weights[1])
+        return x
+
+
+@pytest.mark.parametrize("kind", ["loop", "mixed", "reversed"])
+def test_a_site_whose_weight_varies_stays_float(kind: str) -> None:
+    """Were one weight stored, the other calls would silently be computed with it."""
+    model = Parameters().eval()
+    x = torch.randn(32, 32)
+    q = Quantizer(backend="openvino", include={"sites": ["product.*"]})
+    q.calibrate(model, [(x, kind)])
+    reasons = {row.name: row.reason for row in q.coverage if not row.quantized}
+    assert reasons["product.matmul_0"] == "an operand is a parameter in one call and something else in another"
+    assert torch.equal(q.quantize(model)(x, kind), model(x, kind))
+
+
+def test_a_product_of_two_parameters_stays_float() -> None:
+    model = Parameters().eval()
+    x = torch.randn(32, 32)
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [(x, "alone")])
+    assert q.plan["product.matmul_0"].reason == "its operands are parameters alone"
+    assert torch.equal(q.quantize(model)(x, "alone"), model(x, "alone"))
+
+
 # -- special values ------------------------------------------------------------------------------------------------
 
 
