@@ -53,7 +53,7 @@ from quantizer.views import SensitivityRow
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult
 
-__all__ = ["Quantizer"]
+__all__ = ["Quantizer", "call"]
 
 Dynamic = Mapping[str, tuple[int, int, int]]
 

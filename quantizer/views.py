@@ -23,7 +23,7 @@ from quantizer.report.tables import html_table
 from quantizer.report.tables import string_from_table
 from quantizer.report.tables import text_table
 
-__all__ = ["Coverage", "CoverageRow", "RangeRow", "Ranges", "Sensitivity", "SensitivityRow"]
+__all__ = ["BarPlot", "Coverage", "CoverageRow", "RangeRow", "Ranges", "Sensitivity", "SensitivityRow"]
 
 Row = TypeVar("Row")
 

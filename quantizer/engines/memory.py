@@ -22,7 +22,7 @@ from quantizer.engines.optional import import_library
 from quantizer.engines.registry import load_engine
 from quantizer.errors import QuantizerError
 
-__all__ = ["main", "made_up_inputs"]
+__all__ = ["main", "made_up_inputs", "peak_rss_mib"]
 
 _RUNS = 3
 # What a backend's own load() imports; imported first, so that the baseline has it.

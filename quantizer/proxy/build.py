@@ -58,14 +58,20 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
             implementation.
 
     Raises:
-        ProxyError: ``model`` is no module, or is a proxy itself.
+        ProxyError: ``model`` is no module, is a proxy itself, or cannot be copied.
     """
     if not isinstance(model, nn.Module):
         raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
     if is_proxy(model):
         raise ProxyError("this is a proxy already; pass the float model that it was made from")
     REWRITER.rebuilder.refresh()
-    proxy = copy.deepcopy(model, _shared_tensors(model))
+    try:
+        proxy = copy.deepcopy(model, _shared_tensors(model))
+    except (TypeError, RuntimeError) as error:
+        raise ProxyError(
+            f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies what "
+            "the modules keep as attributes, except for tensors; give the class a __deepcopy__ that leaves this out"
+        ) from error
     proxy.__dict__[_MARK] = True
     reachable = REWRITER.reachable(model)
     for path, module in list(proxy.named_modules()):

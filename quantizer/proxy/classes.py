@@ -164,22 +164,38 @@ class ClassRewriter:
     ) -> type[nn.Module]:
         body = {**namespace, **_naming(cls, reachable)}
         if issubclass(cls, nn.Sequential | nn.ModuleList):
-            body.update(__iter__=_iterate_children, __len__=_count_children)
+            body.update(_SEQUENCE)
+        elif issubclass(cls, nn.ModuleDict):
+            body.update(_MAPPING)
         made: type[nn.Module] = types.new_class(cls.__name__, bases, exec_body=lambda ns: ns.update(body))
         return made
 
 
-def _children(container: nn.Module) -> list[nn.Module]:
-    return [module for module in container._modules.values() if module is not None and not isinstance(module, Site)]
-
-
-def _iterate_children(container: nn.Module) -> Iterator[nn.Module]:
+def _own_children(container: nn.Module) -> dict[str, nn.Module]:
     """A container's own children: its sites are children too, and must not run as a layer."""
-    return iter(_children(container))
+    return {
+        name: module
+        for name, module in container._modules.items()
+        if module is not None and not isinstance(module, Site)
+    }
 
 
-def _count_children(container: nn.Module) -> int:
-    return len(_children(container))
+def _iterate_modules(container: nn.Module) -> Iterator[nn.Module]:
+    return iter(_own_children(container).values())
+
+
+def _iterate_names(container: nn.Module) -> Iterator[str]:
+    return iter(_own_children(container))
+
+
+_SEQUENCE = {"__iter__": _iterate_modules, "__len__": lambda container: len(_own_children(container))}
+_MAPPING = {
+    "__iter__": _iterate_names,
+    "__len__": _SEQUENCE["__len__"],
+    "keys": lambda container: _own_children(container).keys(),
+    "items": lambda container: _own_children(container).items(),
+    "values": lambda container: _own_children(container).values(),
+}
 
 
 REWRITER = ClassRewriter()

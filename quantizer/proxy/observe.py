@@ -24,7 +24,7 @@ from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
 from quantizer.proxy.site import Site
 
-__all__ = ["EMPTY", "Observation", "OperandRecord", "RangeGroup", "SiteRecord"]
+__all__ = ["EMPTY", "Observation", "OperandRecord", "RangeGroup", "SiteRecord", "padding_mask"]
 
 EMPTY = "an operand was empty in every call"
 _NOT_TENSORS = "its operands are not floating-point tensors"

@@ -35,6 +35,7 @@ __all__ = [
     "SitePlan",
     "decide",
     "put_back",
+    "scale_of",
 ]
 
 RESIDUAL_SQNR_DB = 30.0

@@ -24,7 +24,7 @@ from quantizer.proxy.classes import original_class
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
-__all__ = ["Rules", "matches", "refusals"]
+__all__ = ["Rules", "by_kind", "matches", "refusals"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -396,3 +396,137 @@ def test_a_method_of_a_mixin_that_is_no_module() -> None:
     q.calibrate(model, [x])
     assert [row.name for row in q.coverage.quantized] == ["mix.matmul_0"]
     assert_same(q.proxy(model)(x), model(x))
+
+
+# -- containers, and attributes that are hard to copy --------------------------------------------------------------
+
+
+class ResidualSequential(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) + self[-1](self[0](x)) + sum(layer(x) for layer in self[1:])
+
+
+class ResidualList(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = x + layer(x)
+        for place in range(len(self)):
+            x = x + self[place](x)
+        return x
+
+
+class ResidualDict(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        for name, layer in self.items():
+            x = x + layer(x) + self[name](x)
+        for layer in self.values():
+            x = x + layer(x)
+        for name in self:
+            x = x + self[name](x)
+        return x * len(self) * len(list(self.keys()))
+
+
+class ResidualChildren(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = x + layer(x)
+        return x
+
+
+def _layers() -> list[nn.Module]:
+    return [nn.Linear(32, 32), nn.Linear(32, 32)]
+
+
+CONTAINERS = [
+    pytest.param(lambda: ResidualSequential(*_layers()), id="sequential"),
+    pytest.param(lambda: ResidualList(_layers()), id="list"),
+    pytest.param(lambda: ResidualDict(zip("ab", _layers(), strict=True)), id="dict"),
+    pytest.param(
+        ResidualChildren,
+        id="children",
+        marks=pytest.mark.xfail(strict=True, reason="a site is a child of its module, so self.children() gives it"),
+    ),
+]
+
+
+@pytest.mark.parametrize("make", CONTAINERS)
+def test_containers_with_sites_of_their_own(make: Callable[[], nn.Module]) -> None:
+    model = make().eval()
+    x = torch.randn(20, 32)
+    q = Quantizer(sites={"residual_add": True})
+    with torch.no_grad():
+        assert_same(q.proxy(model)(x), model(x))
+        q.calibrate(model, [x])
+        assert {row.kind for row in q.coverage.quantized} == {"linear", "residual_add"}
+        q.quantize(model)(x)
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    import threading
+
+    model = Mlp()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ProxyError, match=r"this Mlp cannot be copied.*lock.*__deepcopy__"):
+        Quantizer().proxy(model)
+
+
+def test_a_reference_to_a_parent_is_one_in_the_proxy() -> None:
+    class Child(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parents: list[nn.Module] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.parents[0].weight  # type: ignore[operator]
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 32))
+            self.child = Child()
+            self.child.parents.append(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.child(x)
+
+    model = Parent().eval()
+    x = torch.randn(20, 32)
+    q = Quantizer()
+    proxy: Any = q.proxy(model)
+    assert proxy.child.parents[0] is proxy
+    assert_same(proxy(x), model(x))
+    q.calibrate(model, [x])
+    assert [row.name for row in q.coverage.quantized] == ["child.forward.matmul_0"]
+    assert not torch.equal(q.quantize(model)(x), model(x))
+
+
+def test_a_parameter_that_no_module_has_registered() -> None:
+    class Unregistered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = [nn.Parameter(torch.randn(32, 32))]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weights[0]
+
+    model = Unregistered().eval()
+    x = torch.randn(20, 32)
+    q = Quantizer()
+    q.calibrate(model, [x])
+    assert q.coverage[0].reason == "the weight is a parameter that no module of the model has registered"
+    assert_same(q.quantize(model)(x), model(x))
+
+
+def test_under_autocast() -> None:
+    model = Mlp().eval()
+    x = torch.randn(20, 32)
+    q = Quantizer()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(x)
+        assert_same(q.proxy(model)(x), expected)
+        assert_same(q.calib(model)(x), expected)
+        assert q.quantize(model)(x).dtype == expected.dtype

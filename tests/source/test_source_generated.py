@@ -86,7 +86,7 @@ def _statements(draw: st.DrawFn) -> list[str]:
             st.sampled_from(
                 (
                     [f"a = {value}"],
-                    [f"a = a.clone(); b += {value}"],
+                    [f"b = b.clone(); alias = b; b += {value}; a = alias"],
                     [f"a @= {value}"],
                     [f"b: object = {value}"],
                     [f"ä = {value}; b = ä @ a"],
@@ -138,6 +138,7 @@ def _made(text: str) -> dict[str, Any]:
 
 QUICK = settings(
     max_examples=60,
+    report_multiple_bugs=False,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -1,0 +1,183 @@
+"""Who may import whom: read from the source with ``ast``, so that lazy imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "quantizer"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Each line may import from those above it, never from one on its own line.
+ORDER = (
+    ("errors", "registry", "files"),
+    ("config",),
+    ("numerics",),
+    ("calibrators",),
+    ("source",),
+    ("targets",),
+    ("proxy",),
+    ("sensitivity", "qat", "export", "interop"),
+    ("engines",),
+    ("tasks", "report"),
+    ("views",),
+    ("pipeline", "quantizer"),
+    ("cli",),
+    ("__main__",),
+)
+RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
+
+# pipeline is the only file that knows the order of the stages; the facade is its neighbour.
+# The report's tables draw the views, and the rows of the views become the report's records.
+ALLOWED = {("pipeline", "quantizer"), ("files", "errors"), ("registry", "errors"), ("report", "views")}
+
+# Engines take a path or bytes and know no proxy; the schema does not enter the library.
+FORBIDDEN = {
+    "engines": {"proxy", "source", "export", "sensitivity", "quantizer"},
+    **{
+        part: {"config"}
+        for part in (
+            "numerics",
+            "calibrators",
+            "source",
+            "targets",
+            "proxy",
+            "sensitivity",
+            "export",
+            "engines",
+            "report",
+        )
+    },
+}
+
+ROOMS = {
+    "tensorrt": {"engines"},
+    "tensorrt_rtx": {"engines"},
+    "openvino": {"engines"},
+    "onnxruntime": {"engines"},
+    "onnx": {"export", "engines"},
+    "onnxscript": {"export"},
+    "onnx_ir": {"export"},
+    "transformers": {"tasks", "interop"},
+    "sklearn": {"tasks", "interop"},
+    "scipy": {"tasks", "interop"},
+    "datasets": {"tasks", "interop"},
+    "matplotlib": {"report"},
+    "jinja2": {"report"},
+    "rich": {"report", "cli", "views", "pipeline", "engines"},
+    "pydantic": {"config"},
+    "pydantic_core": {"config"},
+    "nncf": set(),
+}
+
+
+def _part(file: Path) -> str:
+    """The package or file below ``quantizer/`` that a file belongs to; empty for ``quantizer/__init__.py``."""
+    first = file.relative_to(PACKAGE).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def _imports(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything a file imports, type-checking blocks left out."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            skipped |= {id(inner) for inner in ast.walk(node)}
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative imports are not used"
+            module = node.module or ""
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_go_one_way(file: Path) -> None:
+    part = _part(file)
+    if not part:
+        return
+    assert part in RANK, "give the new part its place in ORDER"
+    for line, name in _imports(file):
+        if not name.startswith("quantizer."):
+            continue
+        other = name.split(".")[1]
+        if other == part or (part, other) in ALLOWED or other.startswith("__") or other not in RANK:
+            continue
+        assert RANK[other] < RANK[part], f"{file.name}:{line}: {part} must not import {other}"
+        assert other not in FORBIDDEN.get(part, ()), f"{file.name}:{line}: {part} must not import {other}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_heavy_imports_stay_in_their_room(file: Path) -> None:
+    for line, name in _imports(file):
+        top = name.partition(".")[0]
+        rooms = next(
+            (rooms for package, rooms in ROOMS.items() if top == package or top.startswith(f"{package}_")), None
+        )
+        assert rooms is None or _part(file) in rooms, f"{file.name}:{line}: {top} belongs in {sorted(rooms or ())}"
+
+
+def test_torch_does_not_enter_the_config() -> None:
+    for file in FILES:
+        if _part(file) == "config":
+            assert not [name for _, name in _imports(file) if name.partition(".")[0] == "torch"], file
+
+
+_WITHOUT = """
+import importlib.abc
+import sys
+
+BLOCKED = {names!r}
+
+
+class Blocker(importlib.abc.MetaPathFinder):
+    # Finds what another finder finds, except for what is blocked: that is not there.
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in BLOCKED else self.finder.find_spec(name, path, target)
+
+
+sys.meta_path[:] = [Blocker(finder) for finder in sys.meta_path]
+import torch
+from quantizer import Quantizer
+
+model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
+x = torch.randn(4, 32)
+q = Quantizer()
+q.calibrate(model, [x])
+amp = q.amp(model)
+amp(x)
+q.fallback(amp, num=0)
+q.quantize(model)(x)
+str(q.coverage), q.coverage._repr_html_(), str(q.ranges), str(q.sensitivity), q.diff(model)
+assert not BLOCKED & {{name.partition(".")[0] for name in sys.modules}}
+"""
+
+
+def test_the_library_works_without_any_optional_package() -> None:
+    names = {
+        *("tensorrt", "tensorrt_rtx", "openvino", "onnxruntime", "onnx", "onnxscript", "onnx_ir", "transformers"),
+        *("sklearn", "scipy", "matplotlib", "jinja2", "datasets", "tokenizers", "nncf", "IPython", "ipywidgets"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _WITHOUT.format(names=names)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_imports_no_heavy_library() -> None:
+    names = sorted(set(ROOMS) - {"rich", "pydantic", "pydantic_core"})
+    script = f"import quantizer, sys; found = set({names!r}) & set(sys.modules); assert not found, found"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,79 @@
+"""The public surface: what is listed is what is visible, and all of it is documented."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import types
+
+import pytest
+
+import quantizer
+from quantizer import errors
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(quantizer.__path__, "quantizer.")
+    if module.name != "quantizer.__main__"
+)
+
+
+def _visible(module: types.ModuleType) -> set[str]:
+    """Names without an underscore that are no submodule and come from nowhere else by accident."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType) and name != "annotations"
+    }
+
+
+def test_all_lists_what_is_visible() -> None:
+    assert _visible(quantizer) == set(quantizer.__all__), "list a new name in __all__, or give it an underscore"
+
+
+def test_the_public_names() -> None:
+    assert quantizer.__all__ == ["Quantizer", "QuantizerConfig", "QuantizerError"]
+
+
+@pytest.mark.parametrize("name", quantizer.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    value = getattr(quantizer, name)
+    assert inspect.getdoc(value)
+    for member, attribute in vars(value).items():
+        if not member.startswith("_") and (callable(attribute) or isinstance(attribute, property | classmethod)):
+            assert inspect.getdoc(attribute), f"{name}.{member} has no docstring"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_exports(name: str) -> None:
+    """``__all__`` exists and is true, and what it lists is documented."""
+    module = importlib.import_module(name)
+    assert module.__doc__, "a module starts with a docstring"
+    listed = getattr(module, "__all__", None)
+    if listed is None:
+        assert not {n for n in _visible(module) if getattr(vars(module)[n], "__module__", None) == name}, (
+            "a module that defines public names lists them in __all__"
+        )
+        return
+    assert len(set(listed)) == len(listed)
+    for entry in listed:
+        value = getattr(module, entry)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), f"{name}.{entry} has no docstring"
+    own = {n for n in _visible(module) if getattr(vars(module)[n], "__module__", None) == name}
+    missing = {n for n in own - set(listed) if inspect.isclass(vars(module)[n]) or inspect.isfunction(vars(module)[n])}
+    assert not missing, "list these in __all__, or give them an underscore"
+
+
+def test_every_error_is_one_of_ours() -> None:
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), errors.QuantizerError)
+    tree = errors.__doc__ or ""
+    assert all(name in tree for name in errors.__all__), "the module's docstring draws the tree of errors"
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    from importlib.metadata import version
+
+    assert quantizer.__version__ == version("quantizer")
