@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -28,6 +29,8 @@ def write_folder(folder: str | os.PathLike[str], fill: Callable[[Path], object])
     made = [parent for parent in target.parents if not parent.exists()]
     try:
         with _said_plainly(target):
+            if target.exists() and not target.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:

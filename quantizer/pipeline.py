@@ -125,15 +125,7 @@ class _Run:
         config = self.config
         (self.target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         with self._stage("load model and data"):
-            model = load_model(config.model.source, config.model.task, config.model.attention)
-            task = build_task(
-                config.model.task,
-                model,
-                load_tokenizer(config.model.source),
-                max_length=config.model.max_length,
-                batch_size=config.data.batch_size,
-                min_length=config.export.dynamic.sequence[0],
-            )
+            model, task = self._model_and_task()
             head = _rows(config.data.head) if config.data.head is not None else []
             calibration, evaluation = _rows(config.data.calibration), _rows(config.data.evaluation)
         quantizer = Quantizer(config.quantizer)
@@ -183,6 +175,20 @@ class _Run:
         if "html" in config.report.formats:
             write_html(record, self.target / "report.html")
         return record
+
+    def _model_and_task(self) -> tuple[nn.Module, Task]:
+        config = self.config
+        model = load_model(config.model.source, config.model.task, config.model.attention)
+        task = build_task(
+            config.model.task,
+            model,
+            load_tokenizer(config.model.source),
+            max_length=config.model.max_length,
+            batch_size=config.data.batch_size,
+            # A shorter batch would fall below the engine's range.
+            min_length=config.export.dynamic.sequence[0],
+        )
+        return model, task
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

@@ -69,8 +69,8 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
         proxy = copy.deepcopy(model, _shared_tensors(model))
     except (TypeError, RuntimeError) as error:
         raise ProxyError(
-            f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies what "
-            "the modules keep as attributes, except for tensors; give the class a __deepcopy__ that leaves this out"
+            f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies "
+            "what modules keep as attributes, tensors apart; give the class a __deepcopy__ that leaves this one out"
         ) from error
     proxy.__dict__[_MARK] = True
     reachable = REWRITER.reachable(model)

@@ -141,10 +141,9 @@ class Observation:
             )
         named = {**{f"argument {place}": value for place, value in enumerate(args)}, **keywords}
         for name, value in named.items():
-            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            if isinstance(value, Tensor) and value.is_floating_point() and bool(torch.isnan(value).any()):
                 raise CalibrationError(
-                    f"batch {self.batches} of the calibration data: {name!r} has NaN or infinite values; "
-                    "leave them out of the data"
+                    f"batch {self.batches} of the calibration data: {name!r} has NaN values; leave them out of the data"
                 )
         # At each pass: a cast gives the proxy parameters of its own.
         self._paths = {id(parameter): path for path, parameter in proxy.named_parameters()}

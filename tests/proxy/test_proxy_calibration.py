@@ -406,7 +406,7 @@ def test_nan_in_the_data_names_the_input_and_the_batch() -> None:
     x = torch.randn(8, 32)
     x[3, 4] = math.nan
     q = Quantizer()
-    with pytest.raises(CalibrationError, match=r"batch 2 of the calibration data: 'x' has NaN or infinite values"):
+    with pytest.raises(CalibrationError, match=r"batch 2 of the calibration data: 'x' has NaN values"):
         q.calibrate(Mlp().eval(), [{"x": torch.randn(8, 32)}] * 2 + [{"x": x}])
     with pytest.raises(CalibrationError, match=r"batch 0 of the calibration data: 'argument 0' has NaN"):
         q.calibrate(Mlp().eval(), [x])
