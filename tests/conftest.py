@@ -12,6 +12,11 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples at each run, so that a failure belongs to a change; HYPOTHESIS_PROFILE=default searches on.
+settings.register_profile("same", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(autouse=True)
