@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 # Before transformers is imported anywhere: it reads these once.
@@ -13,6 +14,11 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import pytest
 import torch
 from hypothesis import settings
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would the programs that they start and
+# interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples at each run, so that a failure belongs to a change; HYPOTHESIS_PROFILE=default searches on.
 settings.register_profile("same", derandomize=True)
