@@ -311,8 +311,8 @@ def _row_of_operand(site: SitePlan, operand: OperandPlan) -> RangeRow:
         quantized=operand.quantized,
         minimum=operand.minimum,
         maximum=operand.maximum,
-        amax=None if operand.amax is None else float(operand.amax.max()),
-        scale=None if operand.scale is None else float(operand.scale.max()),
+        amax=operand.largest_amax,
+        scale=operand.largest_scale,
         clipped=operand.clipped,
         sqnr_db=operand.sqnr_db,
     )

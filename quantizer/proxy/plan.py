@@ -72,6 +72,16 @@ class OperandPlan:
     group: str | None = None
     parameter: str | None = None
 
+    @property
+    def largest_amax(self) -> float | None:
+        """The largest amax of its channels; None where no range was seen."""
+        return None if self.amax is None else float(self.amax.max())
+
+    @property
+    def largest_scale(self) -> float | None:
+        """The largest scale of its channels; None where no range was seen."""
+        return None if self.scale is None else float(self.scale.max())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SitePlan:
