@@ -52,6 +52,10 @@ def main(rounds: int) -> None:
         for name, residual in (("linears_matmuls", False), ("default", "auto"), ("all", True)):
             quantizer = calibrated(model, task, backend="openvino", sites={"residual_add": residual})
             quantizer.export(quantizer.quantize(model), paths[name], task.example())
+        quantizer = calibrated(model, task, backend="onnxruntime")
+        paths["onnxruntime"] = quantizer.export(
+            quantizer.quantize(model), Path(folder) / "onnxruntime.onnx", task.example()
+        )
         nncf_path = Path(folder) / "nncf.xml"
         nncf_int8(paths["float"], batches, nncf_path)
         engines = {
@@ -61,6 +65,7 @@ def main(rounds: int) -> None:
             "ours, linears and matmuls": load_engine("openvino", paths["linears_matmuls"], threads=1),
             "ours, default (residual auto)": load_engine("openvino", paths["default"], threads=1),
             "ours, every site": load_engine("openvino", paths["all"], threads=1),
+            "ours, ONNX Runtime": load_engine("onnxruntime", paths["onnxruntime"], threads=1),
         }
         print(heading("Engine speed, MiniLM-L6, one thread"))
         print("ratio of medians to ONNX Runtime FP32 in one interleaved run; in brackets the median in ms\n")

@@ -217,7 +217,13 @@ class Quantizer:
             raise ProxyError("export() takes the model that quantize() returned")
         profile = self._profile()
         return export_onnx(
-            quant_model, Path(path), example, opset=opset or profile.opset, dtype=self._float_dtype(), axes=dynamic_axes
+            quant_model,
+            Path(path),
+            example,
+            opset=opset or profile.opset,
+            dtype=self._float_dtype(),
+            axes=dynamic_axes,
+            unsigned=profile.unsigned_activations,
         )
 
     def build(
@@ -367,7 +373,11 @@ class Quantizer:
 
     def _make_calibrator(self, histogram: bool) -> Any:
         activations = self.config.activations
-        options = {"percentile": activations.percentile} if activations.calibrator == "percentile" else {}
+        options: dict[str, Any] = {}
+        if activations.calibrator == "percentile":
+            options["percentile"] = activations.percentile
+        elif activations.calibrator == "mse":
+            options["dtype"] = self.config.dtype
         return make_calibrator(activations.calibrator, histogram=histogram, **options)
 
     def _profile(self) -> TargetProfile:

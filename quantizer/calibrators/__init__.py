@@ -5,6 +5,7 @@ from __future__ import annotations
 from quantizer.calibrators.base import Calibrator
 from quantizer.calibrators.base import make_calibrator
 from quantizer.calibrators.max import MaxCalibrator
+from quantizer.calibrators.mse import MseCalibrator
 from quantizer.calibrators.percentile import PercentileCalibrator
 
-__all__ = ["Calibrator", "MaxCalibrator", "PercentileCalibrator", "make_calibrator"]
+__all__ = ["Calibrator", "MaxCalibrator", "MseCalibrator", "PercentileCalibrator", "make_calibrator"]

@@ -82,15 +82,18 @@ class Histogram:
         first = math.ceil(amax * 2.0**-self.exponent)
         return int(self.counts[first:].sum()) / self.total
 
+    def noise(self, scale: float, qmin: int, qmax: int) -> float:
+        """The sum of squared errors if all values were rounded with ``scale``, from the bin centres."""
+        centres = self.centres()
+        rounded = (centres / scale).round().clamp(qmin, qmax) * scale
+        return float((self.counts.double() * (centres - rounded) ** 2).sum())
+
     def sqnr_db(self, scale: float, qmin: int, qmax: int) -> float:
         """Signal to quantization-noise ratio in dB if all values were rounded with ``scale``, from the bin centres."""
         if self.exponent is None:
             return math.inf
-        centres = self.centres()
-        rounded = (centres / scale).round().clamp(qmin, qmax) * scale
-        counts = self.counts.double()
-        noise = float((counts * (centres - rounded) ** 2).sum())
-        signal = float((counts * centres**2).sum())
+        noise = self.noise(scale, qmin, qmax)
+        signal = float((self.counts.double() * self.centres() ** 2).sum())
         return 10 * math.log10(signal / noise) if noise > 0 else math.inf
 
     def _grow(self, exponent: int) -> None:

@@ -19,7 +19,7 @@ __all__ = ["ActivationsConfig", "QuantizerConfig", "SelectionConfig", "SitesConf
 class ActivationsConfig(Section):
     """How the ranges of activations are found."""
 
-    calibrator: Literal["percentile", "max"] = Field(
+    calibrator: Literal["percentile", "max", "mse"] = Field(
         default="percentile", description="How a range is taken from the values seen in calibration."
     )
     percentile: float = Field(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import nn
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
 from quantizer.export.passes import PASSES
+from quantizer.export.passes import UnsignedActivations
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
 from quantizer.proxy.build import is_proxy
@@ -33,7 +35,14 @@ _HALF_SCALES_OPSET = 19
 
 
 def export_onnx(
-    model: nn.Module, path: Path, example: Any, *, opset: int, dtype: torch.dtype, axes: Axes | None = None
+    model: nn.Module,
+    path: Path,
+    example: Any,
+    *,
+    opset: int,
+    dtype: torch.dtype,
+    axes: Axes | None = None,
+    unsigned: Literal["none", "weighted", "all"] = "none",
 ) -> Path:
     """Write a frozen proxy (or a float model) as ONNX with dynamic axes.
 
@@ -44,6 +53,7 @@ def export_onnx(
         opset: at least 19 where scales are half.
         dtype: the float type of everything that is not quantized, scales included.
         axes: input name to {axis: dimension name}; None: ``batch`` and ``sequence`` by convention.
+        unsigned: where activations are stored as UINT8, see ``TargetProfile.unsigned_activations``.
 
     Raises:
         ExportError: the model cannot be exported, or the file cannot be written.
@@ -62,7 +72,7 @@ def export_onnx(
     ir_model = program.model
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
-    run_passes(ir_model, PASSES)
+    run_passes(ir_model, PASSES if unsigned == "none" else (*PASSES, UnsignedActivations(unsigned)))
     _write(ir_model, path)
     return path
 

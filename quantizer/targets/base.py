@@ -18,23 +18,19 @@ class TargetProfile:
     Attributes:
         name: the backend, as a configuration names it.
         float_dtype: the type of everything that is not quantized, scales included.
-        symmetric: whether zero points must be zero (signed integers, range from -amax to amax). A backend that takes
-            asymmetric activations wants unsigned ones with a zero point.
-        weight_granularity: ``per_channel`` (one scale per output channel) or ``per_tensor``.
         site_kinds: the kinds of site that are worth quantizing there.
         min_gemm_dim: a product of [M, K] and [K, N] stays float where K or N is smaller; None: no limit.
         opset: the ONNX opset to write.
-        min_opset: the smallest opset that can hold this target's scales.
+        unsigned_activations: where the same INT8 values are stored as UINT8 with zero point 128: nowhere, where they
+            feed a product with a weight, or everywhere.
     """
 
     name: str
     float_dtype: FloatDtype
     site_kinds: frozenset[SiteKind]
-    symmetric: bool = True
-    weight_granularity: Literal["per_channel", "per_tensor"] = "per_channel"
     min_gemm_dim: int | None = None
     opset: int = 20
-    min_opset: int = 13
+    unsigned_activations: Literal["none", "weighted", "all"] = "none"
 
     def gemm_reason(self, k: int, n: int) -> str | None:
         """Why a product of [M, k] and [k, n] stays float on this target; None where it may be quantized."""

@@ -1,4 +1,4 @@
-"""ONNX Runtime on a CPU: unsigned asymmetric activations, and float attention."""
+"""ONNX Runtime on a CPU: unsigned activations, and float attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         name="onnxruntime",
         float_dtype="float32",
         # Its fused integer kernels take U8 activations; with S8 half of the products stay behind a DequantizeLinear.
-        symmetric=False,
+        unsigned_activations="all",
         # Quantized attention matmuls and adds gained nothing there.
         site_kinds=frozenset({"linear", "conv"}),
     )

@@ -1,4 +1,4 @@
-"""OpenVINO on a CPU: the symmetric Q/DQ that TensorRT wants, with an FP32 rest. Attention matmuls pay here too."""
+"""OpenVINO on a CPU: what TensorRT wants, with an FP32 rest. Attention matmuls pay here too."""
 
 from __future__ import annotations
 
@@ -12,5 +12,7 @@ OPENVINO = profiles.add("openvino")(
         name="openvino",
         float_dtype="float32",
         site_kinds=frozenset({"linear", "conv", "matmul", "residual_add"}),
+        # Its linear kernel is a tenth faster with U8 inputs; its fused attention takes S8 alone.
+        unsigned_activations="weighted",
     )
 )

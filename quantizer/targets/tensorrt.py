@@ -14,7 +14,5 @@ TENSORRT = profiles.add("tensorrt")(
         site_kinds=frozenset({"linear", "conv", "matmul", "residual_add"}),
         # Matrix-vector products and narrow ones run slower in INT8: the tensor cores' tiles stay half empty.
         min_gemm_dim=16,
-        # QuantizeLinear takes FLOAT16 scales from opset 19 on.
-        min_opset=19,
     )
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import MaxCalibrator
+from quantizer.calibrators import MseCalibrator
 from quantizer.calibrators import PercentileCalibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.calibrators.base import CALIBRATORS
@@ -248,7 +249,44 @@ def test_percentile_out_of_bounds(percentile: float) -> None:
 
 # -- both ----------------------------------------------------------------------------------------------------------
 
-KINDS = ["max", "percentile"]
+# -- mse ---------------------------------------------------------------------------------------------------------------
+
+
+def rounding_error(x: Tensor, amax: float) -> float:
+    scale = amax / 127
+    return float(((x / scale).round().clamp(-128, 127) * scale - x).double().square().sum())
+
+
+@pytest.mark.parametrize("outliers", [0, 1, 20])
+@pytest.mark.parametrize("shape", ["normal", "laplace", "uniform"])
+def test_mse_is_as_good_as_trying_every_range_on_the_values_themselves(shape: str, outliers: int) -> None:
+    generator = torch.Generator().manual_seed(outliers)
+    uniform = torch.rand(20_000, generator=generator) * 2 - 1
+    x = {
+        "normal": torch.randn(20_000, generator=generator),
+        "laplace": -uniform.sign() * torch.log1p(-uniform.abs()),
+        "uniform": uniform,
+    }[shape]
+    x[:outliers] = 50.0
+    calibrator = MseCalibrator()
+    calibrator.observe(x)
+    largest = float(x.abs().max())
+    best = min(rounding_error(x, largest * step / 1000) for step in range(5, 1001))
+    assert rounding_error(x, calibrator.amax()) <= best * 1.01
+
+
+def test_mse_clips_what_is_rare_and_keeps_what_weighs() -> None:
+    rare, heavy = MseCalibrator(), MseCalibrator()
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    rare.observe(torch.cat([x, torch.tensor([8.0])]))
+    heavy.observe(torch.cat([x, torch.full((1_000,), 50.0)]))
+    assert rare.amax() < 6
+    assert heavy.amax() == pytest.approx(50, rel=0.01)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+KINDS = ["max", "mse", "percentile"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -334,7 +372,7 @@ def test_the_base_class_has_no_formula() -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="unknown calibrator 'entropi'; known: max, percentile"):
+    with pytest.raises(ConfigError, match="unknown calibrator 'entropi'; known: max, mse, percentile"):
         make_calibrator("entropi")
 
 

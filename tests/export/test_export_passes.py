@@ -9,6 +9,7 @@ import pytest
 
 from quantizer.errors import ExportError
 from quantizer.export.passes import PASSES
+from quantizer.export.passes import UnsignedActivations
 from quantizer.export.passes import run_passes
 from quantizer.export.passes.base import scalar
 from quantizer.export.passes.clamp_masks import MASK
@@ -225,6 +226,70 @@ def test_a_graph_without_nodes() -> None:
     assert operators(model) == []
 
 
+# -- activations stored unsigned -----------------------------------------------------------------------------------
+
+
+def quantized_products() -> Any:
+    """x [2, 4] through Q/DQ times a stored weight [4, 3], and its Q/DQ again times x' [3, 2] through Q/DQ."""
+    dtype = ir.TensorType(ir.DataType.FLOAT)
+    x = ir.Value(name="x", shape=ir.Shape([2, 4]), type=dtype)
+    step, zero = constant("step", np.array(0.5, np.float32)), constant("zero", np.array(0, np.int8))
+    nodes: list[Any] = []
+
+    def through_qdq(value: Any, name: str) -> Any:
+        quantize = ir.Node("", "QuantizeLinear", [value, step, zero], name=f"{name}/Q")
+        dequantize = ir.Node("", "DequantizeLinear", [quantize.outputs[0], step], name=f"{name}/DQ")
+        nodes.extend([quantize, dequantize])
+        return dequantize.outputs[0]
+
+    weight = constant("w", WEIGHT.T.copy())
+    stored = ir.Node("", "DequantizeLinear", [weight, constant("s", SCALE)], [ir.AttrInt64("axis", 1)], name="w/DQ")
+    linear_node = ir.Node("", "MatMul", [through_qdq(x, "weighted"), stored.outputs[0]], name="linear")
+    turned = ir.Node("", "Transpose", [linear_node.outputs[0]], [ir.AttrInt64s("perm", (1, 0))], name="t")
+    nodes += [stored, linear_node, turned]
+    left, right = through_qdq(linear_node.outputs[0], "left"), through_qdq(turned.outputs[0], "right")
+    product = ir.Node("", "MatMul", [left, right], name="product")
+    nodes.append(product)
+    product.outputs[0].name, product.outputs[0].type = "y", dtype
+    product.outputs[0].shape = ir.Shape([2, 2])
+    constants = [step, zero, weight, stored.inputs[1]]
+    return model_of([x], [product.outputs[0]], nodes, constants)
+
+
+def storage(model: Any) -> dict[str, str]:
+    zeros = {node.name: node.inputs[2] for node in model.graph if node.op_type == "QuantizeLinear"}
+    return {name: zero.const_value.dtype.name for name, zero in zeros.items()}
+
+
+@pytest.mark.parametrize(
+    ("where", "unsigned"), [("weighted", {"weighted/Q"}), ("all", {"weighted/Q", "left/Q", "right/Q"})]
+)
+def test_unsigned_storage_keeps_every_value(where: Any, unsigned: set[str]) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="running ONNX needs quantizer[onnxruntime]")
+
+    def run(model: Any) -> np.ndarray:
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        proto = ir.to_proto(model).SerializeToString()
+        session = onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+        values = np.random.default_rng(0).normal(0, 40, (2, 4)).astype(np.float32)
+        result: np.ndarray = session.run(None, {"x": values})[0]
+        return result
+
+    model = quantized_products()
+    before = run(model)
+    run_passes(model, [UnsignedActivations(where)])
+    assert {name for name, dtype in storage(model).items() if dtype == "UINT8"} == unsigned
+    assert np.array_equal(run(model), before)
+    assert UnsignedActivations(where).run(model) == 0
+
+
+def test_no_activation_no_change() -> None:
+    model = linear()
+    assert UnsignedActivations("all").run(model) == 0
+    assert [value.name for value in model.graph.initializers.values()] == ["w", "s"]
+
+
 # -- the runner ----------------------------------------------------------------------------------------------------
 
 
@@ -259,12 +324,13 @@ def test_a_broken_promise_names_the_pass_and_stops_the_next() -> None:
     assert (first.runs, second.runs) == (1, 0)
 
 
-@pytest.mark.parametrize("entry", PASSES, ids=lambda entry: type(entry).__name__)
+@pytest.mark.parametrize("entry", [*PASSES, UnsignedActivations("all")], ids=lambda entry: type(entry).__name__)
 def test_the_promise_of_each_pass_is_checked(entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     models = {
         "WeightsAsRead": linear(),
         "ClampMasks": masked({"m": np.array(-65504, np.float16)}),
         "NameNodes": scoped("['', 'a', 'relu']", "['', 'a', 'relu']"),
+        "UnsignedActivations": quantized_products(),
     }
     name = type(entry).__name__
     monkeypatch.setattr(type(entry), "run", lambda self, model: 0)

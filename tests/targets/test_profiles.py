@@ -22,7 +22,6 @@ def test_names() -> None:
 def test_profile_carries_its_name_and_a_valid_opset(name: str) -> None:
     assert profile(name).name == name
     assert profile(name).opset == 20
-    assert profile(name).min_opset <= profile(name).opset
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
@@ -40,11 +39,17 @@ def test_profile_is_frozen() -> None:
 )
 def test_rest_of_the_graph(name: str, dtype: str) -> None:
     assert profile(name).float_dtype == dtype
-    assert profile(name).symmetric
 
 
-def test_onnxruntime_wants_asymmetric_activations_and_float_attention() -> None:
-    assert not profile("onnxruntime").symmetric
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("tensorrt", "none"), ("tensorrt-rtx", "none"), ("openvino", "weighted"), ("onnxruntime", "all")],
+)
+def test_where_activations_are_unsigned(name: str, where: str) -> None:
+    assert profile(name).unsigned_activations == where
+
+
+def test_onnxruntime_wants_float_attention() -> None:
     assert profile("onnxruntime").site_kinds == {"linear", "conv"}
 
 

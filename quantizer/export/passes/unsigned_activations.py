@@ -1,0 +1,81 @@
+"""Activations stored as UINT8 with zero point 128, for CPUs whose multiply takes an unsigned and a signed operand.
+
+Legend: s the scale, q the INT8 step of a value, -128 <= q <= 127.
+
+AVX512-VNNI's ``vpdpbusd`` multiplies unsigned by signed bytes. With u = q + 128 and zero point 128, s * (u - 128) is
+s * q: the same values, in the storage that the kernels of a CPU engine take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from typing import Literal
+
+import numpy as np
+
+__all__ = ["UnsignedActivations"]
+
+_ZERO = 128
+_NAME = "quantizer_unsigned_zero_point"
+
+
+class UnsignedActivations:
+    """``Q(x, s, int8 0) -> DQ`` becomes ``Q(x, s, uint8 128) -> DQ(.., uint8 128)``.
+
+    Args:
+        where: ``weighted``: only where the DQ feeds a product with a stored weight; ``all``: everywhere.
+    """
+
+    def __init__(self, where: Literal["weighted", "all"]) -> None:
+        self.where = where
+
+    def requires(self, model: Any) -> str | None:
+        return None
+
+    def run(self, model: Any) -> int:
+        import onnx_ir
+
+        chosen = list(self._signed(model))
+        if not chosen:
+            return 0
+        zero = onnx_ir.Value(
+            name=_NAME,
+            shape=onnx_ir.Shape([]),
+            type=onnx_ir.TensorType(onnx_ir.DataType.UINT8),
+            const_value=onnx_ir.tensor(np.array(_ZERO, dtype=np.uint8), name=_NAME),
+        )
+        model.graph.register_initializer(zero)
+        for quantize in chosen:
+            _set_zero_point(quantize, zero)
+            quantize.outputs[0].type = onnx_ir.TensorType(onnx_ir.DataType.UINT8)
+            for dequantize, _ in quantize.outputs[0].uses():
+                _set_zero_point(dequantize, zero)
+        return len(chosen)
+
+    def ensures(self, model: Any) -> str | None:
+        left = [node.name for node in self._signed(model)]
+        return f"an activation is still signed: {left[0]}" if left else None
+
+    def _signed(self, model: Any) -> Iterator[Any]:
+        for node in model.graph:
+            if node.op_type != "QuantizeLinear" or node.inputs[2].name == _NAME:
+                continue
+            if self.where == "all" or _feeds_a_weighted_product(node):
+                yield node
+
+
+def _set_zero_point(node: Any, zero: Any) -> None:
+    if len(node.inputs) < 3:
+        node.resize_inputs(3)
+    node.replace_input_with(2, zero)
+
+
+def _feeds_a_weighted_product(quantize: Any) -> bool:
+    readers = [reader for dequantize, _ in quantize.outputs[0].uses() for reader, _ in dequantize.outputs[0].uses()]
+    return any(_is_stored_weight(value) for reader in readers for value in reader.inputs)
+
+
+def _is_stored_weight(value: Any) -> bool:
+    producer = None if value is None else value.producer()
+    return producer is not None and producer.op_type == "DequantizeLinear" and producer.inputs[0].is_initializer()
