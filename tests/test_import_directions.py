@@ -25,8 +25,8 @@ ORDER = (
     ("sensitivity", "qat", "export", "interop"),
     ("engines",),
     ("tasks", "report"),
-    ("views",),
-    ("pipeline", "quantizer"),
+    ("views", "settings"),
+    ("pipeline", "quantizer", "qat_calibrate"),
     ("cli",),
     ("__main__",),
 )

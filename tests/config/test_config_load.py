@@ -122,7 +122,7 @@ def test_bad_values(write: Write, extra: str, problem: str) -> None:
 @pytest.mark.parametrize("setting", ["backend: tensorrt", "backend: tensorrt-rtx", "fallback_dtype: bfloat16"])
 def test_an_opset_without_half_scales(write: Write, setting: str) -> None:
     text = GOOD.replace("backend: openvino", setting) + "export: {opset: 18}\n"
-    with pytest.raises(ConfigError, match="good.yaml:10: export.opset: got 18; expected 19 or later, the first with"):
+    with pytest.raises(ConfigError, match=r"good.yaml:10: export.opset: got 18; expected 19 or later, the first with"):
         load_run(write(text))
     assert load_run(write(GOOD + "export: {opset: 18}\n")).export.opset == 18
 
