@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
-__all__ = ["ZOO", "Architecture"]
+__all__ = ["TORCH", "ZOO", "Architecture", "TorchArchitecture"]
 
 WIDTH = 32
 VOCABULARY = 99
@@ -22,8 +23,7 @@ _WIDTHS = (
     "projection_dim conv_dim embedding_dim"
 )
 _LAYERS = (
-    "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers "
-    "num_decoder_layers"
+    "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers"
 )
 _HEADS = (
     "num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads "
@@ -202,9 +202,9 @@ _FOUR = [WIDTH] * 4
 TEXT_ENCODERS = (
     *_plain(
         TEXT,
-        "albert bert bert-generation big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie "
-        "eurobert flaubert fnet gte ibert layoutlm longformer markuplm megatron-bert mobilebert modernbert mpnet mra "
-        "nomic_bert nystromformer rembert roberta roberta-prelayernorm roformer splinter squeezebert tapas xlm "
+        "albert bert bert-generation big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra "
+        "ernie eurobert flaubert fnet gte ibert layoutlm longformer markuplm megatron-bert mobilebert modernbert mpnet "
+        "mra nomic_bert nystromformer rembert roberta roberta-prelayernorm roformer splinter squeezebert tapas xlm "
         "xlm-roberta xlm-roberta-xl xlnet yoso",
     ),
     _one(TEXT, "canine", num_hash_buckets=64),
@@ -238,10 +238,10 @@ TEXT_ENCODERS = (
 DECODERS = (
     *_plain(
         TEXT,
-        "apertus arcee biogpt bitnet bloom cohere cohere2 ctrl diffllama doge ernie4_5 exaone4 falcon falcon_mamba gemma "
-        "gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox gpt_neox_japanese granite helium hunyuan_v1_dense "
-        "internlm3 lfm2 llama mamba minicpm3 ministral mistral modernbert-decoder mpt nemotron olmo olmo2 olmo3 openai-gpt "
-        "opt persimmon phi phi3 qwen2 qwen3 rwkv seed_oss smollm3 stablelm starcoder2 vaultgemma xglm",
+        "apertus arcee biogpt bitnet bloom cohere cohere2 ctrl diffllama doge ernie4_5 exaone4 falcon falcon_mamba "
+        "gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox gpt_neox_japanese granite helium hunyuan_v1_dense "
+        "internlm3 lfm2 llama mamba minicpm3 ministral mistral modernbert-decoder mpt nemotron olmo olmo2 olmo3 "
+        "openai-gpt opt persimmon phi phi3 qwen2 qwen3 rwkv seed_oss smollm3 stablelm starcoder2 vaultgemma xglm",
     ),
     _one(TEXT, "bamba", attn_layer_indices=[1], **_MAMBA),
     _one(TEXT, "codegen", n_head=4, rotary_dim=8),
@@ -309,9 +309,11 @@ VISION = (
     ),
     *_plain(LARGER_IMAGE, "convnext convnextv2"),
     *_plain(IMAGE, "swin swinv2", options={"patch_size": 4, "window_size": 4, "depths": [2, 2], "num_heads": [2, 2]}),
-    *_plain(LARGER_IMAGE, "conditional_detr deformable_detr detr rt_detr table-transformer", options={"num_queries": 5}),
+    *_plain(
+        LARGER_IMAGE, "conditional_detr deformable_detr detr rt_detr table-transformer", options={"num_queries": 5}
+    ),
     _one(IMAGE, "bit", num_groups=8),
-    _one(IMAGE, "cvt", depth=[1] * 3),
+    _one(IMAGE, "cvt", depth=[1, 2, 3]),
     _one(
         LARGER_IMAGE,
         "depth_anything",
@@ -321,6 +323,8 @@ VISION = (
         fusion_hidden_size=WIDTH,
         reassemble_hidden_size=WIDTH,
         head_hidden_size=16,
+        depth_estimation_type="metric",
+        max_depth=1,
     ),
     _one(
         IMAGE,
@@ -378,10 +382,21 @@ AUDIO = (
     _one((_floats("input_values", 32, 16),), "audio-spectrogram-transformer", max_length=32),
     _one((_floats("input_values", 1, 640),), "dac", encoder_hidden_size=8, decoder_hidden_size=64),
     _one(ONE_CHANNEL, "encodec", num_filters=4),
-    _one(ONE_CHANNEL, "mimi", num_filters=8, upsample_groups=32, num_quantizers=4, codebook_dim=16, vector_quantization_hidden_dimension=16),
+    _one(
+        ONE_CHANNEL,
+        "mimi",
+        num_filters=8,
+        upsample_groups=32,
+        num_quantizers=4,
+        codebook_dim=16,
+        vector_quantization_hidden_dimension=16,
+    ),
     _one((_floats("input_values", 1600), "decoder_ids"), "moonshine"),
     _one(
-        (_floats("input_features", 32, 16), "decoder_ids"), "speech_to_text", input_feat_per_channel=16, conv_channels=32
+        (_floats("input_features", 32, 16), "decoder_ids"),
+        "speech_to_text",
+        input_feat_per_channel=16,
+        conv_channels=32,
     ),
     _one((_floats("input_features", 16, 16),), "wav2vec2-bert", feature_projection_input_dim=16),
     _one((_floats("input_features", 16, 128), "decoder_ids"), "whisper"),
@@ -396,7 +411,7 @@ MULTIMODAL = (
         (*TEXT, *IMAGE),
         "align",
         vision_config={"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 320},
-        projection_dim=320,
+        projection_dim=80,
     ),
     _one(
         (*TEXT, *IMAGE),
@@ -432,3 +447,78 @@ ZOO: tuple[Architecture, ...] = (
     *MULTIMODAL,
     *SERIES,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchArchitecture:
+    """One of torch's own transformers.
+
+    Attributes:
+        name: what it is called in reports.
+        make: makes the module.
+        inputs: shapes by the name of the argument.
+        products: products of one pass through Python: projections, attention, feed-forward.
+        xfail: why a step fails today (None: all pass).
+        warnings: regular expressions of warnings that torch itself gives.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Mapping[str, tuple[int, ...]]
+    products: int
+    xfail: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    def build(self) -> nn.Module:
+        """The module with random weights, the same at every call, in eval mode."""
+        torch.manual_seed(1)
+        return self.make().eval()
+
+    def batch(self, seed: int) -> dict[str, Tensor]:
+        """Random inputs."""
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(shape, generator=generator) for name, shape in self.inputs.items()}
+
+
+_HIDDEN = "torch's attention functions take no module, and their fast path skips Python: no products are sites there"
+_LAYER = {"d_model": WIDTH, "nhead": 2, "dim_feedforward": 2 * WIDTH, "batch_first": True}
+_SHAPE = (2, 6, WIDTH)
+
+TORCH: tuple[TorchArchitecture, ...] = (
+    TorchArchitecture(
+        name="MultiheadAttention",
+        make=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+        inputs={"query": _SHAPE, "key": _SHAPE, "value": _SHAPE},
+        products=6,
+        xfail=_HIDDEN,
+    ),
+    TorchArchitecture(
+        name="TransformerEncoderLayer",
+        make=lambda: nn.TransformerEncoderLayer(**_LAYER),
+        inputs={"src": _SHAPE},
+        products=6,
+        xfail=_HIDDEN,
+    ),
+    TorchArchitecture(
+        name="TransformerEncoder",
+        make=lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(**_LAYER), num_layers=2),
+        inputs={"src": _SHAPE},
+        products=12,
+        xfail=_HIDDEN,
+    ),
+    TorchArchitecture(
+        name="TransformerDecoder",
+        make=lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(**_LAYER), num_layers=1),
+        inputs={"tgt": (2, 5, WIDTH), "memory": _SHAPE},
+        products=11,
+        xfail=_HIDDEN,
+    ),
+    TorchArchitecture(
+        name="Transformer",
+        make=lambda: nn.Transformer(num_encoder_layers=1, num_decoder_layers=1, **_LAYER),
+        inputs={"src": _SHAPE, "tgt": (2, 5, WIDTH)},
+        products=17,
+        xfail=_HIDDEN,
+    ),
+)
+"""Encoders (of TransformerEncoder) and attention skip Python where torch's fast path is on, which it is by default."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import TORCH
 from architectures import ZOO
 from architectures import Architecture
+from architectures import TorchArchitecture
 from helpers import Snapshot
 from torch import Tensor
 from torch import nn
@@ -23,14 +26,18 @@ from quantizer.views import Coverage
 
 pytest.importorskip("transformers", reason="these tests make transformers models: install quantizer[hf]")
 
-CASES = [
-    pytest.param(
-        architecture,
-        id=architecture.name,
-        marks=[pytest.mark.xfail(reason=architecture.xfail, strict=True)] if architecture.xfail else [],
-    )
-    for architecture in ZOO
-]
+
+def _cases(architectures: Iterable[Architecture | TorchArchitecture]) -> list[Any]:
+    return [
+        pytest.param(
+            architecture,
+            id=architecture.name,
+            marks=[pytest.mark.xfail(reason=architecture.xfail, strict=True)] if architecture.xfail else [],
+        )
+        for architecture in architectures
+    ]
+
+
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -91,15 +98,29 @@ def hosts_that_ran(coverage: Coverage) -> set[str]:
     return {re.sub(r"\.\w+\.\w+$", "", row.name) for row in rows}
 
 
-@pytest.mark.parametrize("architecture", CASES)
-def test_all_the_way(architecture: Architecture, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", _cases(ZOO))
+def test_architecture(architecture: Architecture, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         for expression in architecture.warnings:
             warnings.filterwarnings("ignore", expression)
-        _all_the_way(architecture, tmp_path)
+        all_the_way(architecture, tmp_path)
 
 
-def _all_the_way(architecture: Architecture, folder: Path) -> None:
+@pytest.mark.parametrize("fast_path", [True, False], ids=["fast", "slow"])
+@pytest.mark.parametrize("architecture", _cases(TORCH))
+def test_torch_transformer(architecture: TorchArchitecture, fast_path: bool, tmp_path: Path) -> None:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast_path)
+    try:
+        coverage = all_the_way(architecture, tmp_path)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    products = [row for row in coverage if row.kind != "residual_add" and row.quantized]
+    assert len(products) >= architecture.products, [row.name for row in products]
+
+
+def all_the_way(architecture: Architecture | TorchArchitecture, folder: Path) -> Coverage:
+    """Off, calibrated, quantized, saved, loaded, quantized again; the model is the same before and after."""
     model = architecture.build()
     batches = [architecture.batch(seed) for seed in (0, 1)]
     with layers_that_run(model) as ran:
@@ -125,3 +146,4 @@ def _all_the_way(architecture: Architecture, folder: Path) -> None:
 
     assert unequal(run(model, batches[0]), expected) == []
     before.assert_unchanged(model)
+    return q.coverage
