@@ -108,7 +108,7 @@ class Quantizer:
             return self._calib
         proxy = build_proxy(model, eager_attention=True).eval()
         refused = self._refusals(proxy)
-        observation = Observation(sites_of(proxy), refused, self._make_calibrator)
+        observation = self._observation_of(proxy, refused)
         observation.attach(proxy, sites_of(proxy))
         self._calib, self._refused, self._observation = proxy, refused, observation
         self._loaded = self._amp = self._fallback = None
@@ -291,7 +291,7 @@ class Quantizer:
         """The coverage of a model before any calibration: what would be rewritten, and what the rules leave out."""
         proxy = build_proxy(model, eager_attention=True).eval()
         refused = self._refusals(proxy)
-        observation = Observation(sites_of(proxy), refused, self._make_calibrator)
+        observation = self._observation_of(proxy, refused)
         plan = decide(proxy, list(sites_of(proxy)), observation, refused, self._settings())
         return Coverage.from_plan(plan, list(skipped_sources(model)))
 
@@ -363,13 +363,12 @@ class Quantizer:
             Rules(module_types=rules.module_types, names=rules.names, sites=rules.sites)
             for rules in (self.config.include, self.config.exclude)
         )
-        refused = refusals(proxy, sites_of(proxy), include, exclude)
+        return refusals(proxy, sites_of(proxy), include, exclude)
+
+    def _observation_of(self, proxy: nn.Module, refused: Mapping[str, str]) -> Observation:
         # What a switch turns off need not be observed either.
         off = [kind for kind, switch in self.config.sites.model_dump().items() if switch is False]
-        for site in sites_of(proxy):
-            if site.operation.kind in off:
-                refused.setdefault(site.path, f"sites.{site.operation.kind}: false")
-        return refused
+        return Observation(sites_of(proxy), refused, self._make_calibrator, off)
 
     def _make_calibrator(self, histogram: bool) -> Any:
         activations = self.config.activations
