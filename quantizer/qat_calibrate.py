@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from typing import Literal
 
@@ -20,7 +19,7 @@ from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import decide
-from quantizer.settings import calibrator_for
+from quantizer.settings import observation_of
 from quantizer.settings import plan_settings
 from quantizer.settings import refused_sites
 from quantizer.source.patched import Source
@@ -113,7 +112,7 @@ class QATCalibrate:
         refused = refused_sites(self.config, model)
         use_eager_attention(model)
         model.eval()
-        observation = Observation(sites_of(model), refused, partial(calibrator_for, self.config))
+        observation = observation_of(self.config, model, refused)
         observation.attach(model, sites_of(model))
         self._calibrating.append((model, observation, refused))
 

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Iterable
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
@@ -39,8 +38,8 @@ from quantizer.proxy.state import save_state
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import Measurement
 from quantizer.sensitivity import choose
-from quantizer.settings import calibrator_for
 from quantizer.settings import float_dtype
+from quantizer.settings import observation_of
 from quantizer.settings import plan_settings
 from quantizer.settings import refused_sites
 from quantizer.targets import profile
@@ -107,7 +106,7 @@ class Quantizer:
             return self._calib
         proxy = build_proxy(model, eager_attention=True).eval()
         refused = refused_sites(self.config, proxy)
-        observation = Observation(sites_of(proxy), refused, partial(calibrator_for, self.config))
+        observation = observation_of(self.config, proxy, refused)
         observation.attach(proxy, sites_of(proxy))
         self._calib, self._refused, self._observation = proxy, refused, observation
         self._loaded = self._amp = self._fallback = None
@@ -290,7 +289,7 @@ class Quantizer:
         """The coverage of a model before any calibration: what would be rewritten, and what the rules leave out."""
         proxy = build_proxy(model, eager_attention=True).eval()
         refused = refused_sites(self.config, proxy)
-        observation = Observation(sites_of(proxy), refused, partial(calibrator_for, self.config))
+        observation = observation_of(self.config, proxy, refused)
         plan = decide(proxy, list(sites_of(proxy)), observation, refused, plan_settings(self.config))
         return Coverage.from_plan(plan, list(skipped_sources(model)))
 

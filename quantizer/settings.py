@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +14,23 @@ from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import PlanSettings
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import refusals
 from quantizer.targets import profile
 
-__all__ = ["calibrator_for", "float_dtype", "plan_settings", "refused_sites"]
+__all__ = ["float_dtype", "observation_of", "plan_settings", "refused_sites"]
 
 
-def calibrator_for(config: QuantizerConfig, histogram: bool) -> Calibrator:
-    """A new calibrator for one activation; ``histogram``: it must keep one."""
+def observation_of(config: QuantizerConfig, proxy: nn.Module, refused: Mapping[str, str]) -> Observation:
+    """What watches the sites of ``proxy``, still to be attached."""
+    # What a switch turns off need not be observed either.
+    off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
+    return Observation(sites_of(proxy), refused, partial(_calibrator, config), off)
+
+
+def _calibrator(config: QuantizerConfig, histogram: bool) -> Calibrator:
     activations = config.activations
     options: dict[str, Any] = {}
     if activations.calibrator == "percentile":
@@ -32,7 +41,7 @@ def calibrator_for(config: QuantizerConfig, histogram: bool) -> Calibrator:
 
 
 def refused_sites(config: QuantizerConfig, proxy: nn.Module) -> dict[str, str]:
-    """The sites and operands that rules and switches leave out, each with what decided.
+    """The sites and operands that rules leave out, each with the rule that decided.
 
     Raises:
         ConfigError: a rule matches nothing in the model.
@@ -41,13 +50,7 @@ def refused_sites(config: QuantizerConfig, proxy: nn.Module) -> dict[str, str]:
         Rules(module_types=rules.module_types, names=rules.names, sites=rules.sites)
         for rules in (config.include, config.exclude)
     )
-    refused = refusals(proxy, sites_of(proxy), include, exclude)
-    # What a switch turns off need not be observed either.
-    off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
-    for site in sites_of(proxy):
-        if site.operation.kind in off:
-            refused.setdefault(site.path, f"sites.{site.operation.kind}: false")
-    return refused
+    return refusals(proxy, sites_of(proxy), include, exclude)
 
 
 def float_dtype(config: QuantizerConfig) -> torch.dtype:

@@ -23,6 +23,7 @@ from quantizer.files import write_folder
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
+from quantizer.proxy.weight import WeightView
 
 __all__ = ["load_state", "save_state"]
 
@@ -44,7 +45,7 @@ def save_state(folder: str | os.PathLike[str], plan: Plan, document: Mapping[str
     sites = []
     for entry in plan.values():
         site: dict[str, Any] = {name: getattr(entry, name) for name in _SITE_FIELDS}
-        site["operands"] = [{name: getattr(operand, name) for name in _OPERAND_FIELDS} for operand in entry.operands]
+        site["operands"] = [_fields(operand) for operand in entry.operands]
         sites.append(site)
         for operand in entry.operands:
             for name in _TENSOR_FIELDS:
@@ -85,7 +86,7 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
         for site in document.pop("sites"):
             operands = tuple(
                 OperandPlan(
-                    **operand,
+                    **operand | {"view": _view(operand.get("view"))},
                     amax=tensors.get(f"{site['name']}/{operand['name']}/amax"),
                     scale=tensors.get(f"{site['name']}/{operand['name']}/scale"),
                 )
@@ -96,3 +97,14 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
     except (KeyError, TypeError) as error:
         raise QuantizerError(f"{source / _YAML} is damaged: {error}") from error
     return plan, document
+
+
+def _fields(operand: OperandPlan) -> dict[str, Any]:
+    fields = {name: getattr(operand, name) for name in _OPERAND_FIELDS}
+    if operand.view is not None:
+        fields["view"] = {"shape": list(operand.view.shape), "order": list(operand.view.order)}
+    return fields
+
+
+def _view(saved: dict[str, list[int]] | None) -> WeightView | None:
+    return None if saved is None else WeightView(tuple(saved["shape"]), tuple(saved["order"]))

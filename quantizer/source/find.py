@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 from typing import Literal
 
+from quantizer.source import einsum
 from quantizer.source.catalogue import CATALOGUE
 from quantizer.source.catalogue import Operation
 from quantizer.source.catalogue import operation_of
@@ -35,7 +36,8 @@ class SiteSource:
     """One quantizable call in the text of a function.
 
     ``name`` is ``FUNCTION.OPERATION_N``, counted in the order of the text, so that saved ranges survive an update of
-    the library that moves lines. ``reason`` says why the text cannot be rewritten here (None: it can).
+    the library that moves lines. ``reason`` says why the text cannot be rewritten here (None: it can); ``equation``
+    is that of an einsum.
     """
 
     name: str
@@ -45,6 +47,7 @@ class SiteSource:
     line: int
     reason: str | None = None
     edits: tuple[Edit, ...] = ()
+    equation: str = ""
 
     @property
     def attribute(self) -> str:
@@ -242,6 +245,8 @@ class _Finder(ast.NodeVisitor):
         reason = None
         if any(keyword.arg == "out" for keyword in node.keywords):
             reason = "out= writes into a tensor of the caller"
+        elif entry.equation:
+            reason = einsum.problem(node)
         opening = find_symbol(self.index.data, b"(", self.index.end(node.func), self.index.end(node))
         if opening is None or not (node.args or node.keywords):
             return
@@ -302,7 +307,10 @@ class _Finder(ast.NodeVisitor):
         return f"{self.source.key[0].rpartition('.')[2]}.{entry.name}_{ordinal}"
 
     def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
-        return SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno)
+        equation = einsum.equation_of(node) if entry.equation else ""
+        return SiteSource(
+            name=name, operation=entry.name, form=form, file=self.file, line=node.lineno, equation=equation
+        )
 
     def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
         reason = reason or self.blocked or self.source.why_no_host
