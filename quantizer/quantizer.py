@@ -28,6 +28,7 @@ from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
+from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import freeze
 from quantizer.proxy.freeze import store_weights
@@ -81,6 +82,7 @@ class Quantizer:
         self._refused: dict[str, str] = {}
         self._skipped: list[SkippedSource] = []
         self._loaded: Plan | None = None
+        self._loaded_products: tuple[CountedProduct, ...] = ()
         self._amp: tuple[nn.Module, Measurement] | None = None
         self._fallback: Fallback | None = None
 
@@ -108,7 +110,7 @@ class Quantizer:
             return self._calib
         proxy = build_proxy(model, eager_attention=True).eval()
         refused = self._refusals(proxy)
-        observation = Observation(sites_of(proxy), refused, self._make_calibrator)
+        observation = Observation(sites_of(proxy), refused, self._make_calibrator, self._skipped)
         observation.attach(proxy, sites_of(proxy))
         self._calib, self._refused, self._observation = proxy, refused, observation
         self._loaded = self._amp = self._fallback = None
@@ -265,7 +267,8 @@ class Quantizer:
         fallback = None
         if self._fallback is not None:
             fallback = {"groups": list(self._fallback.groups), "asked": self._fallback.asked}
-        document = {"config": self.config.model_dump(mode="json"), "fallback": fallback}
+        products = [product.plain() for product in self._products()]
+        document = {"config": self.config.model_dump(mode="json"), "fallback": fallback, "products": products}
         return save_state(folder, self._plan(), document)
 
     @classmethod
@@ -280,6 +283,7 @@ class Quantizer:
             raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
         loaded = cls(document["config"])
         loaded._loaded = plan
+        loaded._loaded_products = _products_of(document, folder, plan)
         kept = document["fallback"]
         if kept is not None:
             loaded._fallback = Fallback(groups=tuple(kept["groups"]), asked=str(kept["asked"]))
@@ -297,8 +301,10 @@ class Quantizer:
 
     @property
     def coverage(self) -> Coverage:
-        """Every site found: quantized, or why not."""
-        return Coverage.from_plan(self._final_plan(), self._skipped)
+        """Every site found: quantized, or why not; and every matrix product that calibration saw torch compute."""
+        plan, final = self._plan(), self._final_plan()
+        put_back = [path for path, entry in plan.items() if entry.quantized and not final[path].quantized]
+        return Coverage.from_plan(final, self._skipped, self._products(), put_back)
 
     @property
     def ranges(self) -> Ranges:
@@ -406,6 +412,12 @@ class Quantizer:
             )
         return decide(self._calib, list(sites_of(self._calib)), self._observation, self._refused, self._settings())
 
+    def _products(self) -> tuple[CountedProduct, ...]:
+        """What torch computed in calibration."""
+        if self._loaded is not None:
+            return self._loaded_products
+        return self._observation.counter.products() if self._observation is not None else ()
+
     def _final_plan(self) -> Plan:
         plan = self._plan()
         return plan if self._fallback is None else put_back(plan, self._fallback.reasons())
@@ -421,6 +433,18 @@ class Quantizer:
                 f"batch {number} of the calibration data ({keys}) does not run through "
                 f"{type(proxy).__name__}.forward: {error}"
             ) from error
+
+
+def _products_of(document: Mapping[str, Any], folder: str | os.PathLike[str], plan: Plan) -> tuple[CountedProduct, ...]:
+    """The products in a saved document; none in one of a version that did not count them."""
+    try:
+        products = tuple(CountedProduct.from_plain(values) for values in document.get("products", ()))
+        for product in products:
+            if product.site is not None:
+                plan[product.site]
+    except (KeyError, TypeError, ValueError) as error:
+        raise QuantizerError(f"{folder}: quantizer.yaml is damaged: products: {error}") from error
+    return products
 
 
 def call(model: nn.Module, batch: Any) -> Any:

@@ -20,13 +20,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
+from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
 from quantizer.proxy.site import Site
 
-__all__ = ["EMPTY", "Observation", "OperandRecord", "RangeGroup", "SiteRecord", "padding_mask"]
+__all__ = ["EMPTY", "OF_PARAMETERS", "Observation", "OperandRecord", "RangeGroup", "SiteRecord", "padding_mask"]
 
 EMPTY = "an operand was empty in every call"
+OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
 _NOT_TENSORS = "its operands are not floating-point tensors"
 
 
@@ -94,18 +97,27 @@ class Observation:
         records: by site name.
         batches: forward passes of the whole proxy so far.
         provenance: origins of tensors in the pass that is running.
+        counter: the products of all passes.
     """
 
-    def __init__(self, sites: Iterable[Site], refused: Mapping[str, str], make: Callable[[bool], Calibrator]) -> None:
+    def __init__(
+        self,
+        sites: Iterable[Site],
+        refused: Mapping[str, str],
+        make: Callable[[bool], Calibrator],
+        skipped: Iterable[SkippedSource] = (),
+    ) -> None:
         """
         Args:
             sites: all sites of the proxy.
             refused: sites (and operands) that rules leave out; they are counted, not observed.
             make: makes a calibrator; its argument asks for a histogram.
+            skipped: calls and functions that could not be rewritten.
         """
         self.records = {site.path: SiteRecord() for site in sites}
         self.batches = 0
-        self.provenance = Provenance()
+        self.counter = ProductCounter(skipped)
+        self.provenance = Provenance(self.counter)
         self._refused = refused
         self._make = make
         self._seen: Any = WeakIdKeyDictionary()
@@ -148,11 +160,13 @@ class Observation:
         # At each pass: a cast gives the proxy parameters of its own.
         self._paths = {id(parameter): path for path, parameter in proxy.named_parameters()}
         self._mask = padding_mask(keywords)
-        self.provenance = Provenance()
+        self.counter.start(proxy)
+        self.provenance = Provenance(self.counter)
         self.provenance.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         # always_call: this also runs after an exception in the pass, and after one in _begin itself.
+        self.counter.stop()
         if torch.utils._python_dispatch._get_current_dispatch_mode() is self.provenance:
             self.provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -212,9 +226,9 @@ class Observation:
             origin is not None and origin.kind == "parameter" and not isinstance(tensor, nn.Parameter)
             for origin, tensor in zip(origins, tensors, strict=True)
         ):
-            return "an operand is computed from parameters at each call"
+            return OF_PARAMETERS[0]
         if all(isinstance(tensor, nn.Parameter) for tensor in tensors):
-            return "its operands are parameters alone"
+            return OF_PARAMETERS[1]
         return None
 
     def _varies(self, record: SiteRecord, site: Site, values: list[Any]) -> str | None:
