@@ -267,9 +267,8 @@ class Quantizer:
         fallback = None
         if self._fallback is not None:
             fallback = {"groups": list(self._fallback.groups), "asked": self._fallback.asked}
-        products = [product.plain() for product in self._products()]
-        document = {"config": self.config.model_dump(mode="json"), "fallback": fallback, "products": products}
-        return save_state(folder, self._plan(), document)
+        document = {"config": self.config.model_dump(mode="json"), "fallback": fallback}
+        return save_state(folder, self._plan(), self._products(), document)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
@@ -278,12 +277,11 @@ class Quantizer:
         Raises:
             QuantizerError: the folder is none of ours or damaged.
         """
-        plan, document = load_state(folder)
+        plan, products, document = load_state(folder)
         if "config" not in document or "fallback" not in document:
             raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
         loaded = cls(document["config"])
-        loaded._loaded = plan
-        loaded._loaded_products = _products_of(document, folder, plan)
+        loaded._loaded, loaded._loaded_products = plan, products
         kept = document["fallback"]
         if kept is not None:
             loaded._fallback = Fallback(groups=tuple(kept["groups"]), asked=str(kept["asked"]))
@@ -433,18 +431,6 @@ class Quantizer:
                 f"batch {number} of the calibration data ({keys}) does not run through "
                 f"{type(proxy).__name__}.forward: {error}"
             ) from error
-
-
-def _products_of(document: Mapping[str, Any], folder: str | os.PathLike[str], plan: Plan) -> tuple[CountedProduct, ...]:
-    """The products in a saved document; none in one of a version that did not count them."""
-    try:
-        products = tuple(CountedProduct.from_plain(values) for values in document.get("products", ()))
-        for product in products:
-            if product.site is not None:
-                plan[product.site]
-    except (KeyError, TypeError, ValueError) as error:
-        raise QuantizerError(f"{folder}: quantizer.yaml is damaged: products: {error}") from error
-    return products
 
 
 def call(model: nn.Module, batch: Any) -> Any:

@@ -274,7 +274,7 @@ def _percent(share: float) -> str:
     """A share that is not whole never reads as if it were."""
     if 0.9995 <= share < 1:
         return f"{share:.4%}" if share < 0.999999 else "just under 100%"
-    return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{share:.2g}"
+    return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{100 * share:.2g}%"
 
 
 def _count(number: int) -> str:

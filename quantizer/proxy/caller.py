@@ -19,7 +19,7 @@ from quantizer.source.catalogue import CATALOGUE
 from quantizer.source.catalogue import Operation
 from quantizer.source.catalogue import operation_of
 
-__all__ = ["Caller", "callers"]
+__all__ = ["Caller", "callers", "innermost_frame"]
 
 # Between a function's text and the dispatch mode, these only hand a call on.
 _HANDS_ON = ("torch._dynamo", "torch._ops", "torch._compile", "torch.utils", "torch.overrides", "quantizer.proxy")
@@ -39,6 +39,7 @@ class Caller:
         function: its name.
         called: the text of what it calls: ``torch.ops.aten.mm``, ``@``; empty where there is no text.
         operation: the catalogue's entry for that, if it is one.
+        renamed: whether it is called by a local name, which the finder cannot resolve.
         readable: whether its text is there and is the one that runs.
         rewritten: whether it is a rewritten function.
     """
@@ -48,6 +49,7 @@ class Caller:
     function: str
     called: str
     operation: Operation | None
+    renamed: bool
     readable: bool
     rewritten: bool
 
@@ -56,44 +58,62 @@ class Caller:
         return f"{PurePath(self.file).name}:{self.line}, {self.function}{call}"
 
 
+def innermost_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """The first frame, outwards, whose text makes a call: a wrapper that hands one on is alike for all calls."""
+    while frame is not None and _module(frame).startswith(_HANDS_ON):
+        frame = frame.f_back
+    return frame
+
+
 def callers(frame: types.FrameType | None) -> Iterator[Caller]:
     """The functions that are running, innermost first, as far as the module whose forward pass it is."""
     files = {file.rewritten_name: file for file in REWRITER.rebuilder.files.values()}
     originals = {file.path: file for file in files.values()}
-    while frame is not None:
-        code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
-        if (code.co_name, module) == _RUNS_A_MODULE:
+    while (frame := innermost_frame(frame)) is not None:
+        code = frame.f_code
+        if (code.co_name, _module(frame)) == _RUNS_A_MODULE:
             return
-        if not module.startswith(_HANDS_ON):
-            rewritten = code.co_filename in files
-            known = originals.get(code.co_filename)
-            called, entry = _called(frame)
-            yield Caller(
-                file=files[code.co_filename].path if rewritten else code.co_filename,
-                line=frame.f_lineno,
-                function=code.co_name,
-                called=called,
-                operation=entry,
-                readable=bool(linecache.getlines(code.co_filename, frame.f_globals))
-                and (known is None or known.holds_code(code)),
-                rewritten=rewritten,
-            )
+        rewritten = code.co_filename in files
+        known = originals.get(code.co_filename)
+        called, entry, renamed = _called(frame)
+        yield Caller(
+            file=files[code.co_filename].path if rewritten else code.co_filename,
+            line=frame.f_lineno,
+            function=code.co_name,
+            called=called,
+            operation=entry,
+            renamed=renamed,
+            readable=bool(linecache.getlines(code.co_filename, frame.f_globals))
+            and (known is None or known.holds_code(code)),
+            rewritten=rewritten,
+        )
         frame = frame.f_back
 
 
-def _called(frame: types.FrameType) -> tuple[str, Operation | None]:
-    """What a function is calling, as text and as an entry of the catalogue."""
+def _module(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _called(frame: types.FrameType) -> tuple[str, Operation | None, bool]:
+    """What a function is calling: its text, its entry in the catalogue, and whether a local name leads there."""
     node = _running(frame)
     if isinstance(node, ast.Call):
         entry = operation_of(_resolve(node.func, frame))
+        renamed = entry is not None and _root(node.func) in frame.f_locals
         if entry is None and isinstance(node.func, ast.Attribute):
             base = _resolve(node.func.value, frame)
             entry = None if isinstance(base, types.ModuleType) else _METHODS.get(node.func.attr)
-        return ast.unparse(node.func), entry
+        return ast.unparse(node.func), entry, renamed
     if isinstance(node, ast.BinOp | ast.AugAssign):
         name = type(node.op).__name__
-        return {"MatMult": "@", "Add": "+"}.get(name, name), _OPERATORS.get(name)
-    return "", None
+        return {"MatMult": "@", "Add": "+"}.get(name, name), _OPERATORS.get(name), False
+    return "", None, False
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _running(frame: types.FrameType) -> ast.AST | None:

@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.caller import Caller
 from quantizer.proxy.caller import callers
+from quantizer.proxy.caller import innermost_frame
 from quantizer.proxy.products import FUSED_KERNELS
 from quantizer.proxy.products import PRODUCTS
 from quantizer.proxy.products import RECURRENT_KERNELS
@@ -186,13 +187,9 @@ class ProductCounter:
             return Reason.OUTSIDE, f"by a {type(innermost).__name__} that is no child of the model"
         if of_parameters:
             return Reason.PARAMETERS, ""
-        frame = sys._getframe(2)
-        place, key = frame, None
-        while place.f_back is not None and key is None:
-            # The dispatch mode is called through wrappers of torch, which are alike for all.
-            if not str(place.f_globals.get("__name__", "")).startswith(("torch._dynamo", "quantizer.proxy")):
-                key = (place.f_code, place.f_lasti, id(innermost))
-            place = place.f_back
+        frame = innermost_frame(sys._getframe())
+        assert frame is not None
+        key = (frame.f_code, frame.f_lasti, id(innermost))
         if key not in self._known:
             self._known[key] = self._reason_of_text(list(callers(frame)), self._paths[id(innermost)])
         return self._known[key]
@@ -206,12 +203,14 @@ class ProductCounter:
                 return Reason.UNREADABLE, str(caller)
             if caller.operation is None:
                 continue
+            if caller.renamed:
+                return Reason.NOT_REWRITABLE, f"{caller} is a local name for {caller.operation.name}"
             left = [skipped for skipped in self._skipped if _is_call_of(skipped, caller)]
             if left:
                 nearest = min(left, key=lambda skipped: abs(skipped.source.line - caller.line))  # type: ignore[union-attr]
                 return Reason.NOT_REWRITABLE, f"{caller}: {nearest.reason}"
             if caller.rewritten:
-                return Reason.NOT_REWRITABLE, f"{caller} is another name for {caller.operation.name}"
+                return Reason.NOT_REWRITABLE, f"{caller}: not spelled as {caller.operation.name} is"
             problem = next((s.reason for s in self._skipped if s.source is None and s.path == path), None)
             if problem is not None:
                 return Reason.NOT_REWRITABLE, f"{caller}: {problem}"

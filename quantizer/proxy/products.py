@@ -98,7 +98,7 @@ RECURRENT_KERNELS = {
 """Recurrences that one kernel runs, by qualified name."""
 
 FUSED_KERNELS = {
-    "aten::_transformer_encoder_layer_fwd": Product((0, 3, 5, 15, 17), _self_attention((3, 5, 15, 17))),
+    "aten::_transformer_encoder_layer_fwd": Product((0, 3, 5, 14, 16), _self_attention((3, 5, 14, 16))),
     "aten::_native_multi_head_attention": Product((0, 5, 7), _self_attention((5, 7))),
 }
 """Fast paths of torch that compute several products at once, by qualified name."""
