@@ -120,9 +120,10 @@ class ProductCounter:
         self._handles: list[Any] = []
 
     def start(self, model: nn.Module) -> None:
-        """Follow which modules run, from a hook of ``model`` on."""
+        """Follow which modules run, from a hook of ``model`` on; it is the same model each time."""
         # Hooks on the modules would turn off the fast paths of torch, and other threads run modules too.
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        if not self._paths:
+            self._paths = {id(module): path for path, module in model.named_modules()}
         self._running, self._thread = [model], threading.get_ident()
         self._handles = [
             register_module_forward_pre_hook(self._enter),
@@ -133,7 +134,7 @@ class ProductCounter:
         """End what ``start`` began."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._running, self._paths = [], [], {}
+        self._handles, self._running = [], []
 
     def products(self) -> tuple[CountedProduct, ...]:
         """What was counted so far."""
@@ -151,10 +152,10 @@ class ProductCounter:
         if not multiply_adds or not self._running:
             return
         innermost = self._running[-1]
-        site = innermost.path if isinstance(innermost, Site) else None
-        path = next(self._paths[id(m)] for m in reversed(self._running) if id(m) in self._paths)
         if isinstance(innermost, Site):
-            path = innermost.host_path
+            site, path = innermost.path, innermost.host_path
+        else:
+            site, path = None, next(self._paths[id(m)] for m in reversed(self._running) if id(m) in self._paths)
         reason, detail = self._reason(name, innermost, product.tensors(args), of_parameters)
         key = (path, site, name.removeprefix("aten::"), reason, detail)
         self.counted[key] = self.counted.get(key, 0) + multiply_adds

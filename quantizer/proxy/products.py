@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["FUSED_KERNELS", "PRODUCTS", "RECURRENT_KERNELS", "Product", "is_composite"]
+__all__ = ["FUSED_KERNELS", "PRODUCTS", "RECURRENT_KERNELS", "Product", "is_composite", "product_name"]
 
 Arguments = Sequence[Any]
 
@@ -131,11 +132,16 @@ PRODUCTS: dict[str, Product] = {
 }
 """Every operation of torch that multiplies matrices, as a dispatch mode sees it, by qualified name."""
 
-_COMPOSITE: dict[Any, bool] = {}
+
+@cache
+def product_name(func: Any) -> str | None:
+    """The name in ``PRODUCTS`` of what a dispatch mode sees; None where it is no product."""
+    # An overload's name stands behind a dot.
+    name: str = func.name().partition(".")[0]
+    return name if name in PRODUCTS else None
 
 
+@cache
 def is_composite(func: Any) -> bool:
     """Whether torch defines an operation by others, such as ``linear`` by ``addmm``; then those are counted."""
-    if func not in _COMPOSITE:
-        _COMPOSITE[func] = isinstance(func, torch._ops.OpOverload) and func._can_decompose()
-    return _COMPOSITE[func]
+    return isinstance(func, torch._ops.OpOverload) and func._can_decompose()

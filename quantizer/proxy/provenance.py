@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.products import PRODUCTS
 from quantizer.proxy.products import is_composite
+from quantizer.proxy.products import product_name
 
 __all__ = ["Origin", "Provenance"]
 
@@ -68,9 +69,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
-        # An overload's name stands behind a dot.
-        name = func.name().partition(".")[0]
-        if name in PRODUCTS:
+        name = product_name(func)
+        if name is not None:
             origins = map(self.origin, PRODUCTS[name].tensors(args))
             of_parameters = all(origin is not None and origin.kind == "parameter" for origin in origins)
             self._counter.count(name, args, result, of_parameters)

@@ -1,8 +1,8 @@
 """Saving and loading a plan: YAML for what people read, safetensors for tensors.
 
 A folder holds ``quantizer.yaml`` (format, config, fallback, every site with its reason, every product counted) and
-``ranges.safetensors`` (amax and scale of every operand, float32, under ``SITE/OPERAND/amax`` and ``/scale``). It appears
-as a whole or not at all.
+``ranges.safetensors`` (amax and scale of every operand, float32, under ``SITE/OPERAND/amax`` and ``/scale``). It
+appears as a whole or not at all.
 """
 
 from __future__ import annotations
