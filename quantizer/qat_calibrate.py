@@ -15,6 +15,7 @@ from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import Plan
@@ -67,7 +68,7 @@ class QATCalibrate:
         self._patch = patched(*sources, built=instrument)
         self._open = 0
         self._calibrating: list[tuple[nn.Module, Observation, dict[str, str]]] = []
-        self._plans: list[tuple[nn.Module, Plan]] = []
+        self._plans: list[tuple[nn.Module, Plan, tuple[CountedProduct, ...]]] = []
 
     def __enter__(self) -> QATCalibrate:
         self._patch.__enter__()
@@ -112,7 +113,7 @@ class QATCalibrate:
         refused = refused_sites(self.config, model)
         use_eager_attention(model)
         model.eval()
-        observation = observation_of(self.config, model, refused)
+        observation = observation_of(self.config, model, refused, list(skipped_sources(model)))
         observation.attach(model, sites_of(model))
         self._calibrating.append((model, observation, refused))
 
@@ -122,9 +123,9 @@ class QATCalibrate:
         Raises:
             CalibrationError: its ranges were not loaded by this block.
         """
-        for known, plan in self._plans:
+        for known, plan, products in self._plans:
             if known is model:
-                return Coverage.from_plan(plan, list(skipped_sources(model)))
+                return Coverage.from_plan(plan, list(skipped_sources(model)), products)
         raise CalibrationError("the ranges of this model were not loaded yet: they are when the block closes")
 
     def _load_ranges(self, model: nn.Module, observation: Observation, refused: dict[str, str]) -> None:
@@ -132,4 +133,4 @@ class QATCalibrate:
         apply_plan(model, plan, self.config.dtype)
         for site in sites_of(model):
             site.active = plan[site.path].quantized
-        self._plans.append((model, plan))
+        self._plans.append((model, plan, observation.counter.products()))

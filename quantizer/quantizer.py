@@ -26,6 +26,7 @@ from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
+from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import freeze
 from quantizer.proxy.freeze import store_weights
@@ -79,6 +80,7 @@ class Quantizer:
         self._refused: dict[str, str] = {}
         self._skipped: list[SkippedSource] = []
         self._loaded: Plan | None = None
+        self._loaded_products: tuple[CountedProduct, ...] = ()
         self._amp: tuple[nn.Module, Measurement] | None = None
         self._fallback: Fallback | None = None
 
@@ -106,7 +108,7 @@ class Quantizer:
             return self._calib
         proxy = build_proxy(model, eager_attention=True).eval()
         refused = refused_sites(self.config, proxy)
-        observation = observation_of(self.config, proxy, refused)
+        observation = observation_of(self.config, proxy, refused, self._skipped)
         observation.attach(proxy, sites_of(proxy))
         self._calib, self._refused, self._observation = proxy, refused, observation
         self._loaded = self._amp = self._fallback = None
@@ -264,7 +266,7 @@ class Quantizer:
         if self._fallback is not None:
             fallback = {"groups": list(self._fallback.groups), "asked": self._fallback.asked}
         document = {"config": self.config.model_dump(mode="json"), "fallback": fallback}
-        return save_state(folder, self._plan(), document)
+        return save_state(folder, self._plan(), self._products(), document)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
@@ -273,11 +275,11 @@ class Quantizer:
         Raises:
             QuantizerError: the folder is none of ours or damaged.
         """
-        plan, document = load_state(folder)
+        plan, products, document = load_state(folder)
         if "config" not in document or "fallback" not in document:
             raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
         loaded = cls(document["config"])
-        loaded._loaded = plan
+        loaded._loaded, loaded._loaded_products = plan, products
         kept = document["fallback"]
         if kept is not None:
             loaded._fallback = Fallback(groups=tuple(kept["groups"]), asked=str(kept["asked"]))
@@ -295,8 +297,10 @@ class Quantizer:
 
     @property
     def coverage(self) -> Coverage:
-        """Every site found: quantized, or why not."""
-        return Coverage.from_plan(self._final_plan(), self._skipped)
+        """Every site found: quantized, or why not; and every matrix product that calibration saw torch compute."""
+        plan, final = self._plan(), self._final_plan()
+        put_back = [path for path, entry in plan.items() if entry.quantized and not final[path].quantized]
+        return Coverage.from_plan(final, self._skipped, self._products(), put_back)
 
     @property
     def ranges(self) -> Ranges:
@@ -366,6 +370,12 @@ class Quantizer:
             )
         settings = plan_settings(self.config)
         return decide(self._calib, list(sites_of(self._calib)), self._observation, self._refused, settings)
+
+    def _products(self) -> tuple[CountedProduct, ...]:
+        """What torch computed in calibration."""
+        if self._loaded is not None:
+            return self._loaded_products
+        return self._observation.counter.products() if self._observation is not None else ()
 
     def _final_plan(self) -> Plan:
         plan = self._plan()

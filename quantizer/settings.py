@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
 from quantizer.numerics.qtype import qtype
+from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import PlanSettings
@@ -23,11 +25,13 @@ from quantizer.targets import profile
 __all__ = ["float_dtype", "observation_of", "plan_settings", "refused_sites"]
 
 
-def observation_of(config: QuantizerConfig, proxy: nn.Module, refused: Mapping[str, str]) -> Observation:
-    """What watches the sites of ``proxy``, still to be attached."""
+def observation_of(
+    config: QuantizerConfig, proxy: nn.Module, refused: Mapping[str, str], skipped: Iterable[SkippedSource] = ()
+) -> Observation:
+    """What watches the sites of ``proxy``, still to be attached; ``skipped``: calls that are no sites, and why."""
     # What a switch turns off need not be observed either.
     off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
-    return Observation(sites_of(proxy), refused, partial(_calibrator, config), off)
+    return Observation(sites_of(proxy), refused, partial(_calibrator, config), off, skipped)
 
 
 def _calibrator(config: QuantizerConfig, histogram: bool) -> Calibrator:

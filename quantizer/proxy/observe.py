@@ -22,6 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
+from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
 from quantizer.proxy.site import Site
@@ -31,9 +33,10 @@ from quantizer.source.catalogue import Kind
 from quantizer.source.catalogue import kind_of
 from quantizer.source.geometry import Call
 
-__all__ = ["EMPTY", "Observation", "OperandRecord", "RangeGroup", "SiteRecord", "padding_mask"]
+__all__ = ["EMPTY", "OF_PARAMETERS", "Observation", "OperandRecord", "RangeGroup", "SiteRecord", "padding_mask"]
 
 EMPTY = "an operand was empty in every call"
+OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
 _NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
 
@@ -103,6 +106,7 @@ class Observation:
         records: by site name.
         batches: forward passes of the whole proxy so far.
         provenance: origins of tensors in the pass that is running.
+        counter: the products of all passes.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Observation:
         refused: Mapping[str, str],
         make: Callable[[bool], Calibrator],
         off: Collection[str] = (),
+        skipped: Iterable[SkippedSource] = (),
     ) -> None:
         """
         Args:
@@ -118,10 +123,12 @@ class Observation:
             refused: sites (and operands) that rules leave out; they are counted, not observed.
             make: makes a calibrator; its argument asks for a histogram.
             off: kinds of site that are counted, not observed; which kind a site is, its operands say.
+            skipped: calls and functions that could not be rewritten.
         """
         self.records = {site.path: SiteRecord() for site in sites}
         self.batches = 0
-        self.provenance = Provenance()
+        self.counter = ProductCounter(skipped)
+        self.provenance = Provenance(self.counter)
         self._refused = refused
         self._make = make
         self._off = off
@@ -165,11 +172,13 @@ class Observation:
         # At each pass: a cast gives the proxy parameters of its own.
         self._weights = Weights(proxy.named_parameters())
         self._mask = padding_mask(keywords)
-        self.provenance = Provenance()
+        self.counter.start(proxy)
+        self.provenance = Provenance(self.counter)
         self.provenance.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         # always_call: this also runs after an exception in the pass, and after one in _begin itself.
+        self.counter.stop()
         if torch.utils._python_dispatch._get_current_dispatch_mode() is self.provenance:
             self.provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -237,11 +246,11 @@ class Observation:
             origin is not None and origin.kind == "parameter" and weight is None
             for origin, weight in zip(origins, weights, strict=True)
         ):
-            return "an operand is computed from parameters at each call"
+            return OF_PARAMETERS[0]
         if site.operation.kind == "embedding":
             return None if weights[0] is not None else "the table of the embedding is no parameter"
         if all(weight is not None for weight in weights):
-            return "its operands are parameters alone"
+            return OF_PARAMETERS[1]
         if len(weights) > _PRODUCT and any(weight is not None for weight in weights):
             return "an operand of the attention is a parameter"
         return None
