@@ -17,6 +17,7 @@ from quantizer.proxy.classes import REWRITER
 from quantizer.proxy.classes import as_root
 from quantizer.proxy.classes import kept_methods
 from quantizer.proxy.classes import original_class
+from quantizer.proxy.classes import reachable_in
 from quantizer.proxy.site import Site
 from quantizer.source.catalogue import operation
 from quantizer.source.find import SiteSource
@@ -64,7 +65,7 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
         raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
     if is_proxy(model):
         raise ProxyError("this is a proxy already; pass the float model that it was made from")
-    REWRITER.rebuilder.refresh()
+    REWRITER.refresh()
     try:
         proxy = copy.deepcopy(model, _shared_tensors(model))
     except (TypeError, RuntimeError) as error:
@@ -73,7 +74,7 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
             "what modules keep as attributes, tensors apart; give the class a __deepcopy__ that leaves this one out"
         ) from error
     proxy.__dict__[_MARK] = True
-    reachable = REWRITER.reachable(model)
+    reachable = reachable_in(model)
     for path, module in list(proxy.named_modules()):
         rewritten = REWRITER.rewrite(type(module), reachable)
         if rewritten.cls is not type(module):
@@ -100,7 +101,7 @@ def sites_of(proxy: nn.Module) -> Iterator[Site]:
 
 def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
     """Sites of a model or proxy that stay outside, because of their text."""
-    reachable = REWRITER.reachable(model)
+    reachable = reachable_in(model)
     for path, module in model.named_modules():
         rewritten = REWRITER.rewrite(original_class(module), reachable)
         name = rewritten.original.__name__
@@ -116,9 +117,9 @@ def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
 
 def source_diff(model: nn.Module) -> str:
     """A unified diff, original source to rewritten source, of all functions that a proxy of ``model`` replaces."""
-    reachable = REWRITER.reachable(model)
+    reachable = reachable_in(model)
     keys = {key for module in model.modules() for key in REWRITER.rewrite(original_class(module), reachable).keys}
-    files = {file.rewritten_name: file for file in REWRITER.rebuilder.files.values()}
+    files = {file.rewritten_name: file for file in REWRITER.files()}
     names = sorted({name for name, _ in keys})
     return "".join(files[name].diff([key for owner, key in keys if owner == name]) for name in names)
 
