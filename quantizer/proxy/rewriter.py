@@ -58,12 +58,14 @@ class _Choice:
     Attributes:
         qualified: functions whose sites carry the name of their class.
         left_out: functions that stay as they are, because even so their sites have names that are taken.
+        unused: functions that stay as they are, because they are overridden and nothing mentions them.
         lent: static and class methods that need a host, by name.
         lends: the names of those that get one.
     """
 
     qualified: frozenset[_Place] = frozenset()
     left_out: frozenset[_Place] = frozenset()
+    unused: frozenset[_Place] = frozenset()
     lent: tuple[tuple[str, tuple[types.FunctionType, ...]], ...] = ()
     lends: frozenset[str] = frozenset()
 
@@ -73,7 +75,7 @@ class _Choice:
         def part(places: frozenset[_Place]) -> frozenset[_Place]:
             return frozenset(place for place in places if place[0] in cls.__mro__)
 
-        return replace(self, qualified=part(self.qualified), left_out=part(self.left_out))
+        return replace(self, qualified=part(self.qualified), left_out=part(self.left_out), unused=part(self.unused))
 
 
 class ClassRewriter:
@@ -156,20 +158,28 @@ class ClassRewriter:
         taken: dict[str, SiteSource] = {}
         qualified: set[_Place] = set()
         left_out: set[_Place] = set()
+        unused: set[_Place] = set()
         lends: set[str] = set()
         for owner, name, attribute in _places(cls, reachable):
             rebuilt = self.rebuilder.rebuild(attribute, name, dict(lent))
             if _clash(rebuilt, taken):
+                if not self._is_mentioned(cls, owner, name):
+                    unused.add((owner, name))
+                    continue
                 rebuilt = self.qualified.rebuild(attribute, name, dict(lent))
-                # A function that is overridden, and that no class above it mentions, never runs.
-                if self._is_mentioned(cls, owner, name) and not _clash(rebuilt, taken):
-                    qualified.add((owner, name))
-                else:
+                if _clash(rebuilt, taken):
                     left_out.add((owner, name))
                     continue
+                qualified.add((owner, name))
             lends |= rebuilt.lends
             taken.update({site.attribute: site for site in rebuilt.sites if site.reason is None})
-        return _Choice(qualified=frozenset(qualified), left_out=frozenset(left_out), lent=lent, lends=frozenset(lends))
+        return _Choice(
+            qualified=frozenset(qualified),
+            left_out=frozenset(left_out),
+            unused=frozenset(unused),
+            lent=lent,
+            lends=frozenset(lends),
+        )
 
     def _is_mentioned(self, cls: type, owner: type, name: str) -> bool:
         """Whether a function of a base may run: it is not overridden, or a subclass mentions its name."""
@@ -230,10 +240,11 @@ class ClassRewriter:
 
     def _rebuild(self, cls: type, name: str, attribute: Any, choice: _Choice) -> Rebuilt:
         """What becomes of one function of a class under a choice."""
+        if (cls, name) in choice.unused:
+            return Rebuilt()
         if (cls, name) in choice.left_out:
-            overriding = f"{name} of {cls.__qualname__} has sites of the same names as other functions of this module"
-            mentioned = self.rebuilder.rebuild(attribute, name, dict(choice.lent)).sites
-            return Rebuilt(problem=f"{overriding}, so it stays as it is") if mentioned else Rebuilt()
+            what = f"{name} of {cls.__qualname__} has sites of the same names as other functions of this module"
+            return Rebuilt(problem=f"{what}, so it stays as it is")
         rebuilder = self.qualified if (cls, name) in choice.qualified else self.rebuilder
         rebuilt = rebuilder.rebuild(attribute, name, dict(choice.lent))
         if rebuilt.borrows and name not in choice.lends:
