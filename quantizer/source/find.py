@@ -19,6 +19,7 @@ from quantizer.source.found import SiteSource
 from quantizer.source.lend import HOST
 from quantizer.source.lend import LEND
 from quantizer.source.lend import VISIBLE
+from quantizer.source.lend import hands_on
 from quantizer.source.lend import host_and_reason
 from quantizer.source.lend import host_parameter
 from quantizer.source.names import bound_names
@@ -179,7 +180,9 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
-        if not isinstance(node.ctx, ast.Load):
+        if isinstance(node.ctx, ast.Load):
+            self._note_item(node, node.value)
+        else:
             # What is written must reach the module's own dictionary.
             self.known.add(id(node.value))
         self.generic_visit(node)
@@ -193,7 +196,12 @@ class _Finder(ast.NodeVisitor):
             if not isinstance(base, types.ModuleType):
                 self._record_method(node, node.func, _METHODS[node.func.attr])
         else:
-            self._note_helper(node)
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+                self._note_item(node, node.func.value)
+            self._note_helper(node.func)
+            if hands_on(self._resolve(node.func)) or (isinstance(node.func, ast.Name) and node.func.id == "map"):
+                for argument in node.args:
+                    self._note_helper(argument)
             if isinstance(node.func, ast.Attribute) and node.func.attr in _CHILDREN:
                 self._hide_sites(node)
         self.generic_visit(node)
@@ -216,11 +224,8 @@ class _Finder(ast.NodeVisitor):
             self._record_inplace(node, operator)
         self.generic_visit(node)
 
-    def _note_helper(self, node: ast.Call) -> None:
+    def _note_helper(self, func: ast.expr) -> None:
         """``f(a)`` may become ``_quantizer_lend(f, host)(a)``."""
-        func = node.func
-        if self.blocked is not None or self.source.host is None:
-            return
         if isinstance(func, ast.Attribute) and self._is_own(func.value):
             # Python keeps private names of a class under a name of their own.
             private = self.owner is not None and func.attr.startswith("__") and not func.attr.endswith("__")
@@ -228,12 +233,22 @@ class _Finder(ast.NodeVisitor):
             of_class = True
         else:
             target, of_class = dotted(func), False
-        if target is None or (not of_class and target[0] in self.locals):
+        if target is not None and (of_class or target[0] not in self.locals):
+            self._note(func, func, self.depth + 1, target=target, of_class=of_class)
+
+    def _note_item(self, node: ast.expr, registry: ast.expr) -> None:
+        """``FUNCTIONS[name]`` may become ``_quantizer_lend(FUNCTIONS[name], host)``."""
+        target = dotted(registry)
+        if target is not None and target[0] not in self.locals:
+            self._note(node, registry, self.depth, target=target, item=True)
+
+    def _note(self, node: ast.expr, named: ast.expr, depth: int, **what: Any) -> None:
+        if self.blocked is not None or self.source.host is None:
             return
-        self.known.add(id(func))
-        opening = Edit.opening(self.index.start(func), f"{LEND}(", self.depth + 1)
-        closing = Edit.closing(self.index.end(func), f", {self.source.host})", self.depth + 1)
-        self.source.calls.append(HelperCall(target=target, of_class=of_class, edits=(opening, closing)))
+        self.known.add(id(named))
+        opening = Edit.opening(self.index.start(node), f"{LEND}(", depth)
+        closing = Edit.closing(self.index.end(node), f", {self.source.host})", depth)
+        self.source.calls.append(HelperCall(edits=(opening, closing), **what))
 
     def _is_own(self, node: ast.expr) -> bool:
         """Whether an expression is the module, its class or its ``super()``."""

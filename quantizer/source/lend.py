@@ -19,15 +19,16 @@ from typing import Any
 from quantizer.source.splice import Edit
 from quantizer.source.splice import LineIndex
 
-__all__ = ["HOST", "LEND", "VISIBLE", "Borrowers", "host_and_reason", "host_parameter", "lender", "viewer"]
+__all__ = ["HOST", "LEND", "VISIBLE", "Borrowers", "hands_on", "host_and_reason", "host_parameter", "lender", "viewer"]
 
 # Names in rewritten text that no user writes.
 HOST = "_quantizer_host"
 LEND = "_quantizer_lend"
 VISIBLE = "_quantizer_visible"
 
-Borrowers = dict[types.FunctionType, tuple[Callable[..., Any], str | None]]
-"""By original function: the rewritten one, and the attribute of a host that holds its first site (None: no site)."""
+Borrowers = dict[types.FunctionType, tuple[Callable[..., Any], str | None, bool]]
+"""By original function: the rewritten one, the attribute of a host that holds its first site (None: it has no site
+itself), and whether it takes the host as ``HOST`` (else as an argument of its own, as it always did)."""
 
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -47,7 +48,7 @@ def lender(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
             entry = borrowers.get(function)
             if entry is None or not (entry[1] is None or hasattr(host, entry[1])):
                 return function
-            return functools.partial(entry[0], **{HOST: host})
+            return functools.partial(entry[0], **{HOST: host}) if entry[2] else entry[0]
         return function
 
     return lend
@@ -70,6 +71,14 @@ def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
         return children
 
     return visible
+
+
+def hands_on(function: Any) -> bool:
+    """Whether a function is known to do nothing with the functions that it is given but call them."""
+    if function is functools.partial:
+        return True
+    name = (getattr(function, "__module__", None), getattr(function, "__name__", None))
+    return name == ("torch.utils.checkpoint", "checkpoint")
 
 
 def host_and_reason(node: _FunctionNode, in_class: bool) -> tuple[str | None, str | None]:

@@ -38,7 +38,7 @@ Lent = Mapping[str, tuple[types.FunctionType, ...]]
 """Static and class methods that hold sites, by name: what ``self.name(...)`` may call."""
 
 _NOTHING_LENT: Lent = types.MappingProxyType({})
-_NOT_LENT = "the function has no module argument, and here it is not called but passed on, so none can be lent to it"
+_NOT_LENT = "the function is passed on as a value here and not called, so no module can be lent to it"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -263,9 +263,11 @@ class Rebuilder:
         borrowers = self._lend(function, file, source, lent, result)
         result.borrows = source.takes_host
         for names in sorted(source.values_read):
-            value = _resolve(function.__globals__, names)
-            if value is not None and id(value) not in borrowers and self.needs_host(value, names[-1], lent):
-                result.passed_on.append(self.rebuild(value, names[-1], lent))
+            value = _look_up(function.__globals__, names)
+            for found in [value] if may_be_rewritten(value) else _items(value):
+                is_item = found is not value
+                if id(found) not in borrowers and (is_item or self.needs_host(found, names[-1], lent)):
+                    result.passed_on.append(self.rebuild(found, None if is_item else names[-1], lent))
         if not replaced and not any(True for _ in source.edits()):
             return None
         code = file.code(source.key)
@@ -281,10 +283,12 @@ class Rebuilder:
         borrowers: dict[int, tuple[types.FunctionType, Rebuilt]] = {}
         for call in source.calls:
             for target in _targets(function, call, lent):
-                if not self.needs_host(target, call.target[-1], lent):
+                name = None if call.item else call.target[-1]
+                needed = self.needs_host(target, name, lent)
+                if not needed and not (call.item and self.rebuild(target, name, lent).sites):
                     continue
                 file.lend(call)
-                helper = self.rebuild(target, call.target[-1], lent)
+                helper = self.rebuild(target, name, lent)
                 borrowers[id(target)] = (target, helper)
                 if call.of_class:
                     result.lends_to.add(call.target[-1])
@@ -310,12 +314,21 @@ def _targets(function: types.FunctionType, call: HelperCall, lent: Lent) -> tupl
     """The functions that a call may reach."""
     if call.of_class:
         return lent.get(call.target[-1], ())
-    target = _resolve(function.__globals__, call.target)
-    return () if target is None else (target,)
+    target = _look_up(function.__globals__, call.target)
+    if call.item:
+        return _items(target)
+    return (target,) if may_be_rewritten(target) else ()
 
 
-def _resolve(namespace: Mapping[str, Any], names: tuple[str, ...]) -> types.FunctionType | None:
-    """The function behind a dotted name: of a module, or a static or class method of a class."""
+def _items(registry: Any) -> tuple[types.FunctionType, ...]:
+    """The functions in a plain dictionary, list or tuple."""
+    # Other kinds of registry compute what they give.
+    values = registry.values() if type(registry) is dict else registry if type(registry) in (list, tuple) else ()
+    return tuple(value for value in values if may_be_rewritten(value))
+
+
+def _look_up(namespace: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """What stands behind a dotted name: a global, one of another module, a static or class method of a class."""
     value: Any = namespace.get(names[0])
     for name in names[1:]:
         if isinstance(value, types.ModuleType):
@@ -326,4 +339,4 @@ def _resolve(namespace: Mapping[str, Any], names: tuple[str, ...]) -> types.Func
             value = value.__func__ if isinstance(value, staticmethod | classmethod) else None
         else:
             return None
-    return value if may_be_rewritten(value) else None
+    return value

@@ -24,6 +24,7 @@ class _Borrower(Protocol):
     """What is asked of a function's result."""
 
     function: Any
+    borrows: bool
     own: list[SiteSource]
 
 
@@ -95,7 +96,7 @@ class SyntheticModules:
             for function, rebuilt in made.waiting:
                 if rebuilt.function is not None:
                     site = next((site.attribute for site in rebuilt.own if site.edits), None)
-                    made.borrowers[function] = (rebuilt.function, site)
+                    made.borrowers[function] = (rebuilt.function, site, rebuilt.borrows)
             made.waiting.clear()
 
     def refresh(self) -> None:
