@@ -20,6 +20,7 @@ from torch import nn
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 from quantizer.source.found import SiteSource
+from quantizer.source.lend import HOSTS
 from quantizer.source.rebuild import Rebuilder
 from quantizer.source.rebuild import Rebuilt
 from quantizer.source.text import Key
@@ -173,6 +174,7 @@ class ClassRewriter:
                 qualified.add((owner, name))
             lends |= rebuilt.lends
             taken.update({site.attribute: site for site in rebuilt.sites if site.reason is None})
+        self._share(lent, qualified)
         return _Choice(
             qualified=frozenset(qualified),
             left_out=frozenset(left_out),
@@ -180,6 +182,16 @@ class ClassRewriter:
             lent=lent,
             lends=frozenset(lends),
         )
+
+    def _share(self, lent: tuple[tuple[str, tuple[types.FunctionType, ...]], ...], qualified: set[_Place]) -> None:
+        """Let all functions of a class lend to that variant of its static and class methods that it takes."""
+        places = {(name, getattr(vars(owner)[name], "__func__", None)) for owner, name in qualified}
+        for name, functions in lent:
+            for function in functions:
+                rebuilder = self.qualified if (name, function) in places else self.rebuilder
+                rebuilt = rebuilder.rebuild(function, name, dict(lent))
+                self.rebuilder.modules.add_variant(function, rebuilt)
+                self.qualified.modules.add_variant(function, rebuilt)
 
     def _is_mentioned(self, cls: type, owner: type, name: str) -> bool:
         """Whether a function of a base may run: it is not overridden, or a subclass mentions its name."""
@@ -233,6 +245,7 @@ class ClassRewriter:
         generated = [parent.cls for parent in parents if parent.cls is not parent.original]
         made = cls
         if namespace or generated:
+            namespace[HOSTS] = frozenset(site.mark for site in sites if site.reason is None)
             made = self._derive(cls, (cls, *generated), namespace, reachable)
         return Rewritten(
             cls=made, original=cls, sites=_each_once(sites), keys=frozenset(keys), problems=tuple(problems)

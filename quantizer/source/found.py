@@ -35,14 +35,20 @@ class SiteSource:
         """The attribute of the host module that holds the site; rewritten text calls it."""
         return "site_" + self.name.replace(".", "_")
 
+    @property
+    def mark(self) -> str:
+        """Tells the site from one of the same name in another function."""
+        return f"{self.attribute} in {self.file}, line {self.line}"
+
 
 @dataclass(kw_only=True, slots=True)
 class HelperCall:
     """A call of what may turn out to be a helper that needs a host, or another expression that gives one.
 
     ``target`` is the dotted name that is called; ``of_class`` says that it is an attribute of the module, of its class
-    or of ``super()``, and ``item`` that it is a registry, and one of its items is taken. What stands behind the name is only known when the function is rebuilt: then the call is made
-    ``active``, and its edits take part. It stays so, because lending to a function that needs no host does nothing.
+    or of ``super()``, and ``item`` that it is a registry, and one of its items is taken. What stands behind the name is
+    only known when the function is rebuilt: then the call is made ``active``, and its edits take part. It stays so,
+    because lending to a function that needs no host does nothing.
     """
 
     target: tuple[str, ...]

@@ -19,16 +19,30 @@ from typing import Any
 from quantizer.source.splice import Edit
 from quantizer.source.splice import LineIndex
 
-__all__ = ["HOST", "LEND", "VISIBLE", "Borrowers", "hands_on", "host_and_reason", "host_parameter", "lender", "viewer"]
+__all__ = [
+    "HOST",
+    "HOSTS",
+    "LEND",
+    "VISIBLE",
+    "Borrowers",
+    "hands_on",
+    "host_and_reason",
+    "host_parameter",
+    "lender",
+    "viewer",
+]
 
 # Names in rewritten text that no user writes.
 HOST = "_quantizer_host"
 LEND = "_quantizer_lend"
 VISIBLE = "_quantizer_visible"
 
-Borrowers = dict[types.FunctionType, tuple[Callable[..., Any], str | None, bool]]
-"""By original function: the rewritten one, the attribute of a host that holds its first site (None: it has no site
-itself), and whether it takes the host as ``HOST`` (else as an argument of its own, as it always did)."""
+HOSTS = "_quantizer_hosts"
+"""The attribute of a generated class that says which sites its instances hold: a frozenset of marks."""
+
+Borrowers = dict[types.FunctionType, tuple[tuple[Callable[..., Any], str | None, bool], ...]]
+"""By original function, each variant of it: the rewritten function, the mark of a site that its host holds (None: any
+host will do), and whether it takes the host as ``HOST`` (else as an argument of its own, as it always did)."""
 
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -36,20 +50,23 @@ _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 def lender(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
     """The function that rewritten text calls ``_quantizer_lend``."""
 
+    def variant(function: types.FunctionType, host: Any) -> tuple[Callable[..., Any], bool] | None:
+        held = getattr(type(host), HOSTS, ())
+        for rewritten, mark, takes_host in borrowers.get(function, ()):
+            if mark is None or mark in held:
+                return rewritten, takes_host
+        return None
+
     def lend(function: Any, host: Any) -> Any:
         """``function`` with ``host`` lent to it, where it needs one and the host has its sites."""
         # isinstance and not getattr: Dynamo follows this, and took another branch with getattr(function, "__func__").
-        if isinstance(function, types.MethodType):
-            entry = borrowers.get(function.__func__)  # type: ignore[call-overload]
-            if entry is None or not (entry[1] is None or hasattr(host, entry[1])):
-                return function
-            return functools.partial(entry[0], function.__self__, **{HOST: host})
-        if isinstance(function, types.FunctionType):
-            entry = borrowers.get(function)
-            if entry is None or not (entry[1] is None or hasattr(host, entry[1])):
-                return function
-            return functools.partial(entry[0], **{HOST: host}) if entry[2] else entry[0]
-        return function
+        if isinstance(function, types.MethodType) and isinstance(function.__func__, types.FunctionType):
+            found = variant(function.__func__, host)
+            return functools.partial(found[0], function.__self__, **{HOST: host}) if found and found[1] else function
+        found = variant(function, host) if isinstance(function, types.FunctionType) else None
+        if found is None:
+            return function
+        return functools.partial(found[0], **{HOST: host}) if found[1] else found[0]
 
     return lend
 

@@ -25,7 +25,9 @@ class _Borrower(Protocol):
 
     function: Any
     borrows: bool
-    own: list[SiteSource]
+
+    @property
+    def sites(self) -> list[SiteSource]: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,9 +97,18 @@ class SyntheticModules:
         for made in self._made.values():
             for function, rebuilt in made.waiting:
                 if rebuilt.function is not None:
-                    site = next((site.attribute for site in rebuilt.own if site.edits), None)
-                    made.borrowers[function] = (rebuilt.function, site, rebuilt.borrows)
+                    mark = next((site.mark for site in rebuilt.sites if site.edits), None)
+                    entry = (rebuilt.function, mark, rebuilt.borrows)
+                    known = made.borrowers.get(function, ())
+                    # The latest first: the text may have been rewritten again, with more calls that lend.
+                    made.borrowers[function] = (entry, *(other for other in known if other != entry))
             made.waiting.clear()
+
+    def add_variant(self, function: types.FunctionType, rebuilt: _Borrower) -> None:
+        """Let callers of ``function`` lend to this variant of it too."""
+        for made in self._made.values():
+            if function in made.borrowers or any(function is waiting for waiting, _ in made.waiting):
+                made.waiting.append((function, rebuilt))
 
     def refresh(self) -> None:
         """Bring all synthetic modules up to date: globals may have been set since they were made."""
