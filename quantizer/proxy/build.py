@@ -17,6 +17,7 @@ from quantizer.proxy.classes import REWRITER
 from quantizer.proxy.classes import as_root
 from quantizer.proxy.classes import kept_methods
 from quantizer.proxy.classes import original_class
+from quantizer.proxy.classes import reachable_in
 from quantizer.proxy.site import Site
 from quantizer.source.catalogue import operation
 from quantizer.source.find import SiteSource
@@ -83,8 +84,8 @@ def instrument(model: nn.Module) -> None:
 
     Parts of it that were instrumented alone before become parts of the whole, with their sites named from here.
     """
-    REWRITER.rebuilder.refresh()
-    reachable = REWRITER.reachable(model)
+    REWRITER.refresh()
+    reachable = reachable_in(model)
     for path, module in list(model.named_modules()):
         module.__dict__.pop(_MARK, None)
         rewritten = REWRITER.rewrite(original_class(module), reachable)
@@ -109,7 +110,7 @@ def sites_of(proxy: nn.Module) -> Iterator[Site]:
 
 def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
     """Sites of a model or proxy that stay outside, because of their text."""
-    reachable = REWRITER.reachable(model)
+    reachable = reachable_in(model)
     for path, module in model.named_modules():
         rewritten = REWRITER.rewrite(original_class(module), reachable)
         name = rewritten.original.__name__
@@ -125,9 +126,9 @@ def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
 
 def source_diff(model: nn.Module) -> str:
     """A unified diff, original source to rewritten source, of all functions that a proxy of ``model`` replaces."""
-    reachable = REWRITER.reachable(model)
+    reachable = reachable_in(model)
     keys = {key for module in model.modules() for key in REWRITER.rewrite(original_class(module), reachable).keys}
-    files = {file.rewritten_name: file for file in REWRITER.rebuilder.files.values()}
+    files = {file.rewritten_name: file for file in REWRITER.files()}
     names = sorted({name for name, _ in keys})
     return "".join(files[name].diff([key for owner, key in keys if owner == name]) for name in names)
 

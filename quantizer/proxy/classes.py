@@ -1,174 +1,26 @@
-"""Generated classes: a module's own class with its functions rewritten.
-
-For a class ``C(P)`` the generated class of C derives from C *and* from the generated class of P, in this order of
-resolution: generated C, C, generated P, P. So ``super()`` in C's rewritten method, whose ``__class__`` is still C,
-finds P's rewritten method.
-"""
+"""Generated classes: a module's own class with its functions rewritten, and what such a class does besides."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch import nn
 
+from quantizer.proxy.rewriter import ClassRewriter
 from quantizer.proxy.site import Site
-from quantizer.source.find import SiteSource
-from quantizer.source.rebuild import Rebuilder
-from quantizer.source.text import Key
 
 __all__ = [
     "REWRITER",
-    "ClassRewriter",
-    "Rewritten",
     "as_root",
     "kept_methods",
     "original_class",
+    "reachable_in",
     "restore",
     "with_stored_weight",
 ]
-
-_FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
-
-# They compute nothing, and the additions in their source are of indices.
-_LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-@dataclass(kw_only=True, slots=True)
-class Rewritten:
-    """What became of one class: the generated class (the class itself where nothing changed), its sites, problems."""
-
-    cls: type[nn.Module]
-    original: type[nn.Module]
-    sites: tuple[SiteSource, ...]
-    keys: frozenset[tuple[str, Key]]
-    problems: tuple[str, ...]
-
-
-class ClassRewriter:
-    """Makes generated classes, each once.
-
-    Attributes:
-        rebuilder: rewrites the functions.
-        done: results by original class and those of its functions, by name, that may run in a forward pass. The
-            functions themselves are in the key, because a class may be patched between two proxies.
-        read: attribute names that a function mentions, by function.
-    """
-
-    def __init__(self) -> None:
-        self.rebuilder = Rebuilder()
-        self.done: dict[tuple[type[nn.Module], frozenset[str], tuple[Any, ...]], Rewritten] = {}
-        self.read: dict[Any, set[str]] = {}
-
-    def reachable(self, model: nn.Module) -> frozenset[str]:
-        """Names of the functions that a forward pass of ``model`` may run.
-
-        Starts from ``forward`` and from what the root's own class defines, and follows every attribute name that a
-        function found so far mentions. That leaves out construction, resizing, saving and the like, whose arithmetic
-        is none of ours.
-        """
-        classes = {cls for module in model.modules() for cls in original_class(module).__mro__ if _is_ours(cls)}
-        root = vars(original_class(model))
-        names = {"forward"} | {name for name in root if not name.startswith("_")}
-        names |= {value.__name__ for module in model.modules() for value in kept_methods(module).values()}
-        reached: set[str] = set()
-        while names - reached:
-            name = (names - reached).pop()
-            reached.add(name)
-            for cls in classes:
-                names |= self._functions(cls).get(name, set())
-        return frozenset(name for cls in classes for name in self._functions(cls) if name in reached)
-
-    def _functions(self, cls: type[nn.Module]) -> dict[str, set[str]]:
-        functions = {name: attribute for name, attribute in vars(cls).items() if isinstance(attribute, _FUNCTIONS)}
-        for attribute in functions.values():
-            if attribute not in self.read:
-                self.read[attribute] = self.rebuilder.names_read(attribute)
-        read = {name: self.read[attribute] for name, attribute in functions.items()}
-        # A forward that is no function cannot be looked into, but must be reported.
-        return read | {name: set() for name in {"forward"} & vars(cls).keys() - read.keys()}
-
-    def rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
-        """The generated class of a module class, with those of its functions rewritten that are ``reachable``."""
-        bases = [vars(base) for base in cls.__mro__ if _is_ours(base)]
-        relevant = frozenset(name for base in bases for name in base) & reachable
-        functions = (base[name] for base in bases for name in sorted(relevant & base.keys()))
-        key = (cls, relevant, tuple(function for function in functions if isinstance(function, _FUNCTIONS)))
-        if key not in self.done:
-            self.done[key] = self._rewrite(cls, relevant)
-        return self.done[key]
-
-    def _rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
-        if not _is_ours(cls):
-            return Rewritten(cls=cls, original=cls, sites=(), keys=frozenset(), problems=())
-        namespace: dict[str, Any] = {}
-        sites: list[SiteSource] = []
-        keys: set[tuple[str, Key]] = set()
-        problems: list[str] = []
-        for name, attribute in vars(cls).items():
-            if name not in reachable:
-                continue
-            rebuilt = self.rebuilder.rebuild(attribute)
-            if name == "forward" and not isinstance(attribute, _FUNCTIONS):
-                problems.append(f"its forward is a {type(attribute).__name__} and no function, so it stays as it is")
-            sites += [site for site in rebuilt.sites if site not in sites]
-            keys |= rebuilt.keys
-            if rebuilt.function is not None:
-                namespace[name] = rebuilt.function
-            if rebuilt.problem is not None and rebuilt.problem not in problems:
-                problems.append(rebuilt.problem)
-        parents = []
-        for base in cls.__bases__:
-            parent, left_out = self._parent(base, reachable, sites)
-            parents.append(parent)
-            if left_out & set().union(*self._functions(cls).values()):
-                clash = f"{', '.join(sorted(left_out))} of {base.__qualname__} and of {cls.__qualname__}"
-                problems.append(
-                    f"{clash} have sites of the same names, so those of {base.__qualname__} stay as they are"
-                )
-            sites += [site for site in parent.sites if site not in sites]
-            keys |= parent.keys
-            problems += [problem for problem in parent.problems if problem not in problems]
-        generated = [parent.cls for parent in parents if parent.cls is not parent.original]
-        made = cls
-        if namespace or generated:
-            made = self._derive(cls, (cls, *generated), namespace, reachable)
-        return Rewritten(cls=made, original=cls, sites=tuple(sites), keys=frozenset(keys), problems=tuple(problems))
-
-    def _parent(
-        self, base: type[nn.Module], reachable: frozenset[str], taken: list[SiteSource]
-    ) -> tuple[Rewritten, frozenset[str]]:
-        """The generated class of a base, and which of its functions were left out.
-
-        A module can hold one site of a name: functions whose sites have names that are ``taken`` stay as they are.
-        """
-        names = {site.attribute: site for site in taken}
-
-        def clashes(parent: Rewritten) -> frozenset[str]:
-            found = (site for site in parent.sites if names.get(site.attribute, site) != site)
-            return frozenset(site.name.partition(".")[0] for site in found)
-
-        left_out = clashes(self.rewrite(base, reachable))
-        parent = self.rewrite(base, reachable - left_out)
-        if clashes(parent):
-            # The sites are those of a function that a method calls; which one does is not known here.
-            left_out = reachable
-            parent = self.rewrite(base, frozenset())
-        return parent, left_out
-
-    def _derive(
-        self, cls: type[nn.Module], bases: tuple[type, ...], namespace: dict[str, Any], reachable: frozenset[str]
-    ) -> type[nn.Module]:
-        body = {**namespace, **_naming(cls, reachable)}
-        if issubclass(cls, nn.Sequential | nn.ModuleList):
-            body.update(_SEQUENCE)
-        elif issubclass(cls, nn.ModuleDict):
-            body.update(_MAPPING)
-        made: type[nn.Module] = types.new_class(cls.__name__, bases, exec_body=lambda ns: ns.update(body))
-        return made
 
 
 def _own_children(container: nn.Module) -> dict[str, nn.Module]:
@@ -198,7 +50,19 @@ _MAPPING = {
 }
 
 
-REWRITER = ClassRewriter()
+def _derive(
+    cls: type[nn.Module], bases: tuple[type, ...], namespace: dict[str, Any], reachable: frozenset[str]
+) -> type[nn.Module]:
+    body = {**namespace, **_naming(cls, reachable)}
+    if issubclass(cls, nn.Sequential | nn.ModuleList):
+        body.update(_SEQUENCE)
+    elif issubclass(cls, nn.ModuleDict):
+        body.update(_MAPPING)
+    made: type[nn.Module] = types.new_class(cls.__name__, bases, exec_body=lambda ns: ns.update(body))
+    return made
+
+
+REWRITER = ClassRewriter(_derive)
 """One for the process: classes and synthetic modules are made once and shared by all proxies."""
 
 
@@ -208,8 +72,10 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return original
 
 
-def _is_ours(cls: type) -> bool:
-    return cls is not object and cls not in _LEFT_ALONE
+def reachable_in(model: nn.Module) -> frozenset[str]:
+    """Names of the functions that a forward pass of a model or proxy may run."""
+    kept = [value.__name__ for module in model.modules() for value in kept_methods(module).values()]
+    return REWRITER.reachable(model, original_class, kept)
 
 
 def kept_methods(module: nn.Module) -> dict[str, types.MethodType]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
 from dataclasses import replace
 from typing import Any
 from typing import Literal
@@ -15,64 +13,34 @@ from quantizer.source import einsum
 from quantizer.source.catalogue import CATALOGUE
 from quantizer.source.catalogue import Operation
 from quantizer.source.catalogue import operation_of
+from quantizer.source.found import Form
+from quantizer.source.found import FunctionSource
+from quantizer.source.found import HelperCall
+from quantizer.source.found import SiteSource
+from quantizer.source.lend import HOST
+from quantizer.source.lend import LEND
+from quantizer.source.lend import VISIBLE
+from quantizer.source.lend import hands_on
+from quantizer.source.lend import host_and_reason
+from quantizer.source.lend import host_parameter
+from quantizer.source.names import bound_names
+from quantizer.source.names import dotted
 from quantizer.source.splice import Edit
 from quantizer.source.splice import LineIndex
 from quantizer.source.splice import find_symbol
 
 __all__ = ["Form", "FunctionSource", "SiteSource", "find_functions"]
 
-Form = Literal["call", "method", "operator", "inplace"]
-
 _METHODS = {method: entry for entry in CATALOGUE for method in entry.methods}
 _OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operators}
 _SYMBOLS = {"MatMult": b"@", "Add": b"+"}
+# Methods that loop over the children of a module.
+_CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-# Nodes that bind a name without a Name node.
-_NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SiteSource:
-    """One quantizable call in the text of a function.
-
-    ``name`` is ``FUNCTION.OPERATION_N``, counted in the order of the text, so that saved ranges survive an update of
-    the library that moves lines. ``reason`` says why the text cannot be rewritten here (None: it can); ``equation``
-    is that of an einsum.
-    """
-
-    name: str
-    operation: str
-    form: Form
-    file: str
-    line: int
-    reason: str | None = None
-    edits: tuple[Edit, ...] = ()
-    equation: str = ""
-
-    @property
-    def attribute(self) -> str:
-        """The attribute of the host module that holds the site; rewritten text calls it."""
-        return "site_" + self.name.replace(".", "_")
-
-
-@dataclass(kw_only=True, slots=True)
-class FunctionSource:
-    """A module-level function or a method, with what was found in it.
-
-    ``key`` is (qualified name, first line), as in its code object; ``host`` the name of the argument that is the
-    module (None: no such argument); ``globals_read`` and ``attributes_read`` the names that its text mentions.
-    """
-
-    key: tuple[str, int]
-    host: str | None
-    why_no_host: str | None
-    sites: list[SiteSource] = field(default_factory=list)
-    globals_read: set[str] = field(default_factory=set)
-    attributes_read: set[str] = field(default_factory=set)
 
 
 def find_functions(
-    tree: ast.Module, index: LineIndex, namespace: Mapping[str, Any], file: str
+    tree: ast.Module, index: LineIndex, namespace: Mapping[str, Any], file: str, qualified: bool = False
 ) -> dict[tuple[str, int], FunctionSource]:
     """All module-level functions and all methods of a file, by key.
 
@@ -81,6 +49,7 @@ def find_functions(
         index: byte offsets of its lines.
         namespace: the globals its functions run in; names are resolved through it.
         file: the file's name, for reports.
+        qualified: names of sites carry the class, or the module, of their function.
     """
     found: dict[tuple[str, int], FunctionSource] = {}
 
@@ -89,7 +58,11 @@ def find_functions(
             if isinstance(node, _FunctionNode):
                 # What a function makes is part of it, except for the methods of a class.
                 if inside != "function":
-                    source = _scan_function(node, prefix + node.name, inside == "class", index, namespace, file)
+                    owner = prefix.rstrip(".").rpartition(".")[2] if inside == "class" else None
+                    source = _source(node, prefix + node.name, owner, index)
+                    outer = owner or str(namespace.get("__name__", "")).rpartition(".")[2]
+                    name = f"{outer}.{node.name}" if qualified else node.name
+                    _Finder(source, node, index, namespace, file, owner, name).run()
                     found[source.key] = source
                 walk(node.body, f"{prefix}{node.name}.<locals>.", "function")
             elif isinstance(node, ast.ClassDef):
@@ -104,33 +77,12 @@ def find_functions(
     return found
 
 
-def _scan_function(
-    node: _FunctionNode, qualname: str, in_class: bool, index: LineIndex, namespace: Mapping[str, Any], file: str
-) -> FunctionSource:
+def _source(node: _FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
     first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    host, why = _host(node, in_class)
-    source = FunctionSource(key=(qualname, first_line), host=host, why_no_host=why)
-    _Finder(source, node, index, namespace, file).run()
-    return source
-
-
-def _host(node: _FunctionNode, in_class: bool) -> tuple[str | None, str | None]:
-    """The argument that holds the module, or why there is none."""
-    arguments = [*node.args.posonlyargs, *node.args.args]
-    if not arguments:
-        return None, "the function has no module argument"
-    first = arguments[0]
-    decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
-    if in_class:
-        if decorators & {"staticmethod", "classmethod"}:
-            return None, "a static or class method has no module argument"
-    else:
-        annotation = ast.unparse(first.annotation) if first.annotation is not None else ""
-        if first.arg not in ("module", "self") and annotation.rpartition(".")[2].strip("\"'") != "Module":
-            return None, "the function has no module argument"
-    if any(isinstance(n, ast.Name) and n.id == first.arg and not isinstance(n.ctx, ast.Load) for n in ast.walk(node)):
-        return None, f"the function assigns to its argument {first.arg!r}"
-    return first.arg, None
+    host, why = host_and_reason(node, owner is not None)
+    borrows = host == HOST
+    parameter = host_parameter(node, index) if borrows else None
+    return FunctionSource(key=(qualname, first_line), host=host, borrows=borrows, why_no_host=why, parameter=parameter)
 
 
 class _Finder(ast.NodeVisitor):
@@ -138,11 +90,14 @@ class _Finder(ast.NodeVisitor):
 
     Attributes:
         source: where sites and global names are recorded.
+        owner: the name of the class around it (None: there is none).
+        name: what the names of its sites begin with.
         locals: names bound in the function; they hide globals of the same name.
         counts: how many sites of each operation were seen so far; gives the ordinal in a site's name.
         depth: nesting of the current expression; orders edits that fall on one place.
         blocked: why text at the current node cannot be rewritten (None: it can); set inside f-strings and where an
             inner function hides the host.
+        known: ids of nodes that their parents have dealt with.
     """
 
     def __init__(
@@ -152,16 +107,21 @@ class _Finder(ast.NodeVisitor):
         index: LineIndex,
         namespace: Mapping[str, Any],
         file: str,
+        owner: str | None,
+        name: str,
     ) -> None:
         self.source = source
+        self.owner = owner
+        self.name = name
         self.node = node
         self.index = index
         self.namespace = namespace
         self.file = file
-        self.locals = _bound_names(node)
+        self.locals = bound_names(node)
         self.counts: dict[str, int] = {}
         self.depth = 0
         self.blocked: str | None = None
+        self.known: set[int] = set()
 
     def run(self) -> None:
         """Visit the body (not the decorators or defaults, which run at definition)."""
@@ -207,9 +167,25 @@ class _Finder(ast.NodeVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         if node.id not in self.locals:
             self.source.globals_read.add(node.id)
+            if id(node) not in self.known:
+                self.source.values_read.add((node.id,))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.source.attributes_read.add(node.attr)
+        if id(node) not in self.known:
+            names = dotted(node)
+            if names is not None and names[0] not in self.locals:
+                self.source.values_read.add(names)
+            if node.attr == "_modules" and isinstance(node.ctx, ast.Load):
+                self._hide_sites(node)
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self._note_item(node, node.value)
+        else:
+            # What is written must reach the module's own dictionary.
+            self.known.add(id(node.value))
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -220,6 +196,15 @@ class _Finder(ast.NodeVisitor):
             base = self._resolve(node.func.value)
             if not isinstance(base, types.ModuleType):
                 self._record_method(node, node.func, _METHODS[node.func.attr])
+        else:
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+                self._note_item(node, node.func.value)
+            self._note_helper(node.func)
+            if hands_on(self._resolve(node.func)) or (isinstance(node.func, ast.Name) and node.func.id == "map"):
+                for argument in node.args:
+                    self._note_helper(argument)
+            if isinstance(node.func, ast.Attribute) and node.func.attr in _CHILDREN:
+                self._hide_sites(node)
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
@@ -239,6 +224,48 @@ class _Finder(ast.NodeVisitor):
         if operator in _OPERATORS and not _is_literal(node.value):
             self._record_inplace(node, operator)
         self.generic_visit(node)
+
+    def _note_helper(self, func: ast.expr) -> None:
+        """``f(a)`` may become ``_quantizer_lend(f, host)(a)``."""
+        if isinstance(func, ast.Attribute) and self._is_own(func.value):
+            # Python keeps private names of a class under a name of their own.
+            private = self.owner is not None and func.attr.startswith("__") and not func.attr.endswith("__")
+            target: tuple[str, ...] | None = (f"_{str(self.owner).lstrip('_')}{func.attr}" if private else func.attr,)
+            of_class = True
+        else:
+            target, of_class = dotted(func), False
+        if target is not None and (of_class or target[0] not in self.locals):
+            self._note(func, func, self.depth + 1, target=target, of_class=of_class)
+
+    def _note_item(self, node: ast.expr, registry: ast.expr) -> None:
+        """``FUNCTIONS[name]`` may become ``_quantizer_lend(FUNCTIONS[name], host)``."""
+        target = dotted(registry)
+        if target is not None and target[0] not in self.locals:
+            self._note(node, registry, self.depth, target=target, item=True)
+
+    def _note(self, node: ast.expr, named: ast.expr, depth: int, **what: Any) -> None:
+        if self.blocked is not None or self.source.host is None:
+            return
+        self.known.add(id(named))
+        opening = Edit.opening(self.index.start(node), f"{LEND}(", depth)
+        closing = Edit.closing(self.index.end(node), f", {self.source.host})", depth)
+        self.source.calls.append(HelperCall(edits=(opening, closing), **what))
+
+    def _is_own(self, node: ast.expr) -> bool:
+        """Whether an expression is the module, its class or its ``super()``."""
+        arguments = [*self.node.args.posonlyargs, *self.node.args.args]
+        first = arguments[0].arg if self.owner is not None and arguments else self.source.host
+        if isinstance(node, ast.Name):
+            return node.id == first
+        if isinstance(node, ast.Attribute):
+            return node.attr == "__class__" and self._is_own(node.value)
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("super", "type")
+
+    def _hide_sites(self, node: ast.expr) -> None:
+        """``self.children()`` becomes ``_quantizer_visible(self.children())``."""
+        if self.blocked is None:
+            opening = Edit.opening(self.index.start(node), f"{VISIBLE}(", self.depth)
+            self.source.views += [opening, Edit.closing(self.index.end(node), ")", self.depth)]
 
     def _record_call(self, node: ast.Call, entry: Operation) -> None:
         """``f(a, b)`` becomes ``host.site(f, a, b)``."""
@@ -304,7 +331,7 @@ class _Finder(ast.NodeVisitor):
     def _next_name(self, entry: Operation) -> str:
         ordinal = self.counts.get(entry.name, 0)
         self.counts[entry.name] = ordinal + 1
-        return f"{self.source.key[0].rpartition('.')[2]}.{entry.name}_{ordinal}"
+        return f"{self.name}.{entry.name}_{ordinal}"
 
     def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
         equation = einsum.equation_of(node) if entry.equation else ""
@@ -325,29 +352,6 @@ class _Finder(ast.NodeVisitor):
             # The module's own dictionary: getattr on a lazy module would import half a library.
             return base.__dict__.get(node.attr) if isinstance(base, types.ModuleType) else None
         return None
-
-
-def _bound_names(node: _FunctionNode) -> set[str]:
-    """Names bound anywhere in a function, its arguments included."""
-    bound: set[str] = set()
-    declared: set[str] = set()
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Name):
-            if not isinstance(inner.ctx, ast.Load):
-                bound.add(inner.id)
-        elif isinstance(inner, ast.arg):
-            bound.add(inner.arg)
-        elif isinstance(inner, _NAMED):
-            if inner.name is not None and inner is not node:
-                bound.add(inner.name)
-        elif isinstance(inner, ast.MatchMapping):
-            if inner.rest is not None:
-                bound.add(inner.rest)
-        elif isinstance(inner, ast.Import | ast.ImportFrom):
-            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in inner.names}
-        elif isinstance(inner, ast.Global):
-            declared |= set(inner.names)
-    return bound - declared
 
 
 def _is_literal(node: ast.expr) -> bool:

@@ -10,50 +10,123 @@ stand in the place of theirs. The synthetic module is in ``sys.modules`` under i
 from __future__ import annotations
 import __future__
 
-import sys
+import inspect
 import types
+from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from typing import Any
 from typing import TypeGuard
 
 from quantizer.errors import SourceError
-from quantizer.source.find import SiteSource
+from quantizer.source.decorators import clone_chain
+from quantizer.source.decorators import hand_on_keywords
+from quantizer.source.decorators import innermost
+from quantizer.source.decorators import transplant
+from quantizer.source.found import FunctionSource
+from quantizer.source.found import HelperCall
+from quantizer.source.found import SiteSource
+from quantizer.source.synthetic import SyntheticModules
 from quantizer.source.text import Key
 from quantizer.source.text import SourceFile
 
-__all__ = ["Rebuilt", "Rebuilder"]
+__all__ = ["Lent", "Rebuilt", "Rebuilder"]
+
+Lent = Mapping[str, tuple[types.FunctionType, ...]]
+"""Static and class methods that hold sites, by name: what ``self.name(...)`` may call."""
+
+_NOTHING_LENT: Lent = types.MappingProxyType({})
+_NOT_LENT = "the function is passed on as a value here and not called, so no module can be lent to it"
 
 
 @dataclass(kw_only=True, slots=True)
 class Rebuilt:
     """What became of one function.
 
-    ``function`` replaces the original (None: it stays); ``sites`` lists every site reached from it, those of helpers
-    included; ``keys`` says which functions of which file take part; ``problem`` why it could not be rewritten.
+    Attributes:
+        function: replaces the original (None: it stays).
+        borrows: ``function`` needs a host that is lent, so it cannot stand in the original's place.
+        own: the sites in the function itself.
+        helpers: what became of the functions that it calls.
+        passed_on: what became of those that it mentions, but that get no host here.
+        lends_to: names of static and class methods to which it lends its host.
+        key: which function of which file was rewritten.
+        problem: why it could not be rewritten.
     """
 
     function: Any = None
-    sites: list[SiteSource] = field(default_factory=list)
-    keys: set[tuple[str, Key]] = field(default_factory=set)
+    borrows: bool = False
+    own: list[SiteSource] = field(default_factory=list)
+    helpers: list[Rebuilt] = field(default_factory=list)
+    passed_on: list[Rebuilt] = field(default_factory=list)
+    lends_to: set[str] = field(default_factory=set)
+    key: tuple[str, Key] | None = None
     problem: str | None = None
+
+    def reached(self) -> Iterator[Rebuilt]:
+        """This one and all helpers reached from it, each once; they may call each other in a circle."""
+        seen: set[int] = set()
+        waiting = [self]
+        while waiting:
+            current = waiting.pop(0)
+            if id(current) not in seen:
+                seen.add(id(current))
+                yield current
+                waiting += current.helpers
+
+    @property
+    def sites(self) -> list[SiteSource]:
+        """Every site reached, those of helpers included; then those of helpers that get no host, with the reason."""
+        found: dict[SiteSource, None] = {}
+        refused: dict[SiteSource, None] = {}
+        for rebuilt in self.reached():
+            found.update(dict.fromkeys(rebuilt.own))
+            for helper in rebuilt.passed_on:
+                refused.update({not_lent(site): None for other in helper.reached() for site in other.own})
+        names = {site.name for site in found}
+        return [*found, *(site for site in refused if site.name not in names)]
+
+    @property
+    def keys(self) -> set[tuple[str, Key]]:
+        """Which functions of which files take part."""
+        return {rebuilt.key for rebuilt in self.reached() if rebuilt.key is not None}
+
+    @property
+    def problems(self) -> list[str]:
+        """Why functions could not be rewritten."""
+        return list(dict.fromkeys(rebuilt.problem for rebuilt in self.reached() if rebuilt.problem is not None))
+
+    @property
+    def lends(self) -> set[str]:
+        """Names of static and class methods that get a host, from helpers too."""
+        return set().union(*(rebuilt.lends_to for rebuilt in self.reached()))
+
+
+def not_lent(site: SiteSource) -> SiteSource:
+    """The same site, left out because no module is lent to its function."""
+    return replace(site, reason=site.reason or _NOT_LENT, edits=())
 
 
 class Rebuilder:
     """Rewrites functions, each once, and remembers the results.
 
+    Args:
+        hidden: classes of modules that a loop over children must not see.
+        qualified: names of sites carry the class or module of their function.
+
     Attributes:
         files: source files by (path, id of the globals their functions run in, compiler flags).
-        synthetic: synthetic modules by id of the original globals, with those globals (which keeps the id valid).
-        helpers: by id of the original globals and by name, the functions replaced there: (original, rewritten).
-        done: results by id of the innermost function, with that function.
+        modules: the globals of rewritten functions.
+        done: results by id of the function and of what is lent, with that function.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: tuple[type, ...] = (), *, qualified: bool = False) -> None:
+        self.qualified = qualified
         self.files: dict[tuple[str, int, int], SourceFile] = {}
-        self.synthetic: dict[int, tuple[types.ModuleType, dict[str, Any]]] = {}
-        self.helpers: dict[int, dict[str, tuple[Any, Any]]] = {}
-        self.done: dict[int, tuple[types.FunctionType, Rebuilt]] = {}
+        self.modules = SyntheticModules(hidden)
+        self.done: dict[tuple[int, frozenset[int]], tuple[types.FunctionType, Rebuilt]] = {}
 
     def file(self, function: types.FunctionType) -> SourceFile:
         """The source file of a function, parsed once.
@@ -66,19 +139,24 @@ class Rebuilder:
         key = (function.__code__.co_filename, id(function.__globals__), flags)
         if key not in self.files or not self.files[key].holds(function):
             # Read again: a module may have been reloaded.
-            self.files[key] = SourceFile(key[0], function.__globals__, flags)
+            self.files[key] = SourceFile(key[0], function.__globals__, flags, qualified=self.qualified)
         return self.files[key]
+
+    def settle(self) -> None:
+        """Let callers lend to what was rebuilt since."""
+        self.modules.settle()
+
+    def refresh(self) -> None:
+        """Bring all synthetic modules up to date: globals may have been set since they were made."""
+        self.modules.refresh()
 
     def names_read(self, attribute: Any) -> set[str]:
         """Attribute names that a function mentions, those of the helpers it reaches included."""
-        plain = attribute.fget if isinstance(attribute, property) else attribute
-        if isinstance(plain, staticmethod | classmethod):
-            plain = plain.__func__
-        if not isinstance(plain, types.FunctionType):
-            return set()
-        return self._names_read(_innermost(plain), set())
+        plain = _plain(attribute)
+        return self._names_read(plain, None, set()) if plain is not None else set()
 
-    def _names_read(self, function: types.FunctionType, seen: set[int]) -> set[str]:
+    def _names_read(self, function: types.FunctionType, name: str | None, seen: set[int]) -> set[str]:
+        function = innermost(function, name)
         if id(function) in seen:
             return set()
         seen.add(id(function))
@@ -88,181 +166,177 @@ class Rebuilder:
             # Without text, ask the compiled code.
             return set(function.__code__.co_names)
         names = set(source.attributes_read)
-        for name in source.globals_read:
-            helper = function.__globals__.get(name)
-            if _may_be_rewritten(helper):
-                names |= self._names_read(_innermost(helper), seen)
+        for called, helper in self._helpers(function, source):
+            names |= self._names_read(helper, called, seen)
         return names
 
-    def rebuild(self, attribute: Any) -> Rebuilt:
-        """Rewrite a function as it stands in a class or module: plain, a property, or under decorators."""
+    def _helpers(
+        self, function: types.FunctionType, source: FunctionSource
+    ) -> Iterator[tuple[str, types.FunctionType]]:
+        for name in sorted(source.globals_read):
+            value = function.__globals__.get(name)
+            if may_be_rewritten(value):
+                yield name, value
+        for call in source.calls:
+            for target in _targets(function, call, _NOTHING_LENT):
+                yield call.target[-1], target
+
+    def needs_host(self, attribute: Any, name: str | None = None, lent: Lent = _NOTHING_LENT) -> bool:
+        """Whether a function without a module argument holds a site, or calls a function that does."""
+        plain = _plain(attribute)
+        return plain is not None and self._needs_host(plain, name, lent, set())
+
+    def _needs_host(self, function: types.FunctionType, name: str | None, lent: Lent, seen: set[int]) -> bool:
+        function = innermost(function, name)
+        if id(function) in seen:
+            return False
+        seen.add(id(function))
+        try:
+            source = self.file(function).find(function)
+        except SourceError:
+            return False
+        if not source.borrows:
+            return False
+        return any(site.edits for site in source.sites) or any(
+            self._needs_host(target, call.target[-1], lent, seen)
+            for call in source.calls
+            for target in _targets(function, call, lent)
+        )
+
+    def rebuild(self, attribute: Any, name: str | None = None, lent: Lent = _NOTHING_LENT) -> Rebuilt:
+        """Rewrite a function as it stands in a class or module: plain, a property, or under decorators.
+
+        Args:
+            attribute: what stands there.
+            name: under which name it stands there.
+            lent: what the methods of its class may lend their host to.
+        """
         if isinstance(attribute, property):
-            inner = self.rebuild(attribute.fget)
+            inner = self.rebuild(attribute.fget, name, lent)
             function = property(inner.function, attribute.fset, attribute.fdel) if inner.function else None
-            return Rebuilt(function=function, sites=inner.sites, keys=inner.keys, problem=inner.problem)
+            return replace(inner, function=function)
         if isinstance(attribute, staticmethod | classmethod):
-            inner = self.rebuild(attribute.__func__)
-            wrapped = type(attribute)(inner.function) if inner.function else None
-            return Rebuilt(function=wrapped, sites=inner.sites, keys=inner.keys, problem=inner.problem)
+            inner = self.rebuild(attribute.__func__, name, lent)
+            return replace(inner, function=type(attribute)(inner.function) if inner.function else None)
         if not isinstance(attribute, types.FunctionType):
             return Rebuilt()
-        innermost = _innermost(attribute)
-        result = self._rebuild_plain(innermost)
-        if result.function is None or innermost is attribute:
-            return result
-        clone = _clone_chain(attribute, innermost, result.function)
-        if clone is None:
-            return Rebuilt(
-                problem=f"the decorators of {innermost.__qualname__} hold it in a way that cannot be cloned",
-            )
-        return Rebuilt(function=clone, sites=result.sites, keys=result.keys)
+        key = (id(attribute), frozenset(id(target) for targets in lent.values() for target in targets))
+        if key not in self.done:
+            result = Rebuilt()
+            # Registered before the work is done: two functions that call each other must not recurse for ever.
+            self.done[key] = (attribute, result)
+            try:
+                self._rebuild(attribute, name, lent, result)
+            except SourceError as error:
+                result.problem = str(error)
+                result.own.clear()
+                result.helpers.clear()
+        return self.done[key][1]
 
-    def _rebuild_plain(self, function: types.FunctionType) -> Rebuilt:
-        known = self.done.get(id(function))
-        if known is not None:
-            return known[1]
-        result = Rebuilt()
-        # Registered before the work is done: two functions that call each other must not recurse for ever.
-        self.done[id(function)] = (function, result)
-        try:
-            self._rewrite(function, result)
-        except SourceError as error:
-            result.problem = str(error)
-            result.sites.clear()
-        return result
+    def _rebuild(self, function: types.FunctionType, name: str | None, lent: Lent, result: Rebuilt) -> None:
+        inner = innermost(function, name)
+        rewritten = self._rewrite(inner, lent, result)
+        if rewritten is not None and inner is not function:
+            clone = clone_chain(function, inner, rewritten)
+            if clone is None:
+                raise SourceError(f"the decorators of {inner.__qualname__} hold it in a way that cannot be cloned")
+            if result.borrows and not hand_on_keywords(function, inner):
+                raise SourceError(
+                    f"{inner.__qualname__} has no module argument, and its decorators hand none on to it: they take no "
+                    f"further keyword arguments"
+                )
+            rewritten = clone
+        result.function = rewritten
 
-    def _rewrite(self, function: types.FunctionType, result: Rebuilt) -> None:
+    def _rewrite(self, function: types.FunctionType, lent: Lent, result: Rebuilt) -> types.FunctionType | None:
         file = self.file(function)
         source = file.find(function)
-        result.sites = list(source.sites)
-        helpers: dict[str, Any] = {}
+        result.own = list(source.sites)
+        replaced: dict[str, Any] = {}
         for name in sorted(source.globals_read):
-            helper = self._helper(function, name)
-            if helper is not None:
-                result.sites += [site for site in helper.sites if site not in result.sites]
-                result.keys |= helper.keys
-                if helper.function is not None:
-                    helpers[name] = helper.function
-        if not helpers and not any(site.edits for site in source.sites):
-            return
+            value = function.__globals__.get(name)
+            if may_be_rewritten(value) and not self.needs_host(value, name, lent):
+                helper = self.rebuild(value, name, lent)
+                result.helpers.append(helper)
+                if helper.function is not None and not helper.borrows:
+                    replaced[name] = helper.function
+        borrowers = self._lend(function, file, source, lent, result)
+        result.borrows = source.takes_host
+        for names in sorted(source.values_read):
+            value = _look_up(function.__globals__, names)
+            for found in [value] if may_be_rewritten(value) else _items(value):
+                is_item = found is not value
+                if id(found) not in borrowers and (is_item or self.needs_host(found, names[-1], lent)):
+                    result.passed_on.append(self.rebuild(found, None if is_item else names[-1], lent))
+        if not replaced and not any(True for _ in source.edits()):
+            return None
         code = file.code(source.key)
         if code.co_freevars != function.__code__.co_freevars:
             raise SourceError(f"{file.path}: {source.key[0]} has other closure variables once it is rewritten")
-        result.keys.add((file.rewritten_name, source.key))
-        result.function = _transplant(function, code, self._globals(function, helpers))
+        result.key = (file.rewritten_name, source.key)
+        return transplant(function, code, self.modules.namespace(function.__globals__, replaced, borrowers))
 
-    def _helper(self, function: types.FunctionType, name: str) -> Rebuilt | None:
-        """A function that ``function`` reaches through a global name, when it has sites of its own."""
-        value = function.__globals__.get(name)
-        if not _may_be_rewritten(value):
-            return None
-        rebuilt = self.rebuild(value)
-        return rebuilt if rebuilt.sites else None
-
-    def _globals(self, function: types.FunctionType, helpers: dict[str, Any]) -> dict[str, Any]:
-        """The synthetic module's dictionary, brought up to date with the original's."""
-        original = function.__globals__
-        if id(original) not in self.synthetic:
-            name = f"quantizer.rewritten.{original.get('__name__', 'unnamed')}"
-            while name in sys.modules:
-                name += "_"
-            module = types.ModuleType(name)
-            module.__dict__.update({**original, "__name__": name})
-            sys.modules[name] = module
-            self.synthetic[id(original)] = (module, original)
-            self.helpers[id(original)] = {}
-        module = self.synthetic[id(original)][0]
-        self.helpers[id(original)].update({key: (original[key], helper) for key, helper in helpers.items()})
-        self._refresh(id(original))
-        return module.__dict__
-
-    def refresh(self) -> None:
-        """Bring all synthetic modules up to date: globals may have been set since they were made."""
-        for key in self.synthetic:
-            self._refresh(key)
-
-    def _refresh(self, key: int) -> None:
-        module, original = self.synthetic[key]
-        # A helper that was replaced since then is taken as it is: its sites are not known.
-        helpers = {name: new for name, (old, new) in self.helpers[key].items() if original.get(name) is old}
-        module.__dict__.update({**original, "__name__": module.__name__, **helpers})
+    def _lend(
+        self, function: types.FunctionType, file: SourceFile, source: FunctionSource, lent: Lent, result: Rebuilt
+    ) -> dict[int, tuple[types.FunctionType, Rebuilt]]:
+        """Make the calls active to whose targets the function lends its host; those targets, by id."""
+        borrowers: dict[int, tuple[types.FunctionType, Rebuilt]] = {}
+        for call in source.calls:
+            for target in _targets(function, call, lent):
+                name = None if call.item else call.target[-1]
+                needed = self.needs_host(target, name, lent)
+                if not needed and not (call.item and self.rebuild(target, name, lent).sites):
+                    continue
+                file.lend(call)
+                helper = self.rebuild(target, name, lent)
+                borrowers[id(target)] = (target, helper)
+                if call.of_class:
+                    result.lends_to.add(call.target[-1])
+                else:
+                    result.helpers.append(helper)
+        return borrowers
 
 
-def _may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
+def may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
     """Whether a global is a function to look into. Torch's own functions take no module, so they hold no site."""
-    return isinstance(helper, types.FunctionType) and helper.__module__.partition(".")[0] != "torch"
+    return isinstance(helper, types.FunctionType) and (helper.__module__ or "").partition(".")[0] != "torch"
 
 
-def _innermost(function: types.FunctionType) -> types.FunctionType:
-    """The function that decorators wrap, found through ``__wrapped__``."""
-    seen: set[int] = set()
-    while id(function) not in seen:
-        seen.add(id(function))
-        wrapped = getattr(function, "__wrapped__", None)
-        if not isinstance(wrapped, types.FunctionType):
-            return function
-        function = wrapped
-    return function
+def _plain(attribute: Any) -> types.FunctionType | None:
+    """The function of a property, a static or a class method."""
+    plain = attribute.fget if isinstance(attribute, property) else attribute
+    if isinstance(plain, staticmethod | classmethod):
+        plain = plain.__func__
+    return plain if isinstance(plain, types.FunctionType) else None
 
 
-def _transplant(original: types.FunctionType, code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:
-    function = types.FunctionType(code, namespace, original.__name__, original.__defaults__, original.__closure__)
-    _copy_attributes(original, function)
-    return function
+def _targets(function: types.FunctionType, call: HelperCall, lent: Lent) -> tuple[types.FunctionType, ...]:
+    """The functions that a call may reach."""
+    if call.of_class:
+        return lent.get(call.target[-1], ())
+    target = _look_up(function.__globals__, call.target)
+    if call.item:
+        return _items(target)
+    return (target,) if may_be_rewritten(target) else ()
 
 
-def _copy_attributes(original: types.FunctionType, function: types.FunctionType) -> None:
-    function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
-    function.__annotations__ = dict(original.__annotations__)
-    function.__doc__ = original.__doc__
-    function.__qualname__ = original.__qualname__
-    function.__module__ = original.__module__
-    function.__dict__.update(original.__dict__)
+def _items(registry: Any) -> tuple[types.FunctionType, ...]:
+    """The functions in a plain dictionary, list or tuple."""
+    # Other kinds of registry compute what they give.
+    values = registry.values() if type(registry) is dict else registry if type(registry) in (list, tuple) else ()
+    return tuple(value for value in values if may_be_rewritten(value))
 
 
-def _clone_chain(
-    wrapper: types.FunctionType, innermost: types.FunctionType, replacement: types.FunctionType
-) -> types.FunctionType | None:
-    """The same wrappers around ``replacement``; None where no closure cell leads to the function."""
-    clones = {id(innermost): replacement}
-    reached = False
-
-    def clone(function: types.FunctionType) -> types.FunctionType:
-        nonlocal reached
-        if function is innermost:
-            reached = True
-        if id(function) in clones:
-            return clones[id(function)]
-        # Cells are filled after the clone is known: a wrapper may hold itself.
-        cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        copied = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-        )
-        clones[id(function)] = copied
-        _copy_attributes(function, copied)
-        for old, new in zip(function.__closure__ or (), cells, strict=True):
-            value = _contents(old)
-            if value is not _EMPTY:
-                new.cell_contents = clone(value) if _leads_to(value, innermost) else value
-        wrapped = getattr(function, "__wrapped__", None)
-        if _leads_to(wrapped, innermost):
-            copied.__wrapped__ = clone(wrapped)  # type: ignore[attr-defined]
-        return copied
-
-    result = clone(wrapper)
-    held = any(_leads_to(_contents(cell), innermost) for cell in wrapper.__closure__ or ())
-    return result if reached and held else None
-
-
-def _leads_to(value: Any, innermost: types.FunctionType) -> TypeGuard[types.FunctionType]:
-    return isinstance(value, types.FunctionType) and _innermost(value) is innermost
-
-
-_EMPTY = object()
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell: the name was never bound
-        return _EMPTY
+def _look_up(namespace: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """What stands behind a dotted name: a global, one of another module, a static or class method of a class."""
+    value: Any = namespace.get(names[0])
+    for name in names[1:]:
+        if isinstance(value, types.ModuleType):
+            # The module's own dictionary: getattr on a lazy module would import half a library.
+            value = value.__dict__.get(name)
+        elif isinstance(value, type):
+            value = inspect.getattr_static(value, name, None)
+            value = value.__func__ if isinstance(value, staticmethod | classmethod) else None
+        else:
+            return None
+    return value

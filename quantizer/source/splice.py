@@ -59,11 +59,11 @@ class LineIndex:
         for line in self.data.split(b"\n"):
             self._starts.append(self._starts[-1] + len(line) + 1)
 
-    def start(self, node: ast.expr | ast.stmt) -> int:
+    def start(self, node: ast.expr | ast.stmt | ast.arg) -> int:
         """Byte offset of a node's first byte."""
         return self._starts[node.lineno - 1] + node.col_offset
 
-    def end(self, node: ast.expr | ast.stmt) -> int:
+    def end(self, node: ast.expr | ast.stmt | ast.arg) -> int:
         """Byte offset behind a node's last byte."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from quantizer.errors import SourceError
-from quantizer.source.find import FunctionSource
 from quantizer.source.find import find_functions
+from quantizer.source.found import FunctionSource
+from quantizer.source.found import HelperCall
 from quantizer.source.splice import LineIndex
 from quantizer.source.splice import apply_edits
 
@@ -31,20 +32,24 @@ class SourceFile:
         text: the original text.
         functions: every function found, with its sites, by (qualified name, first line).
         rewritten_name: the synthetic file name under which the rewritten text is compiled and listed.
+
+    With ``qualified``, names of sites carry the class or module of their function: for a module that has two sites of
+    one name otherwise.
     """
 
-    def __init__(self, path: str, namespace: dict[str, Any], flags: int = 0) -> None:
+    def __init__(self, path: str, namespace: dict[str, Any], flags: int = 0, *, qualified: bool = False) -> None:
         self.path = path
         self._flags = flags
         self.module_name = str(namespace.get("__name__", "?"))
         self.text = read_source(path, namespace)
-        self.rewritten_name = f"<quantizer {self.module_name if self.module_name != '__main__' else path}>"
+        name = self.module_name if self.module_name != "__main__" else path
+        self.rewritten_name = f"<quantizer {name}{', qualified' if qualified else ''}>"
         try:
             tree = _compiled(self.text, path, ast.PyCF_ONLY_AST)
         except SyntaxError as error:
             raise SourceError(f"{path}: cannot be parsed: {error}") from error
         self._index = LineIndex(self.text)
-        self.functions: dict[Key, FunctionSource] = find_functions(tree, self._index, namespace, path)
+        self.functions: dict[Key, FunctionSource] = find_functions(tree, self._index, namespace, path, qualified)
         self._loaded = _by_key(_compiled(self.text, path, flags))
         self._codes: dict[Key, types.CodeType] | None = None
 
@@ -75,7 +80,13 @@ class SourceFile:
     def rewritten_text(self, only: Collection[Key] | None = None) -> str:
         """The text with the sites of all functions, or of ``only`` some, wrapped."""
         chosen = self.functions.values() if only is None else [self.functions[key] for key in only]
-        return apply_edits(self._index.data, (edit for f in chosen for site in f.sites for edit in site.edits))
+        return apply_edits(self._index.data, (edit for function in chosen for edit in function.edits()))
+
+    def lend(self, call: HelperCall) -> None:
+        """Let a call lend its host from now on."""
+        if not call.active:
+            call.active = True
+            self._codes = None
 
     def code(self, key: Key) -> types.CodeType:
         """The compiled code of a rewritten function.

@@ -445,11 +445,7 @@ CONTAINERS = [
     pytest.param(lambda: ResidualSequential(*_layers()), id="sequential"),
     pytest.param(lambda: ResidualList(_layers()), id="list"),
     pytest.param(lambda: ResidualDict(zip("ab", _layers(), strict=True)), id="dict"),
-    pytest.param(
-        ResidualChildren,
-        id="children",
-        marks=pytest.mark.xfail(strict=True, reason="a site is a child of its module, so self.children() gives it"),
-    ),
+    pytest.param(ResidualChildren, id="children"),
 ]
 
 

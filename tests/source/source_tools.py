@@ -12,6 +12,9 @@ from torch.nn import functional
 
 from quantizer.source.find import FunctionSource
 from quantizer.source.find import SiteSource
+from quantizer.source.lend import HOST
+from quantizer.source.lend import LEND
+from quantizer.source.lend import VISIBLE
 from quantizer.source.text import SourceFile
 
 NAMESPACE = {"__name__": "sample", "torch": torch, "nn": torch.nn, "F": functional}
@@ -46,6 +49,7 @@ def sites_of(file: SourceFile) -> list[SiteSource]:
 def stripped(file: SourceFile) -> str:
     """The tree of the rewritten text with every inserted call undone, as a dump without positions."""
     tree = _Strip(file.functions).visit(ast.parse(file.rewritten_text()))
+    assert not any(isinstance(node, ast.Name) and node.id.startswith("_quantizer") for node in ast.walk(tree))
     return ast.dump(tree)
 
 
@@ -79,6 +83,11 @@ class _Strip(ast.NodeTransformer):
         self.scope, self.current = [*scope, *names], current
         result = self.generic_visit(node)
         self.scope, self.current = scope, before
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [argument.arg for argument in node.args.kwonlyargs]
+            if HOST in names:
+                del node.args.kwonlyargs[names.index(HOST)]
+                del node.args.kw_defaults[names.index(HOST)]
         return result
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
@@ -95,6 +104,8 @@ class _Strip(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         site = self._site(node)
         self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in (LEND, VISIBLE):
+            return node.args[0]
         if site is None:
             return node
         first, *rest = node.args

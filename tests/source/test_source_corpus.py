@@ -49,9 +49,15 @@ def _check(path: Path) -> int:
     result = file.rewritten_text()
     assert result.count("\n") == text.count("\n")
     changed = [(a, b) for a, b in zip(text.split("\n"), result.split("\n"), strict=True) if a != b]
-    assert all(".site_" in after or "," in after or ")" in after for _, after in changed)
+    assert all(any(part in after for part in (".site_", ",", ")", "_quantizer_")) for _, after in changed)
     compile(result, str(path), "exec", dont_inherit=True)
-    assert stripped(file) == ast.dump(ast.parse(text))
+    tree = ast.dump(ast.parse(text))
+    assert stripped(file) == tree
+    for function in file.functions.values():
+        for call in function.calls:
+            file.lend(call)
+    assert stripped(file) == tree
+    assert file.rewritten_text().count("\n") == text.count("\n")
     sites = sites_of(file)
     attributes = [(function.key, site.attribute) for function in file.functions.values() for site in function.sites]
     assert len(set(attributes)) == len(attributes)

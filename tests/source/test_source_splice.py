@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from source_tools import sites_of
 from source_tools import source_file
 from source_tools import stripped
 
+from quantizer.source.lend import HOST
 from quantizer.source.splice import Edit
 from quantizer.source.splice import LineIndex
 from quantizer.source.splice import apply_edits
@@ -236,26 +238,85 @@ def test_other_functions_of_the_same_name(tmp_path: Path, call: str) -> None:
         ("def f(attention: Module, a, b):", "attention"),
         ("async def f(module, a, b):", "module"),
         ("def f(module, /, a, b):", "module"),
-        ("def f(a, b):", None),
-        ("def f(a: nn.Linear, b):", None),
-        ("def f(*module, a, b):", None),
-        ("def f(*, module, a, b):", None),
+        ("def f(a, b):", "_quantizer_host"),
+        ("def f(a: nn.Linear, b):", "_quantizer_host"),
+        ("def f(*module, a, b):", "_quantizer_host"),
+        ("def f(*, module, a, b):", "_quantizer_host"),
     ],
 )
-def test_which_argument_is_the_module(tmp_path: Path, signature: str, host: str | None) -> None:
+def test_which_argument_is_the_module(tmp_path: Path, signature: str, host: str) -> None:
     file = source_file(tmp_path, f"{signature}\n    return a @ b\n")
-    (site,) = sites_of(file)
-    if host is None:
-        assert site.reason == "the function has no module argument"
-        assert file.rewritten_text() == file.text
-    else:
-        assert f"return {host}.site_f_matmul_0(a, b)" in file.rewritten_text()
+    assert f"return {host}.site_f_matmul_0(a, b)" in file.rewritten_text()
+    assert ("_quantizer_host)" in file.rewritten_text() or "_quantizer_host, " in file.rewritten_text()) == (
+        host == "_quantizer_host"
+    )
 
 
 @pytest.mark.parametrize("decorator", ["staticmethod", "classmethod"])
 def test_methods_without_a_module(tmp_path: Path, decorator: str) -> None:
     file = source_file(tmp_path, f"class C:\n    @{decorator}\n    def f(x, a, b):\n        return a @ b\n")
-    assert [site.reason for site in sites_of(file)] == ["a static or class method has no module argument"]
+    assert f"    def f(x, a, b, *, {HOST}):\n        return {HOST}.site_f_matmul_0(a, b)\n" in file.rewritten_text()
+
+
+SIGNATURES = [
+    ("()", f"(*, {HOST})"),
+    ("( )", f"(*, {HOST} )"),
+    ("(a, b=1)", f"(a, b=1, *, {HOST})"),
+    ("(a, b=(1))", f"(a, b=(1), *, {HOST})"),
+    ("(a, b=(1, 2),)", f"(a, b=(1, 2), *, {HOST})"),
+    ("(a, /)", f"(a, /, *, {HOST})"),
+    ("(a: 'x' = ')', /, b: dict[str, int] = {})", f"(a: 'x' = ')', /, b: dict[str, int] = {{}}, *, {HOST})"),
+    ("(*args)", f"(*args, {HOST})"),
+    ("(*args: int, )", f"(*args: int, {HOST}, )"),
+    ("(a, *, c=1, d)", f"(a, *, {HOST}, c=1, d)"),
+    ("(*args, c: int)", f"(*args, {HOST}, c: int)"),
+    ("(**kw)", f"(*, {HOST}, **kw)"),
+    ("(a=2**3, ** kw)", f"(a=2**3, *, {HOST}, ** kw)"),
+    ("(a, *args, **kw)", f"(a, *args, {HOST}, **kw)"),
+    ("(a, *, c, **kw)", f"(a, *, {HOST}, c, **kw)"),
+    ("(\n    a,  # é ** )\n    b='é)',\n)", f"(\n    a,  # é ** )\n    b='é)', *, {HOST}\n)"),
+    ("(\n    a,  # é\n    **kw,\n)", f"(\n    a,  # é\n    *, {HOST}, **kw,\n)"),
+    ("(\n    a  # ,\n)", f"(\n    a, *, {HOST}  # ,\n)"),
+]
+
+
+@pytest.mark.parametrize(("signature", "expected"), SIGNATURES)
+@pytest.mark.parametrize("arrow", ["", " -> Tensor"])
+def test_the_argument_for_a_host_fits_every_signature(
+    tmp_path: Path, signature: str, expected: str, arrow: str
+) -> None:
+    file = source_file(tmp_path, f"é = 1\nasync def f{signature}{arrow}:\n    return x @ y\n")
+    assert file.rewritten_text().partition(":\n    return")[0] == f"é = 1\nasync def f{expected}{arrow}"
+    assert stripped(file) == ast.dump(ast.parse(file.text))
+
+
+def test_a_function_that_reads_its_locals_gets_no_argument_more(tmp_path: Path) -> None:
+    file = source_file(tmp_path, "def f(a, b):\n    return a @ b + len(locals())\n")
+    assert {site.reason for site in sites_of(file)} == {
+        "the function reads locals(), where one more argument would show"
+    }
+    assert file.rewritten_text() == file.text
+
+
+def test_loops_over_children_do_not_see_the_sites(tmp_path: Path) -> None:
+    body = """
+    for m in self.children(): a = m(a)
+    for n, m in b.named_modules(): a = m(a)
+    self._modules['x'] = c
+    del self._modules['x']
+    return list(self._modules.values())
+    """
+    text = rewritten_body(tmp_path, textwrap.dedent(body).strip())
+    assert (
+        text
+        == textwrap.dedent("""
+        for m in _quantizer_visible(self.children()): a = m(a)
+        for n, m in _quantizer_visible(b.named_modules()): a = m(a)
+        self._modules['x'] = c
+        del self._modules['x']
+        return list(_quantizer_visible(self._modules).values())
+    """).strip()
+    )
 
 
 def test_decorators_defaults_and_annotations_are_not_rewritten(tmp_path: Path) -> None:

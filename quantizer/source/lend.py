@@ -1,0 +1,169 @@
+"""Hosts that are lent: how a function without a module argument gets the module that holds its sites.
+
+``def attend(q, k)`` becomes ``def attend(q, k, *, _quantizer_host)``, and in a rewritten caller ``attend(q, k)``
+becomes ``_quantizer_lend(attend, self)(q, k)``. The original function keeps its name and its place: whoever passes it
+on as a value, or patches the name later, gets what was written, and only a call from rewritten text is lent a host.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import tokenize
+import types
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+from quantizer.source.splice import Edit
+from quantizer.source.splice import LineIndex
+
+__all__ = [
+    "HOST",
+    "HOSTS",
+    "LEND",
+    "VISIBLE",
+    "Borrowers",
+    "hands_on",
+    "host_and_reason",
+    "host_parameter",
+    "lender",
+    "viewer",
+]
+
+# Names in rewritten text that no user writes.
+HOST = "_quantizer_host"
+LEND = "_quantizer_lend"
+VISIBLE = "_quantizer_visible"
+
+HOSTS = "_quantizer_hosts"
+"""The attribute of a generated class that says which sites its instances hold: a frozenset of marks."""
+
+Borrowers = dict[types.FunctionType, tuple[tuple[Callable[..., Any], str | None, bool], ...]]
+"""By original function, each variant of it: the rewritten function, the mark of a site that its host holds (None: any
+host will do), and whether it takes the host as ``HOST`` (else as an argument of its own, as it always did)."""
+
+_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def lender(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
+    """The function that rewritten text calls ``_quantizer_lend``."""
+
+    def variant(function: types.FunctionType, host: Any) -> tuple[Callable[..., Any], bool] | None:
+        held = getattr(type(host), HOSTS, ())
+        for rewritten, mark, takes_host in borrowers.get(function, ()):
+            if mark is None or mark in held:
+                return rewritten, takes_host
+        return None
+
+    def lend(function: Any, host: Any) -> Any:
+        """``function`` with ``host`` lent to it, where it needs one and the host has its sites."""
+        # isinstance and not getattr: Dynamo follows this, and took another branch with getattr(function, "__func__").
+        if isinstance(function, types.MethodType) and isinstance(function.__func__, types.FunctionType):
+            found = variant(function.__func__, host)
+            return functools.partial(found[0], function.__self__, **{HOST: host}) if found and found[1] else function
+        found = variant(function, host) if isinstance(function, types.FunctionType) else None
+        if found is None:
+            return function
+        return functools.partial(found[0], **{HOST: host}) if found[1] else found[0]
+
+    return lend
+
+
+def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
+    """The function that rewritten text calls ``_quantizer_visible``: children of a module without the ``hidden``."""
+
+    def is_hidden(item: Any) -> bool:
+        return isinstance(item[1] if isinstance(item, tuple) and len(item) == 2 else item, hidden)
+
+    def visible(children: Any) -> Any:
+        """What ``children()``, ``named_modules()``, ``_modules`` and the like give, without the ``hidden``."""
+        if isinstance(children, dict):
+            if not any(isinstance(child, hidden) for child in children.values()):
+                return children
+            return {name: child for name, child in children.items() if not isinstance(child, hidden)}
+        if isinstance(children, types.GeneratorType):
+            return (item for item in children if not is_hidden(item))
+        return children
+
+    return visible
+
+
+def hands_on(function: Any) -> bool:
+    """Whether a function is known to do nothing with the functions that it is given but call them."""
+    if function is functools.partial:
+        return True
+    name = (getattr(function, "__module__", None), getattr(function, "__name__", None))
+    return name == ("torch.utils.checkpoint", "checkpoint")
+
+
+def host_and_reason(node: _FunctionNode, in_class: bool) -> tuple[str | None, str | None]:
+    """The argument that holds the module, ``HOST`` where callers must lend one, or why there can be none."""
+    host = _own_host(node, in_class)
+    names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+    if host is None:
+        if any(name.id == "locals" for name in names):
+            return None, "the function reads locals(), where one more argument would show"
+        return HOST, None
+    if any(name.id == host and not isinstance(name.ctx, ast.Load) for name in names):
+        return None, f"the function assigns to its argument {host!r}"
+    return host, None
+
+
+def _own_host(node: _FunctionNode, in_class: bool) -> str | None:
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    if not arguments:
+        return None
+    first = arguments[0]
+    if in_class:
+        decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+        return None if decorators & {"staticmethod", "classmethod"} else first.arg
+    annotation = ast.unparse(first.annotation) if first.annotation is not None else ""
+    is_module = first.arg in ("module", "self") or annotation.rpartition(".")[2].strip("\"'") == "Module"
+    return first.arg if is_module else None
+
+
+def host_parameter(node: _FunctionNode, index: LineIndex) -> Edit:
+    """The edit that adds the keyword-only argument ``HOST`` to a ``def``, whatever its signature."""
+    arguments = node.args
+    if arguments.kwonlyargs:
+        return Edit.opening(index.start(arguments.kwonlyargs[0]), f"{HOST}, ", 0)
+    if arguments.vararg is not None:
+        return Edit.closing(index.end(arguments.vararg), f", {HOST}", 0)
+    base = index.start(node)
+    last, last_end = "(", base
+    for text, start, end in _signature(index.data[base : index.start(node.body[0])].decode()):
+        # The tree does not give the place of the two stars, nor of the closing parenthesis.
+        if text == "**" and arguments.kwarg is not None:
+            last, last_end = text, base + start
+        elif arguments.kwarg is not None and last == "**" and base + start == index.start(arguments.kwarg):
+            return Edit.opening(last_end, f"*, {HOST}, ", 0)
+        else:
+            last, last_end = text, base + end
+    return Edit.closing(last_end, {"(": f"*, {HOST}", ",": f" *, {HOST}"}.get(last, f", *, {HOST}"), 0)
+
+
+def _signature(text: str) -> Iterator[tuple[str, int, int]]:
+    """Tokens from the opening parenthesis of a ``def`` to before the closing one, with byte offsets."""
+    rows = text.split("\n")
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + len(row.encode()) + 1)
+
+    def offset(place: tuple[int, int]) -> int:
+        return starts[place[0] - 1] + len(rows[place[0] - 1][: place[1]].encode())
+
+    depth = 0
+    inside = False
+    for token in tokenize.generate_tokens(io.StringIO(text, newline="\n").readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE):
+            continue
+        if token.type == tokenize.OP:
+            depth += (token.string in "([{") - (token.string in ")]}")
+        # Type parameters, in square brackets, come before the parenthesis.
+        inside = inside or (token.string == "(" and depth == 1)
+        if inside and depth == 0:
+            return
+        if inside:
+            yield token.string, offset(token.start), offset(token.end)

@@ -1,0 +1,116 @@
+"""Synthetic modules: the globals of rewritten functions."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+from typing import Protocol
+
+from quantizer.source.found import SiteSource
+from quantizer.source.lend import LEND
+from quantizer.source.lend import VISIBLE
+from quantizer.source.lend import Borrowers
+from quantizer.source.lend import lender
+from quantizer.source.lend import viewer
+
+__all__ = ["SyntheticModules"]
+
+
+class _Borrower(Protocol):
+    """What is asked of a function's result."""
+
+    function: Any
+    borrows: bool
+
+    @property
+    def sites(self) -> list[SiteSource]: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class _Synthetic:
+    """One synthetic module.
+
+    ``original`` are the globals that it copies (held, so that their id stays valid); ``replaced`` the functions that
+    stand in the place of others, by name: (original, rewritten); ``waiting`` functions that borrow a host and were
+    not built yet, because they call each other in a circle.
+    """
+
+    module: types.ModuleType
+    original: dict[str, Any]
+    replaced: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    borrowers: Borrowers = field(default_factory=dict)
+    waiting: list[tuple[types.FunctionType, _Borrower]] = field(default_factory=list)
+
+    def refresh(self) -> None:
+        # A helper that was replaced since then is taken as it is: its sites are not known.
+        names = {name: new for name, (old, new) in self.replaced.items() if self.original.get(name) is old}
+        self.module.__dict__.update({**self.original, "__name__": self.module.__name__, **names})
+
+
+class SyntheticModules:
+    """One synthetic module for each module whose functions were rewritten.
+
+    Args:
+        hidden: classes of modules that a loop over children must not see.
+    """
+
+    def __init__(self, hidden: tuple[type, ...]) -> None:
+        self._hidden = hidden
+        self._made: dict[int, _Synthetic] = {}
+
+    def namespace(
+        self,
+        original: dict[str, Any],
+        replaced: Mapping[str, Any],
+        borrowers: Mapping[int, tuple[types.FunctionType, _Borrower]],
+    ) -> dict[str, Any]:
+        """The globals of a rewritten function, brought up to date with the original's.
+
+        Args:
+            original: the globals of the function as it was written.
+            replaced: rewritten helpers, by the global name that they take.
+            borrowers: helpers to which it lends its host, with what became of them.
+        """
+        if id(original) not in self._made:
+            self._made[id(original)] = self._make(original)
+        made = self._made[id(original)]
+        made.replaced.update({name: (original[name], helper) for name, helper in replaced.items()})
+        made.waiting += borrowers.values()
+        made.refresh()
+        return made.module.__dict__
+
+    def _make(self, original: dict[str, Any]) -> _Synthetic:
+        name = f"quantizer.rewritten.{original.get('__name__', 'unnamed')}"
+        while name in sys.modules:
+            name += "_"
+        made = _Synthetic(module=types.ModuleType(name), original=original)
+        made.module.__dict__.update({LEND: lender(made.borrowers), VISIBLE: viewer(self._hidden)})
+        sys.modules[name] = made.module
+        return made
+
+    def settle(self) -> None:
+        """Let functions be lent a host that were not built yet when their callers were."""
+        for made in self._made.values():
+            for function, rebuilt in made.waiting:
+                if rebuilt.function is not None:
+                    mark = next((site.mark for site in rebuilt.sites if site.edits), None)
+                    entry = (rebuilt.function, mark, rebuilt.borrows)
+                    known = made.borrowers.get(function, ())
+                    # The latest first: the text may have been rewritten again, with more calls that lend.
+                    made.borrowers[function] = (entry, *(other for other in known if other != entry))
+            made.waiting.clear()
+
+    def add_variant(self, function: types.FunctionType, rebuilt: _Borrower) -> None:
+        """Let callers of ``function`` lend to this variant of it too."""
+        for made in self._made.values():
+            if function in made.borrowers or any(function is waiting for waiting, _ in made.waiting):
+                made.waiting.append((function, rebuilt))
+
+    def refresh(self) -> None:
+        """Bring all synthetic modules up to date: globals may have been set since they were made."""
+        for made in self._made.values():
+            made.refresh()
