@@ -1,0 +1,64 @@
+"""The calibrators behind a ``TensorQuantizer``, under the toolkit's names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantizer.calibrators import PercentileCalibrator
+from quantizer.errors import CalibrationError
+
+__all__ = ["HistogramCalibrator", "MaxCalibrator", "amax_of"]
+
+
+class HistogramCalibrator:
+    """One range for a tensor, from a streaming histogram of |x|."""
+
+    def __init__(self) -> None:
+        self._seen = PercentileCalibrator()
+
+    def collect(self, x: Tensor) -> None:
+        """Take in the values of x [*]."""
+        self._seen.observe(x)
+
+    def compute_amax(self, method: str = "percentile", *, percentile: float = 99.99) -> Tensor | None:
+        """The range [], or None before any value.
+
+        Raises:
+            CalibrationError: a method other than ``percentile``.
+        """
+        if method != "percentile":
+            raise CalibrationError(f"load_calib_amax({method!r}): expected 'percentile', with percentile=99.99 or so")
+        if not self._seen.count:
+            return None
+        self._seen.percentile = percentile
+        return torch.tensor(self._seen.amax())
+
+
+class MaxCalibrator:
+    """The largest magnitude seen: of the tensor, or of each entry along an axis."""
+
+    def __init__(self, axis: int | None) -> None:
+        self._axis = axis
+        self._amax: Tensor | None = None
+
+    def collect(self, x: Tensor) -> None:
+        """Take in the values of x [*]."""
+        if x.numel() == 0:
+            return
+        amax = amax_of(x, self._axis)
+        if not bool(torch.isfinite(amax).all()):
+            raise CalibrationError(f"NaN or an infinite value in an operand of shape {tuple(x.shape)}")
+        self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
+
+    def compute_amax(self) -> Tensor | None:
+        """The range [] or [C], or None before any value."""
+        return self._amax
+
+
+def amax_of(x: Tensor, axis: int | None) -> Tensor:
+    """The largest magnitude of x [*]: [] or, along ``axis``, [C]."""
+    magnitudes = x.detach().float().abs()
+    if axis is None:
+        return magnitudes.amax()
+    return magnitudes.amax(dim=[other for other in range(x.dim()) if other != axis % x.dim()])

@@ -1,0 +1,136 @@
+"""``TensorQuantizer``, and the places where the toolkit's users set default descriptors."""
+
+from __future__ import annotations
+
+from typing import Any
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quantizer.errors import CalibrationError
+from quantizer.interop.pytorch_quantization.calib import HistogramCalibrator
+from quantizer.interop.pytorch_quantization.calib import MaxCalibrator
+from quantizer.interop.pytorch_quantization.calib import amax_of
+from quantizer.interop.pytorch_quantization.tensor_quant import QuantDescriptor
+from quantizer.numerics import ops
+from quantizer.numerics.qtype import INT8
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+
+__all__ = ["QuantConv1d", "QuantConv2d", "QuantConv3d", "QuantLinear", "TensorQuantizer"]
+
+
+class TensorQuantizer(OperandQuantizer):
+    """The quantizer of one operand, switched by hand: it calibrates, rounds, both or neither.
+
+    Without a loaded range it rounds with the range of the tensor at hand, as the toolkit's does.
+    """
+
+    def __init__(self, quant_desc: QuantDescriptor | None = None) -> None:
+        super().__init__()
+        descriptor = quant_desc or QuantDescriptor()
+        self.axis = descriptor.channel_axis
+        self.enabled = True
+        self._collecting = False
+        self._collected = False
+        self._calibrator: MaxCalibrator | HistogramCalibrator = (
+            HistogramCalibrator() if descriptor.calib_method == "histogram" else MaxCalibrator(self.axis)
+        )
+        if descriptor.amax is not None:
+            self._set_amax(torch.tensor(descriptor.amax))
+
+    def enable_calib(self) -> None:
+        """Collect the values that pass."""
+        self._collecting = self._collected = True
+
+    def disable_calib(self) -> None:
+        """Collect no more."""
+        self._collecting = False
+
+    def enable_quant(self) -> None:
+        """Round what passes."""
+        self.enabled = True
+
+    def disable_quant(self) -> None:
+        """Let values pass as they are."""
+        self.enabled = False
+
+    def enable(self) -> None:
+        """Round, and collect no more."""
+        self.enabled, self._collecting = True, False
+
+    def disable(self) -> None:
+        """Neither round nor collect."""
+        self.enabled = self._collecting = False
+
+    def load_calib_amax(self, *args: Any, strict: bool = True, **keywords: Any) -> None:
+        """Take the range that was collected; arguments as for the calibrator's ``compute_amax``.
+
+        A quantizer whose call never ran while it collected (a branch not taken) stays without a range.
+
+        Raises:
+            CalibrationError: ``enable_calib()`` was never called, unless ``strict`` is off.
+        """
+        amax = self._calibrator.compute_amax(*args, **keywords)
+        if amax is not None:
+            self._set_amax(amax)
+        elif strict and not self._collected:
+            raise CalibrationError("load_calib_amax(): nothing was collected: enable_calib() and run data first")
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The loaded range [] or [C]; None before."""
+        return None if self.scale is None else self.scale * INT8.qmax
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._collecting:
+            self._calibrator.collect(x)
+        result: Tensor
+        if not self.enabled or self.scale is not None:
+            result = super().forward(x)
+        else:
+            result = ops.fake_quantize(x, _scale(amax_of(x, self.axis)), self.dtype, self.axis)
+        return result
+
+    def _set_amax(self, amax: Tensor) -> None:
+        rounding = self.enabled
+        self.set_scale(_scale(amax), self.dtype, self.axis)
+        self.enabled = rounding
+
+
+def _scale(amax: Tensor) -> Tensor:
+    scale = amax / INT8.qmax
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+class _Defaults:
+    """Where the defaults of a kind of layer are set, under the name of the toolkit's hand-written layer."""
+
+    default_quant_desc_input: ClassVar[QuantDescriptor] = QuantDescriptor()
+    default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(0,))
+
+    @classmethod
+    def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
+        """The descriptor of the inputs of models that are built from now on."""
+        cls.default_quant_desc_input = value
+
+    @classmethod
+    def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:
+        """The descriptor of the weights of models that are built from now on."""
+        cls.default_quant_desc_weight = value
+
+
+class QuantLinear(_Defaults):
+    """Defaults of linear layers, and of products of two activations."""
+
+
+class QuantConv1d(_Defaults):
+    """Defaults of ``F.conv1d``."""
+
+
+class QuantConv2d(_Defaults):
+    """Defaults of ``F.conv2d``."""
+
+
+class QuantConv3d(_Defaults):
+    """Defaults of ``F.conv3d``."""

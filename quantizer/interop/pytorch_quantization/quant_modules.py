@@ -1,0 +1,62 @@
+"""``initialize()`` and ``deactivate()``: models that this thread builds in between carry ``TensorQuantizer``s."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quantizer.errors import ProxyError
+from quantizer.interop.pytorch_quantization.nn import QuantConv1d
+from quantizer.interop.pytorch_quantization.nn import QuantConv2d
+from quantizer.interop.pytorch_quantization.nn import QuantConv3d
+from quantizer.interop.pytorch_quantization.nn import QuantLinear
+from quantizer.interop.pytorch_quantization.nn import TensorQuantizer
+from quantizer.proxy.attention import use_eager_attention
+from quantizer.proxy.build import instrument
+from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import sites_of
+from quantizer.source.patched import Source
+from quantizer.source.patched import patched
+
+__all__ = ["deactivate", "initialize", "quantize_model"]
+
+_KINDS = ("linear", "conv", "matmul")
+_DEFAULTS = {"conv1d": QuantConv1d, "conv2d": QuantConv2d, "conv3d": QuantConv3d}
+_OPEN: list[patched] = []
+
+
+def initialize(*sources: Source) -> None:
+    """Quantize the models that this thread builds from now on, until ``deactivate``.
+
+    Args:
+        sources: the modelling modules meant; none: every module imported so far. torch's own classes are never changed.
+
+    Raises:
+        ProxyError: it is active already.
+    """
+    if _OPEN:
+        raise ProxyError("quant_modules.initialize() is active already; call deactivate() first")
+    block = patched(*sources, built=quantize_model)
+    block.__enter__()
+    _OPEN.append(block)
+
+
+def deactivate() -> None:
+    """Leave the models that are built from now on alone, and restore all that was patched."""
+    while _OPEN:
+        _OPEN.pop().__exit__(None, None, None)
+
+
+def quantize_model(model: nn.Module) -> None:
+    """Give every product in the source of ``model`` itself its ``TensorQuantizer``s, which round at once."""
+    if not is_proxy(model):
+        instrument(model)
+    use_eager_attention(model)
+    for site in sites_of(model):
+        if site.operation.kind not in _KINDS:
+            continue
+        defaults = _DEFAULTS.get(site.operation.name, QuantLinear)
+        for name in site.quantizers:
+            weight = name == "_weight_quantizer"
+            descriptor = defaults.default_quant_desc_weight if weight else defaults.default_quant_desc_input
+            site.add_module(name, TensorQuantizer(descriptor))
+        site.active = True

@@ -1,0 +1,55 @@
+"""``QuantDescriptor``: how one operand is to be quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import INT8
+
+__all__ = ["QUANT_DESC_8BIT_PER_TENSOR", "QuantDescriptor"]
+
+_METHODS = ("max", "histogram")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantDescriptor:
+    """How a ``TensorQuantizer`` rounds and calibrates.
+
+    Args:
+        num_bits: 8.
+        axis: None: one range for the tensor; an axis, or a tuple of one: a range for each entry along it.
+        amax: the range where it is known already.
+        calib_method: ``max`` or ``histogram``.
+
+    Raises:
+        ConfigError: a value that this tool has no meaning for.
+    """
+
+    num_bits: int = 8
+    axis: int | tuple[int, ...] | None = None
+    amax: float | None = None
+    calib_method: str = "max"
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.num_bits != INT8.bits:
+            problems.append(f"QuantDescriptor: num_bits={self.num_bits}; expected {INT8.bits}")
+        if isinstance(self.axis, tuple) and len(self.axis) != 1:
+            problems.append(f"QuantDescriptor: axis={self.axis}; expected one axis, such as (0,), or None")
+        if self.calib_method not in _METHODS:
+            problems.append(f"QuantDescriptor: calib_method={self.calib_method!r}; expected {' or '.join(_METHODS)}")
+        if self.amax is not None and not 0 < self.amax < float("inf"):
+            problems.append(f"QuantDescriptor: amax={self.amax}; expected a positive finite number")
+        if self.calib_method == "histogram" and self.axis is not None:
+            problems.append("QuantDescriptor: a histogram has one range for the tensor; expected axis=None")
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def channel_axis(self) -> int | None:
+        """The axis as a number."""
+        return self.axis[0] if isinstance(self.axis, tuple) else self.axis
+
+
+QUANT_DESC_8BIT_PER_TENSOR = QuantDescriptor()

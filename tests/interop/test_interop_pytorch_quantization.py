@@ -1,0 +1,214 @@
+"""The loop that users of NVIDIA's pytorch-quantization know, with the import changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.errors import CalibrationError
+from quantizer.errors import ConfigError
+from quantizer.errors import ProxyError
+from quantizer.interop.pytorch_quantization import calib
+from quantizer.interop.pytorch_quantization import nn as quant_nn
+from quantizer.interop.pytorch_quantization import quant_modules
+from quantizer.interop.pytorch_quantization.tensor_quant import QuantDescriptor
+
+
+class Net(nn.Module):
+    """A convolution, a linear, and a product of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv1d(4, 8, 3)
+        self.linear = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(self.conv(x).relu().mT)
+        return y @ y.mT
+
+
+X = torch.randn(5, 4, 12, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def defaults() -> Iterator[None]:
+    yield
+    quant_modules.deactivate()
+    for layer in (quant_nn.QuantLinear, quant_nn.QuantConv1d):
+        layer.set_default_quant_desc_input(QuantDescriptor())
+        layer.set_default_quant_desc_weight(QuantDescriptor(axis=(0,)))
+
+
+def built() -> Net:
+    quant_modules.initialize(Net)
+    try:
+        return Net().eval()
+    finally:
+        quant_modules.deactivate()
+
+
+def input_quantizers(model: nn.Module) -> dict[str, quant_nn.TensorQuantizer]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name.endswith("_input_quantizer") and isinstance(module, quant_nn.TensorQuantizer)
+    }
+
+
+def test_the_loop() -> None:
+    model = built()
+    names = [name for name, _ in model.named_modules() if name.endswith(("_input_quantizer", "_weight_quantizer"))]
+    # Three operations with two operands each, and the branch of a convolution for other paddings, which never runs.
+    assert len(names) == 8
+    for name, module in model.named_modules():
+        if name.endswith(("_input_quantizer", "_weight_quantizer")):
+            module.enable_calib()
+            module.disable_quant()
+    reference = Net().eval()(X)
+    assert torch.equal(model(X), reference)
+    for name, module in model.named_modules():
+        if name.endswith(("_input_quantizer", "_weight_quantizer")):
+            module.disable_calib()
+            module.load_calib_amax()
+            module.enable_quant()
+    rounded = model(X)
+    assert not torch.equal(rounded, reference)
+    assert torch.allclose(rounded, reference, atol=0.1)
+    ranges = {name: module.amax for name, module in input_quantizers(model).items()}
+    assert sum(amax is None for amax in ranges.values()) == 1
+    (conv,) = (amax for name, amax in ranges.items() if name.startswith("conv.") and amax is not None)
+    assert float(conv) == pytest.approx(float(X.abs().max()))
+
+
+def test_it_rounds_as_quantize_does_with_max() -> None:
+    model = built()
+    for module in model.modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.enable_calib()
+            module.disable_quant()
+    model(X)
+    for module in model.modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.load_calib_amax()
+            module.enable()
+    quantizer = Quantizer(backend="openvino", activations={"calibrator": "max"}, sites={"residual_add": False})
+    float_model = Net().eval()
+    quantizer.calibrate(float_model, [(X,)], progress=False)
+    assert torch.equal(model(X), quantizer.quantize(float_model)(X))
+
+
+def test_without_ranges_it_rounds_with_the_range_at_hand() -> None:
+    model = built()
+    calibrated = model(X)
+    assert not torch.equal(calibrated, Net().eval()(X))
+    for module in input_quantizers(model).values():
+        module.disable()
+    weights_only = model(X)
+    assert not torch.equal(weights_only, calibrated)
+    for module in model.modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.disable()
+    assert torch.equal(model(X), Net().eval()(X))
+
+
+def test_default_descriptors() -> None:
+    quant_nn.QuantLinear.set_default_quant_desc_input(QuantDescriptor(num_bits=8, calib_method="histogram"))
+    quant_nn.QuantLinear.set_default_quant_desc_weight(QuantDescriptor(num_bits=8, axis=None))
+    model = built()
+    found = dict(model.named_modules())
+    linear = found["linear.site_forward_linear_0._input_quantizer"]
+    assert isinstance(linear._calibrator, calib.HistogramCalibrator)
+    assert found["linear.site_forward_linear_0._weight_quantizer"].axis is None
+    conv = found["conv.site__conv_forward_conv1d_0._input_quantizer"]
+    assert isinstance(conv._calibrator, calib.MaxCalibrator)
+    assert found["conv.site__conv_forward_conv1d_0._weight_quantizer"].axis == 0
+
+
+def test_a_histogram_takes_a_percentile() -> None:
+    quant_nn.QuantLinear.set_default_quant_desc_input(QuantDescriptor(calib_method="histogram"))
+    model = built()
+    linear: Any = model.get_submodule("linear.site_forward_linear_0._input_quantizer")
+    for module in model.modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.disable()
+    linear.enable_calib()
+    model(X)
+    seen = Net().eval().conv(X).relu().abs().detach().numpy()
+    for percentile in (50, 99.0):
+        linear.load_calib_amax("percentile", percentile=percentile)
+        expected = np.percentile(seen, percentile, method="inverted_cdf")
+        assert float(linear.amax) == pytest.approx(float(expected), abs=float(seen.max()) / 1024)
+
+
+def test_torchs_classes_and_models_outside_stay_float() -> None:
+    quant_modules.initialize(Net)
+    linear = nn.Linear(2, 2)
+    quant_modules.deactivate()
+    assert type(linear) is nn.Linear
+    assert not input_quantizers(Net())
+
+
+def test_it_exports(tmp_path: Path) -> None:
+    pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+    pytest.importorskip("openvino", reason="needs quantizer[openvino]")
+    from quantizer.engines import load_engine
+
+    model = built()
+    for module in model.modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.enable_calib()
+            module.disable_quant()
+    model(X)
+    for module in model.modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.load_calib_amax()
+            module.enable()
+    path = Quantizer(backend="openvino").export(model, tmp_path / "net.onnx", (X,))
+    (got,) = load_engine("openvino", path)({"x": X.numpy()}).values()
+    assert np.allclose(got, model(X).detach().numpy(), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"num_bits": 4}, "num_bits=4; expected 8"),
+        ({"axis": (0, 1)}, r"axis=\(0, 1\); expected one axis"),
+        ({"calib_method": "entropi"}, "calib_method='entropi'; expected max or histogram"),
+        ({"amax": -1.0}, "amax=-1.0; expected a positive finite number"),
+        ({"calib_method": "histogram", "axis": 0}, "a histogram has one range for the tensor"),
+    ],
+)
+def test_descriptors_without_meaning(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        QuantDescriptor(**keywords)
+
+
+def test_mistakes() -> None:
+    quantizer = quant_nn.TensorQuantizer()
+    with pytest.raises(CalibrationError, match="nothing was collected"):
+        quantizer.load_calib_amax()
+    quantizer.load_calib_amax(strict=False)
+    assert quantizer.amax is None
+    quantizer.enable_calib()
+    with pytest.raises(CalibrationError, match="NaN or an infinite value"):
+        quantizer(torch.tensor([1.0, float("nan")]))
+    with pytest.raises(CalibrationError, match="expected 'percentile'"):
+        calib.HistogramCalibrator().compute_amax("entropy")
+    quant_modules.initialize(Net)
+    with pytest.raises(ProxyError, match="active already"):
+        quant_modules.initialize(Net)
+
+
+def test_a_known_amax() -> None:
+    quantizer = quant_nn.TensorQuantizer(QuantDescriptor(amax=2.0))
+    assert float(quantizer.amax) == pytest.approx(2.0)
+    assert float(quantizer(torch.tensor([5.0]))[0]) == pytest.approx(2.0)
