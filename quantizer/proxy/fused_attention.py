@@ -7,7 +7,6 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_pr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -73,7 +72,8 @@ def _probabilities(
 ) -> Tensor:
     key = _repeated(key, query) if enable_gqa else key
     scores = rounded["query"](query) @ rounded["key"](key.transpose(-2, -1))
-    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    # No math.sqrt: a length is a tensor while torch.jit.trace records.
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     # Half of the lowest number: a score added to it does not overflow.
     lowest = torch.finfo(scores.dtype).min / 2
     if is_causal:
