@@ -45,13 +45,10 @@ def attention(
     return result.masked_fill(hidden.all(-1, keepdim=True), 0.0)
 
 
-def observed_probabilities(args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor | None:
-    """The probabilities of a call, before dropout, computed beside it; None where its operands are no float tensors."""
+def observed_probabilities(args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
+    """The probabilities of a call, before dropout, computed beside it."""
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
     given.update(keywords)
-    tensors = [given.get(name) for name in ("query", "key", "value")]
-    if not all(isinstance(t, Tensor) and t.is_floating_point() and not t.is_nested for t in tensors):
-        return None
     wanted = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
     with torch.no_grad():
         return _probabilities(_UNROUNDED, given["query"], given["key"], **wanted)

@@ -667,6 +667,30 @@ def test_quantized_attention_is_exported_with_dynamic_axes(
     assert gap < (1e-5 if dtype == "float32" else 0.02)
 
 
+@pytest.mark.parametrize("options", [{"sites": {"matmul": False}}, {"exclude": {"sites": ["forward.*"]}}], ids=str)
+def test_attention_that_stays_float_computes_no_probabilities(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Tensor:
+        raise AssertionError("nobody asked for them")
+
+    monkeypatch.setattr("quantizer.proxy.site.observed_probabilities", fail)
+    q = _calibrated(Attention(), *_operands({}), **options)
+    (site,) = q.plan.values()
+    assert (site.quantized, site.multiply_adds) == (False, 3 * 4 * 6 * 9 * (16 + 8))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_attention_of_nested_tensors_stays_float() -> None:
+    class Ragged(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.nested.nested_tensor([x[:3], x], layout=torch.jagged).unflatten(-1, (2, 16)).transpose(1, 2)
+            return F.scaled_dot_product_attention(rows, rows, rows).transpose(1, 2).values()
+
+    q = _calibrated(Ragged(), _random(6, 32))
+    assert [site.reason for site in q.plan.values()] == ["an operand is a nested tensor"]
+
+
 def test_attention_measures_and_falls_back() -> None:
     model, batch = Attention(), _operands({})
     q = _calibrated(model, *batch)
