@@ -7,7 +7,6 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_pr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -46,13 +45,10 @@ def attention(
     return result.masked_fill(hidden.all(-1, keepdim=True), 0.0)
 
 
-def observed_probabilities(args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor | None:
-    """The probabilities of a call, before dropout, computed beside it; None where its operands are no float tensors."""
+def observed_probabilities(args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
+    """The probabilities of a call, before dropout, computed beside it."""
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
     given.update(keywords)
-    tensors = [given.get(name) for name in ("query", "key", "value")]
-    if not all(isinstance(t, Tensor) and t.is_floating_point() and not t.is_nested for t in tensors):
-        return None
     wanted = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
     with torch.no_grad():
         return _probabilities(_UNROUNDED, given["query"], given["key"], **wanted)
@@ -73,7 +69,8 @@ def _probabilities(
 ) -> Tensor:
     key = _repeated(key, query) if enable_gqa else key
     scores = rounded["query"](query) @ rounded["key"](key.transpose(-2, -1))
-    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    # No math.sqrt: a length is a tensor while torch.jit.trace records.
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     # Half of the lowest number: a score added to it does not overflow.
     lowest = torch.finfo(scores.dtype).min / 2
     if is_causal:

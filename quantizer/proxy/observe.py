@@ -188,7 +188,7 @@ class Observation:
 
     # -- one site --------------------------------------------------------------------------------------------------
 
-    def before(self, site: Site, values: list[Any]) -> None:
+    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
         """See the operands of a call.
 
         Raises:
@@ -211,7 +211,9 @@ class Observation:
         record.fit += 1
         if site.path in self._refused or record.kind in self._off:
             return
-        for operand, value, weight in zip(site.operation.operands, values, weights, strict=True):
+        given = zip(values, weights, strict=True)
+        for operand in site.operation.operands:
+            value, weight = (inside(), None) if operand.index is None else next(given)
             seen = record.operands.setdefault(operand.name, OperandRecord())
             if weight is not None:
                 seen.weight = weight
@@ -235,6 +237,8 @@ class Observation:
 
     def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+        if any(tensor.is_nested for tensor in tensors):
+            return "an operand is a nested tensor"
         if len(tensors) != len(values):
             return _NOT_TENSORS
         if any(tensor.numel() == 0 for tensor in tensors):
@@ -257,7 +261,8 @@ class Observation:
 
     def _varies(self, record: SiteRecord, site: Site, weights: list[Weight | None]) -> str | None:
         """Why a site that is called many times cannot hold its weight: it is not always the same."""
-        for operand, weight in zip(site.operation.operands, weights, strict=True):
+        given = (operand for operand in site.operation.operands if operand.index is not None)
+        for operand, weight in zip(given, weights, strict=True):
             seen = record.operands.get(operand.name, OperandRecord())
             first = seen.weight is None and seen.group is None
             if not first and not _same(seen.weight, weight):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from typing import Protocol
 
+from torch import Tensor
 from torch import nn
 
 from quantizer.proxy.fused_attention import attention
@@ -22,8 +24,8 @@ __all__ = ["Observer", "Site"]
 class Observer(Protocol):
     """Who is told of each call of a site while a proxy observes."""
 
-    def before(self, site: Site, values: list[Any]) -> None:
-        """The operands, in the catalogue's order, None where one was not given."""
+    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
+        """The operands given, in the catalogue's order, None where one is missing; ``inside`` computes one more."""
 
     def after(self, site: Site, result: Any) -> None:
         """What the float operation gave."""
@@ -107,22 +109,18 @@ class Site(nn.Module):
                 # Other names for the tensor must see the sum, and its rounded copy has no other name.
                 return target.copy_(operator.add(*rest))
         elif self.observer is not None:
-            self.observer.before(self, self._operands(rest, keywords))
+            self.observer.before(self, self._operands(rest, keywords), partial(observed_probabilities, rest, keywords))
             result = function(*rest, **keywords)
             self.observer.after(self, result)
             return result
         return function(*rest, **keywords)
 
     def _operands(self, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
-        values = []
-        for operand in self.operation.operands:
-            if operand.index is None:
-                values.append(observed_probabilities(args, keywords))
-            elif operand.index < len(args):
-                values.append(args[operand.index])
-            else:
-                values.append(keywords.get(operand.keyword or ""))
-        return values
+        return [
+            args[index] if index < len(args) else keywords.get(operand.keyword or "")
+            for operand in self.operation.operands
+            if (index := operand.index) is not None
+        ]
 
     def _round(self, args: list[Any], keywords: dict[str, Any]) -> None:
         """Replace the operands in place by what their quantizers make of them."""

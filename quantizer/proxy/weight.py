@@ -53,13 +53,14 @@ class Weights:
         self._owners: dict[int, list[nn.Parameter]] = {}
         for path, parameter in parameters:
             self._paths[id(parameter)] = path
-            self._owners.setdefault(_storage(parameter), []).append(parameter)
+            if parameter.layout == torch.strided:
+                self._owners.setdefault(_storage(parameter), []).append(parameter)
 
     def find(self, value: object) -> Weight | None:
         """The weight that an operand is; None where it is no parameter and no view of a whole one."""
         if isinstance(value, nn.Parameter):
             return Weight(value, self._paths.get(id(value)))
-        if not isinstance(value, Tensor) or value.is_sparse:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
             return None
         for parameter in self._owners.get(_storage(value), ()):
             view = _view(parameter, value)
@@ -70,7 +71,7 @@ class Weights:
 
 def _storage(value: Tensor) -> int:
     # The id of the memory itself: an address alone may be that of an empty tensor.
-    return 0 if value.layout != torch.strided else value.untyped_storage()._cdata
+    return value.untyped_storage()._cdata
 
 
 def _view(parameter: nn.Parameter, value: Tensor) -> WeightView | None:

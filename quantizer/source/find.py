@@ -334,10 +334,8 @@ class _Finder(ast.NodeVisitor):
         return f"{self.name}.{entry.name}_{ordinal}"
 
     def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
-        equation = einsum.equation_of(node) if entry.equation else ""
-        return SiteSource(
-            name=name, operation=entry.name, form=form, file=self.file, line=node.lineno, equation=equation
-        )
+        made = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno)
+        return replace(made, equation=einsum.equation_of(node)) if entry.equation else made
 
     def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
         reason = reason or self.blocked or self.source.why_no_host

@@ -21,7 +21,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call: the shapes of its operands in the catalogue's order, and of its result.
+    """One call: the shapes of the operands that it was given, in the catalogue's order, and of its result.
 
     ``weight`` is the place of the operand that is a weight (None: none is); ``equation`` that of an einsum.
     """
@@ -97,7 +97,7 @@ def einsum(call: Call) -> Geometry:
 
 def attention(call: Call) -> Geometry:
     """Query [.., L, E] by key [.., S, E], then probabilities [.., L, S] by value [.., S, V]: the lesser K and N."""
-    query, key, _, value = call.operands
+    query, key, value = call.operands
     depth, width = min(query[-1], key[-2]), min(key[-2], value[-1])
     multiply_adds = math.prod(call.result[:-1]) * key[-2] * (query[-1] + value[-1])
     return Geometry(depth=depth, width=width, multiply_adds=multiply_adds)
