@@ -65,6 +65,7 @@ class FunctionSource:
     Attributes:
         key: (qualified name, first line), as in its code object.
         host: the name of the argument that is the module (None: no such argument).
+        is_method: the host is the first argument of a method.
         borrows: the host is an argument that rewriting adds, for callers to lend theirs.
         why_no_host: why there is none.
         parameter: the edit that adds the argument.
@@ -78,6 +79,7 @@ class FunctionSource:
 
     key: tuple[str, int]
     host: str | None
+    is_method: bool = False
     borrows: bool = False
     why_no_host: str | None = None
     parameter: Edit | None = None
