@@ -45,10 +45,10 @@ class SiteSource:
 class HelperCall:
     """A call of what may turn out to be a helper that needs a host, or another expression that gives one.
 
-    ``target`` is the dotted name that is called; ``of_class`` says that it is an attribute of the module, of its class
-    or of ``super()``, and ``item`` that it is a registry, and one of its items is taken. What stands behind the name is
-    only known when the function is rebuilt: then the call is made ``active``, and its edits take part. It stays so,
-    because lending to a function that needs no host does nothing.
+    ``target`` is the dotted name that is called; ``of_class`` says that it is an attribute of the module or of its
+    class, and ``item`` that it is a registry, and one of its items is taken. What stands behind the name is only known
+    when the function is rebuilt: then the call is made ``active``, and its edits take part. It stays so, because
+    lending to a function that needs no host does nothing.
     """
 
     target: tuple[str, ...]

@@ -44,9 +44,13 @@ def bound_names(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 
 def is_own(node: ast.expr, first: str | None) -> bool:
-    """Whether an expression is the module or class named ``first``, the class of one, or ``super()``."""
+    """Whether an expression is the module or class named ``first``, or the class of one.
+
+    ``super()`` is not: Dynamo cannot tell what ``super().f`` is without calling it, and would compile another function
+    than Python runs.
+    """
     if isinstance(node, ast.Name):
         return node.id == first
     if isinstance(node, ast.Attribute):
         return node.attr == "__class__" and is_own(node.value, first)
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("super", "type")
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type"

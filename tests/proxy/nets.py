@@ -158,7 +158,7 @@ class Imported(Net):
 
 def around(x: Tensor) -> Tensor:
     """Calls a helper that calls a helper, and has no product itself."""
-    return imported(*(x, x), **{"value": x})
+    return imported(*(x, x), value=x)
 
 
 def power(x: Tensor, n: int) -> Tensor:
@@ -216,7 +216,7 @@ def starred(*tensors: Tensor, w: Tensor, **more: Tensor) -> Tensor:
 
 
 class Statics(Net):
-    """Static and class methods, through the module, the class, ``super()`` and each other."""
+    """Static and class methods, through the module, the class and each other."""
 
     def mix(self, x: Tensor) -> Tensor:
         return self.static(x) + Statics.through(x) + type(self).through(x) + self.__private(x) + Other.outside(x)
