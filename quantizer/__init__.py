@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from quantizer.config import QuantizerConfig
 from quantizer.errors import QuantizerError
+from quantizer.qat_calibrate import QATCalibrate
 from quantizer.quantizer import Quantizer
 
-__all__ = ["Quantizer", "QuantizerConfig", "QuantizerError"]
+__all__ = ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError"]
 
 __version__ = "0.1.0"

@@ -56,6 +56,7 @@ from quantizer.report import print_record
 from quantizer.report import size_entries
 from quantizer.report import write_html
 from quantizer.report import write_record
+from quantizer.report.from_plan import escaped_records
 from quantizer.report.from_plan import sensitivity_records
 from quantizer.report.from_plan import site_records
 from quantizer.tasks import Predictions
@@ -148,6 +149,7 @@ class _Run:
         if engines:
             outputs = self._predict("engine", engines["engine"], task, evaluation)
             scores.append(self._score("engine", task, predictions, outputs, evaluation))
+        coverage = quantizer.coverage
         record = RunRecord(
             name=self.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -161,7 +163,9 @@ class _Run:
             latency=self._latency(engines, task),
             size=_sizes(built),
             memory=self._memory(built) if engines else (),
-            coverage=site_records(quantizer.coverage, quantizer.plan),
+            coverage=site_records(coverage, quantizer.plan),
+            covered_share=coverage.share,
+            escaped=escaped_records(coverage.escaped),
             sensitivity=sensitivity_records(quantizer.sensitivity) if config.amp is not None else (),
             fallback=self._fallback(quantizer),
             engine=self._engine(built["engine"], bool(engines)),

@@ -14,36 +14,35 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import SensitivityError
-from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
+from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import freeze
 from quantizer.proxy.freeze import store_weights
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import PlanSettings
 from quantizer.proxy.plan import decide
 from quantizer.proxy.plan import put_back
-from quantizer.proxy.rules import Rules
-from quantizer.proxy.rules import refusals
 from quantizer.proxy.state import load_state
 from quantizer.proxy.state import save_state
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import Measurement
 from quantizer.sensitivity import choose
-from quantizer.targets import TargetProfile
+from quantizer.settings import float_dtype
+from quantizer.settings import observation_of
+from quantizer.settings import plan_settings
+from quantizer.settings import refused_sites
 from quantizer.targets import profile
 from quantizer.views import Coverage
 from quantizer.views import Ranges
@@ -81,6 +80,7 @@ class Quantizer:
         self._refused: dict[str, str] = {}
         self._skipped: list[SkippedSource] = []
         self._loaded: Plan | None = None
+        self._loaded_products: tuple[CountedProduct, ...] = ()
         self._amp: tuple[nn.Module, Measurement] | None = None
         self._fallback: Fallback | None = None
 
@@ -107,8 +107,8 @@ class Quantizer:
                 raise CalibrationError("calib(resume=True) needs an earlier calib() of this Quantizer in this process")
             return self._calib
         proxy = build_proxy(model, eager_attention=True).eval()
-        refused = self._refusals(proxy)
-        observation = Observation(sites_of(proxy), refused, self._make_calibrator)
+        refused = refused_sites(self.config, proxy)
+        observation = observation_of(self.config, proxy, refused, self._skipped)
         observation.attach(proxy, sites_of(proxy))
         self._calib, self._refused, self._observation = proxy, refused, observation
         self._loaded = self._amp = self._fallback = None
@@ -215,15 +215,15 @@ class Quantizer:
 
         if not is_proxy(quant_model) or quant_model is self._calib or (self._amp and quant_model is self._amp[0]):
             raise ProxyError("export() takes the model that quantize() returned")
-        profile = self._profile()
+        target = profile(self.config.backend)
         return export_onnx(
             quant_model,
             Path(path),
             example,
-            opset=opset or profile.opset,
-            dtype=self._float_dtype(),
+            opset=opset or target.opset,
+            dtype=float_dtype(self.config),
             axes=dynamic_axes,
-            unsigned=profile.unsigned_activations,
+            unsigned=target.unsigned_activations,
         )
 
     def build(
@@ -266,7 +266,7 @@ class Quantizer:
         if self._fallback is not None:
             fallback = {"groups": list(self._fallback.groups), "asked": self._fallback.asked}
         document = {"config": self.config.model_dump(mode="json"), "fallback": fallback}
-        return save_state(folder, self._plan(), document)
+        return save_state(folder, self._plan(), self._products(), document)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
@@ -275,11 +275,11 @@ class Quantizer:
         Raises:
             QuantizerError: the folder is none of ours or damaged.
         """
-        plan, document = load_state(folder)
+        plan, products, document = load_state(folder)
         if "config" not in document or "fallback" not in document:
             raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
         loaded = cls(document["config"])
-        loaded._loaded = plan
+        loaded._loaded, loaded._loaded_products = plan, products
         kept = document["fallback"]
         if kept is not None:
             loaded._fallback = Fallback(groups=tuple(kept["groups"]), asked=str(kept["asked"]))
@@ -290,15 +290,17 @@ class Quantizer:
     def inspect(self, model: nn.Module) -> Coverage:
         """The coverage of a model before any calibration: what would be rewritten, and what the rules leave out."""
         proxy = build_proxy(model, eager_attention=True).eval()
-        refused = self._refusals(proxy)
-        observation = Observation(sites_of(proxy), refused, self._make_calibrator)
-        plan = decide(proxy, list(sites_of(proxy)), observation, refused, self._settings())
+        refused = refused_sites(self.config, proxy)
+        observation = observation_of(self.config, proxy, refused)
+        plan = decide(proxy, list(sites_of(proxy)), observation, refused, plan_settings(self.config))
         return Coverage.from_plan(plan, list(skipped_sources(model)))
 
     @property
     def coverage(self) -> Coverage:
-        """Every site found: quantized, or why not."""
-        return Coverage.from_plan(self._final_plan(), self._skipped)
+        """Every site found: quantized, or why not; and every matrix product that calibration saw torch compute."""
+        plan, final = self._plan(), self._final_plan()
+        put_back = [path for path, entry in plan.items() if entry.quantized and not final[path].quantized]
+        return Coverage.from_plan(final, self._skipped, self._products(), put_back)
 
     @property
     def ranges(self) -> Ranges:
@@ -358,44 +360,6 @@ class Quantizer:
             self._model = weakref.ref(model)
             self._skipped = list(skipped_sources(model))
 
-    def _refusals(self, proxy: nn.Module) -> dict[str, str]:
-        include, exclude = (
-            Rules(module_types=rules.module_types, names=rules.names, sites=rules.sites)
-            for rules in (self.config.include, self.config.exclude)
-        )
-        refused = refusals(proxy, sites_of(proxy), include, exclude)
-        # What a switch turns off need not be observed either.
-        off = [kind for kind, switch in self.config.sites.model_dump().items() if switch is False]
-        for site in sites_of(proxy):
-            if site.operation.kind in off:
-                refused.setdefault(site.path, f"sites.{site.operation.kind}: false")
-        return refused
-
-    def _make_calibrator(self, histogram: bool) -> Any:
-        activations = self.config.activations
-        options: dict[str, Any] = {}
-        if activations.calibrator == "percentile":
-            options["percentile"] = activations.percentile
-        elif activations.calibrator == "mse":
-            options["dtype"] = self.config.dtype
-        return make_calibrator(activations.calibrator, histogram=histogram, **options)
-
-    def _profile(self) -> TargetProfile:
-        return profile(self.config.backend)
-
-    def _float_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.config.fallback_dtype or self._profile().float_dtype)
-        return dtype
-
-    def _settings(self) -> PlanSettings:
-        return PlanSettings(
-            dtype=qtype(self.config.dtype),
-            per_channel=self.config.weights.granularity == "per_channel",
-            switches=self.config.sites.model_dump(),
-            scale_dtype=self._float_dtype(),
-            profile=self._profile(),
-        )
-
     def _plan(self) -> Plan:
         """What calibration decided, before any fallback."""
         if self._loaded is not None:
@@ -404,7 +368,14 @@ class Quantizer:
             raise CalibrationError(
                 "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
             )
-        return decide(self._calib, list(sites_of(self._calib)), self._observation, self._refused, self._settings())
+        settings = plan_settings(self.config)
+        return decide(self._calib, list(sites_of(self._calib)), self._observation, self._refused, settings)
+
+    def _products(self) -> tuple[CountedProduct, ...]:
+        """What torch computed in calibration."""
+        if self._loaded is not None:
+            return self._loaded_products
+        return self._observation.counter.products() if self._observation is not None else ()
 
     def _final_plan(self) -> Plan:
         plan = self._plan()

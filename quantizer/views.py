@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from typing import Generic
-from typing import TypeVar
-
-from rich import box
 
 from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.escaped import EscapedProduct
+from quantizer.proxy.escaped import covered_share
+from quantizer.proxy.escaped import escaped_products
 from quantizer.proxy.plan import NOT_CALIBRATED
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
 from quantizer.report.plots import sensitivity_bars
 from quantizer.report.tables import Column
-from quantizer.report.tables import html_table
-from quantizer.report.tables import string_from_table
-from quantizer.report.tables import text_table
+from quantizer.table_view import View
 
-__all__ = ["BarPlot", "Coverage", "CoverageRow", "RangeRow", "Ranges", "Sensitivity", "SensitivityRow"]
-
-Row = TypeVar("Row")
-
-_ROWS = 40
-"""Rows that ``repr`` shows; ``text()`` gives all."""
-_HTML_ROWS = 300
-_WIDTH = 120
-_NAME_WIDTH = 76
+__all__ = ["BarPlot", "Coverage", "CoverageRow", "Escaped", "RangeRow", "Ranges", "Sensitivity", "SensitivityRow"]
 
 # An add of integers, tuples or broadcasts is found like any other, but tells a reader nothing.
 _QUIET = (
@@ -90,61 +80,16 @@ class SensitivityRow:
     sites: tuple[str, ...]
 
 
-class _View(Generic[Row]):
-    """A read-only list of rows with a title."""
-
-    columns: Sequence[Column | str]
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = tuple(rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Row:
-        return self.rows[index]
-
-    def title(self) -> str:
-        """What the table says in one line."""
-        raise NotImplementedError
-
-    def cells(self) -> list[list[Any]]:
-        """The table's rows as shown."""
-        raise NotImplementedError
-
-    def text(self, limit: int | None = None) -> str:
-        """The table as plain text, for a terminal of 120 columns; ``limit`` rows at most, None shows all."""
-        cells = self.cells()
-        table = text_table(self.columns, cells, title=self.title(), limit=limit)
-        table.box, table.pad_edge, table.show_edge, table.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
-        # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
-        widest = max((len(row[at]) for row in cells[:limit] for at in self._names()), default=0)
-        for at in self._names():
-            table.columns[at].no_wrap = widest <= _NAME_WIDTH
-        if table.caption is not None:
-            table.caption = f"{table.caption}; print .text() to see all, .rows holds them"
-            table.caption_justify = "left"
-        lines = string_from_table(table, width=_WIDTH).splitlines()
-        return "\n".join(line.rstrip() for line in lines)
-
-    def _names(self) -> list[int]:
-        return [at for at, column in enumerate(self.columns) if isinstance(column, Column) and column.mono]
-
-    def __repr__(self) -> str:
-        return self.text(limit=_ROWS)
-
-    def _repr_html_(self) -> str:
-        table = html_table(self.columns, self.cells(), caption=self.title(), limit=_HTML_ROWS)
-        return f'<div style="max-height:32em;overflow:auto">{table}</div>'
-
-
-class Coverage(_View[CoverageRow]):
-    """Every site found: quantized, or why not.
+class Coverage(View[CoverageRow]):
+    """Every site found: quantized, or why not; and the proof that no product was missed.
 
     Iterating gives all rows; the table leaves out additions that are no candidates (``row.quiet``) and counts them.
+
+    Attributes:
+        share: how much of the multiply-adds of all matrix products and convolutions, as torch executed them in
+            calibration, is in low precision: 0 to 1; None where nothing was counted.
+        multiply_adds: all of them.
+        escaped: those that are not, by module and operation, each with its reason.
     """
 
     columns = (
@@ -155,10 +100,33 @@ class Coverage(_View[CoverageRow]):
         "why",
     )
 
+    def __init__(self, rows: Sequence[CoverageRow], products: Sequence[EscapedProduct] = ()) -> None:
+        super().__init__(rows)
+        self.share: float | None = None
+        self.multiply_adds = 0
+        self.escaped = Escaped(products)
+
     @classmethod
-    def from_plan(cls, plan: Plan, skipped: Sequence[SkippedSource]) -> Coverage:
-        """The coverage of a plan, with what could not be rewritten."""
-        return cls([*map(_row_of_site, plan.values()), *map(_row_of_source, skipped)])
+    def from_plan(
+        cls,
+        plan: Plan,
+        skipped: Sequence[SkippedSource],
+        products: Sequence[CountedProduct] = (),
+        put_back: Collection[str] = (),
+    ) -> Coverage:
+        """The coverage of a plan.
+
+        Args:
+            plan: what becomes of each site.
+            skipped: what could not be rewritten.
+            products: what calibration counted, site or none.
+            put_back: the sites that fallback moved.
+        """
+        rows = [*map(_row_of_site, plan.values()), *map(_row_of_source, skipped)]
+        made = cls(rows, escaped_products(products, plan, put_back))
+        made.share = covered_share(products, plan)
+        made.multiply_adds = sum(product.multiply_adds for product in products)
+        return made
 
     @property
     def quantized(self) -> tuple[CoverageRow, ...]:
@@ -183,7 +151,16 @@ class Coverage(_View[CoverageRow]):
         parts = [f"{kind} {held} of {total}" for kind, (held, total) in self.by_kind().items()]
         quiet = sum(row.quiet for row in self.rows)
         tail = f"; {quiet} additions that join no branches are not shown" if quiet else ""
+        if self.share is not None:
+            tail += f"; {_percent(self.share)} of {_count(self.multiply_adds)} multiply-adds in low precision"
         return f"sites quantized: {', '.join(parts) or 'none found'}{tail}"
+
+    def text(self, limit: int | None = None) -> str:
+        """The table as plain text, then the products that are not in low precision."""
+        return "\n\n".join([super().text(limit), *([self.escaped.text(limit)] if len(self.escaped) else [])])
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + (self.escaped._repr_html_() if len(self.escaped) else "")
 
     def cells(self) -> list[list[Any]]:
         """What is not quantized comes first: a table that is cut short should lose the rows that say least."""
@@ -194,7 +171,29 @@ class Coverage(_View[CoverageRow]):
         ]
 
 
-class Sensitivity(_View[SensitivityRow]):
+class Escaped(View[EscapedProduct]):
+    """Matrix products and convolutions that are not in low precision, the largest first."""
+
+    columns = (
+        Column(title="module", mono=True),
+        "operation",
+        Column(title="multiply-adds", show=lambda value: _count(value)),
+        Column(title="share", show=lambda value: _percent(value)),
+        "why",
+        "evidence",
+    )
+
+    def title(self) -> str:
+        return f"{_percent(sum(row.share for row in self.rows))} of the multiply-adds in float"
+
+    def cells(self) -> list[list[Any]]:
+        return [
+            [row.site or row.path or "(the model)", row.operation, row.multiply_adds, row.share, row.reason, row.detail]
+            for row in self.rows
+        ]
+
+
+class Sensitivity(View[SensitivityRow]):
     """The groups, ranked: what the model's output loses when one alone is quantized."""
 
     columns = (
@@ -234,7 +233,7 @@ class BarPlot:
             file.write(self.svg)
 
 
-class Ranges(_View[RangeRow]):
+class Ranges(View[RangeRow]):
     """The range of every operand that was observed."""
 
     columns = (
@@ -269,6 +268,20 @@ class Ranges(_View[RangeRow]):
             ]
             for row in self.rows
         ]
+
+
+def _percent(share: float) -> str:
+    """A share that is not whole never reads as if it were."""
+    if 0.9995 <= share < 1:
+        return f"{share:.4%}" if share < 0.999999 else "just under 100%"
+    return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{100 * share:.2g}%"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
 
 
 def _why(row: CoverageRow) -> str:

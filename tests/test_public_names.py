@@ -33,7 +33,7 @@ def test_all_lists_what_is_visible() -> None:
 
 
 def test_the_public_names() -> None:
-    assert quantizer.__all__ == ["Quantizer", "QuantizerConfig", "QuantizerError"]
+    assert quantizer.__all__ == ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError"]
 
 
 @pytest.mark.parametrize("name", quantizer.__all__)

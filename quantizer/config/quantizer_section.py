@@ -49,13 +49,16 @@ def _no_number(value: Any) -> Any:
 class SitesConfig(Section):
     """Which kinds of operation are quantized."""
 
-    linear: bool = Field(default=True, description="Quantize linear layers: input and weight.")
+    linear: bool = Field(
+        default=True, description="Quantize linear layers, and any matrix product by a weight: input and weight."
+    )
     conv: bool = Field(default=True, description="Quantize convolutions: input and weight.")
     matmul: bool = Field(default=True, description="Quantize products of two activations, as in attention.")
     residual_add: Annotated[Literal[True, False, "auto"], BeforeValidator(_no_number)] = Field(
         default="auto",
         description="Quantize the operands of residual additions; 'auto': only those that INT8 is seen to hold.",
     )
+    embedding: bool = Field(default=False, description="Store the tables of embeddings in low precision, row by row.")
 
 
 class SelectionConfig(Section):

@@ -33,6 +33,9 @@ __all__ = [
     "RunConfig",
 ]
 
+_HALF_SCALES_OPSET = 19
+"""QuantizeLinear takes half scales from here on."""
+
 
 class AmpConfig(Section):
     """How the cost of each group of sites is measured."""
@@ -142,7 +145,12 @@ class RunConfig(Section):
     @classmethod
     def _engine_takes_the_data(cls, export: ExportConfig, info: ValidationInfo) -> ExportConfig:
         problems = []
-        data, model = info.data.get("data"), info.data.get("model")
+        data, model, quantizer = (info.data.get(name) for name in ("data", "model", "quantizer"))
+        if isinstance(quantizer, QuantizerConfig) and export.opset < _HALF_SCALES_OPSET:
+            half = quantizer.fallback_dtype or ("float16" if quantizer.backend.startswith("tensorrt") else "float32")
+            if half != "float32":
+                text = f"got {export.opset}; expected {_HALF_SCALES_OPSET} or later, the first with {half} scales"
+                problems.append(("opset", text))
         rows, tokens = export.dynamic.batch[2], export.dynamic.sequence[2]
         if isinstance(data, DataConfig) and data.batch_size > rows:
             problems.append(("dynamic.batch", f"max is {rows}; expected at least data.batch_size, {data.batch_size}"))

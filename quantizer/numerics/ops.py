@@ -12,6 +12,8 @@ with dynamic axes. Loading a traced or exported program that holds them needs ``
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -67,3 +69,19 @@ def fake_quantize(x: Tensor, scale: Tensor, dtype: str = "int8", axis: int | Non
 @fake_quantize.register_fake
 def _(x: Tensor, scale: Tensor, dtype: str = "int8", axis: int | None = None) -> Tensor:
     return torch.empty_like(x)
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Tensor, Tensor, str, int | None], output: Tensor) -> None:
+    x, scale, ctx.dtype, ctx.axis = inputs
+    ctx.save_for_backward(x, scale)
+
+
+def _straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    """Rounding passes the gradient on, clipping stops it (Bengio et al. 2013, arXiv:1308.3432)."""
+    x, scale = ctx.saved_tensors
+    kind = qtype(ctx.dtype)
+    steps = torch.div(x.float(), _shaped(scale, x.dim(), ctx.axis)).round_()
+    return gradient * ((steps >= kind.qmin) & (steps <= kind.qmax)), None, None, None
+
+
+fake_quantize.register_autograd(_straight_through, setup_context=_keep_operands)

@@ -22,7 +22,7 @@ from quantizer.proxy.site import Site
 from quantizer.source.catalogue import operation
 from quantizer.source.find import SiteSource
 
-__all__ = ["SkippedSource", "build_proxy", "is_proxy", "sites_of", "skipped_sources", "source_diff"]
+__all__ = ["SkippedSource", "build_proxy", "instrument", "is_proxy", "sites_of", "skipped_sources", "source_diff"]
 
 _MARK = "_quantizer_proxy"
 
@@ -68,7 +68,6 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
     for path, module in model.named_modules():
         if is_proxy(module) or isinstance(module, Site):
             raise ProxyError(f"{path} belongs to a proxy already; put the float module there that it was made from")
-    REWRITER.refresh()
     try:
         proxy = copy.deepcopy(model, _shared_tensors(model))
     except (TypeError, RuntimeError) as error:
@@ -76,23 +75,33 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
             f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies "
             "what modules keep as attributes, tensors apart; give the class a __deepcopy__ that leaves this one out"
         ) from error
-    proxy.__dict__[_MARK] = True
+    instrument(proxy)
+    as_root(proxy)
+    if eager_attention:
+        use_eager_attention(proxy)
+    return proxy
+
+
+def instrument(model: nn.Module) -> None:
+    """Put every quantizable call of ``model`` itself behind a ``Site``, all off: its modules change their classes.
+
+    Parts of it that were instrumented alone before become parts of the whole, with their sites named from here.
+    """
+    REWRITER.refresh()
     reachable = reachable_in(model)
-    for path, module in list(proxy.named_modules()):
-        rewritten = REWRITER.rewrite(type(module), reachable)
+    for path, module in list(model.named_modules()):
+        module.__dict__.pop(_MARK, None)
+        rewritten = REWRITER.rewrite(original_class(module), reachable)
         if rewritten.cls is not type(module):
             module.__class__ = rewritten.cls
         for source in rewritten.sites:
             if source.reason is None:
                 _attach(module, path, source)
-    for module in proxy.modules():
+    for module in model.modules():
         for name, method in kept_methods(module).items():
             rewritten_function = getattr(type(method.__self__), method.__name__)
             vars(module)[name] = types.MethodType(rewritten_function, method.__self__)
-    as_root(proxy)
-    if eager_attention:
-        use_eager_attention(proxy)
-    return proxy
+    model.__dict__[_MARK] = True
 
 
 def sites_of(proxy: nn.Module) -> Iterator[Site]:
@@ -140,6 +149,10 @@ def _shared_tensors(model: nn.Module) -> dict[int, Any]:
 
 
 def _attach(module: nn.Module, path: str, source: SiteSource) -> None:
+    known = module._modules.get(source.attribute)
+    if isinstance(known, Site):
+        known.path = _join(path, source.name)
+        return
     if hasattr(module, source.attribute):
         raise ProxyError(
             f"{path or 'the model'} ({type(module).__name__}) has an attribute {source.attribute!r}, the name of a "

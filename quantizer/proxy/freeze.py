@@ -58,14 +58,15 @@ def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         assert quantizer.scale is not None
         # A weight comes back in its module's own float type, which is that of its scale.
         quantizer.scale = quantizer.scale.to(parameter.dtype)
-        quantizer.store(parameter)
+        quantizer.store(parameter if planned.view is None else planned.view.of(parameter))
 
 
 def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Store the weights, drop the float ones, and switch the planned sites on.
 
     A parameter that one site of its own module alone reads is dropped and read back through a property; one that others
-    read too (tied to an embedding, say) stays, and the site keeps integers of its own.
+    read too (tied to an embedding, say) or that the site sees through a view stays, and the site keeps integers of its
+    own.
     """
     store_weights(proxy, plan)
     uses = Counter(id(parameter) for module in proxy.modules() for parameter in module._parameters.values())
@@ -75,7 +76,7 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     for site, quantizer, planned in _weights(proxy, plan):
         owner, name = _owner(proxy, planned)
         alone = uses[id(owner._parameters[name])] == 1 and readers[planned.parameter or ""] == 1
-        if alone and owner is proxy.get_submodule(site.host_path):
+        if alone and planned.view is None and owner is proxy.get_submodule(site.host_path):
             del owner._parameters[name]
             owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
             quantizer.handed_over = True

@@ -39,8 +39,8 @@ def group_names(plan: Mapping[str, SitePlan]) -> dict[tuple[str, str], str]:
 def _key(site: SitePlan) -> str:
     """Sites with one key form one group."""
     if any(operand.role == "weight" for operand in site.operands):
-        shared = next(operand.range_group for operand in site.operands if operand.role == "activation")
-        return f"input {shared}"
+        shared = next((operand.range_group for operand in site.operands if operand.role == "activation"), None)
+        return f"input {shared}" if shared is not None else f"weight of {site.name}"
     return f"function {site.name.rpartition('.')[0]}"
 
 

@@ -7,10 +7,12 @@ once a batch, one range.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,14 +22,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
+from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
 from quantizer.proxy.site import Site
+from quantizer.proxy.weight import Weight
+from quantizer.proxy.weight import Weights
+from quantizer.source.catalogue import Kind
+from quantizer.source.catalogue import kind_of
+from quantizer.source.geometry import Call
 
-__all__ = ["EMPTY", "Observation", "OperandRecord", "RangeGroup", "SiteRecord", "padding_mask"]
+__all__ = ["EMPTY", "OF_PARAMETERS", "Observation", "OperandRecord", "RangeGroup", "SiteRecord", "padding_mask"]
 
 EMPTY = "an operand was empty in every call"
+OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
 _NOT_TENSORS = "its operands are not floating-point tensors"
+_PRODUCT = 2  # operands of a product
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -40,10 +51,10 @@ class RangeGroup:
 
 @dataclass(kw_only=True, slots=True)
 class OperandRecord:
-    """What was seen of one operand: a parameter and its path in the model, or the group of an activation."""
+    """What was seen of one operand: the weight that it is, with the axis of its channels, or an activation's group."""
 
-    parameter: nn.Parameter | None = None
-    parameter_path: str | None = None
+    weight: Weight | None = None
+    axis: int | None = None
     group: RangeGroup | None = None
 
 
@@ -51,12 +62,13 @@ class OperandRecord:
 class SiteRecord:
     """What was seen of one site.
 
-    ``calls`` counts all calls and ``fit`` those whose operands can be rounded; ``reasons`` says why others cannot.
-    ``reads`` are the paths of the parameters among its operands. ``depth`` and ``width`` are K and N of the product
-    (None: not seen yet; 0: they changed from call to call, as a sequence length does); ``multiply_adds`` those of all
-    calls together.
+    ``kind`` is what its operands make it (None: none seen yet). ``calls`` counts all calls and ``fit`` those whose
+    operands can be rounded; ``reasons`` says why others cannot. ``reads`` are the paths of the parameters among its
+    operands. ``depth`` and ``width`` are K and N of the product (None: not seen yet; 0: they changed from call to call,
+    as a sequence length does); ``multiply_adds`` those of all calls together.
     """
 
+    kind: Kind | None = None
     calls: int = 0
     fit: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -94,24 +106,36 @@ class Observation:
         records: by site name.
         batches: forward passes of the whole proxy so far.
         provenance: origins of tensors in the pass that is running.
+        counter: the products of all passes.
     """
 
-    def __init__(self, sites: Iterable[Site], refused: Mapping[str, str], make: Callable[[bool], Calibrator]) -> None:
+    def __init__(
+        self,
+        sites: Iterable[Site],
+        refused: Mapping[str, str],
+        make: Callable[[bool], Calibrator],
+        off: Collection[str] = (),
+        skipped: Iterable[SkippedSource] = (),
+    ) -> None:
         """
         Args:
             sites: all sites of the proxy.
             refused: sites (and operands) that rules leave out; they are counted, not observed.
             make: makes a calibrator; its argument asks for a histogram.
+            off: kinds of site that are counted, not observed; which kind a site is, its operands say.
+            skipped: calls and functions that could not be rewritten.
         """
         self.records = {site.path: SiteRecord() for site in sites}
         self.batches = 0
-        self.provenance = Provenance()
+        self.counter = ProductCounter(skipped)
+        self.provenance = Provenance(self.counter)
         self._refused = refused
         self._make = make
+        self._off = off
         self._seen: Any = WeakIdKeyDictionary()
         self._handles: list[Any] = []
-        self._depth = 0
-        self._paths: dict[int, str] = {}
+        self._call: Call | None = None
+        self._weights = Weights()
         self._mask: Tensor | None = None
 
     def attach(self, proxy: nn.Module, sites: Iterable[Site]) -> None:
@@ -146,13 +170,15 @@ class Observation:
                     f"batch {self.batches} of the calibration data: {name!r} has NaN values; leave them out of the data"
                 )
         # At each pass: a cast gives the proxy parameters of its own.
-        self._paths = {id(parameter): path for path, parameter in proxy.named_parameters()}
+        self._weights = Weights(proxy.named_parameters())
         self._mask = padding_mask(keywords)
-        self.provenance = Provenance()
+        self.counter.start(proxy)
+        self.provenance = Provenance(self.counter)
         self.provenance.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         # always_call: this also runs after an exception in the pass, and after one in _begin itself.
+        self.counter.stop()
         if torch.utils._python_dispatch._get_current_dispatch_mode() is self.provenance:
             self.provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -170,36 +196,44 @@ class Observation:
         """
         record = self.records[site.path]
         record.calls += 1
-        record.reads |= {self._paths[id(value)] for value in values if id(value) in self._paths}
-        self._depth = 0
-        reason = self._unfit(site, values) or self._varies(record, site, values)
+        weights = [self._weights.find(value) for value in values]
+        record.reads |= {weight.path for weight in weights if weight is not None and weight.path is not None}
+        self._call = None
+        reason = self._unfit(site, values, weights) or self._varies(record, site, weights)
         if reason is not None:
             if reason not in record.reasons:
                 record.reasons.append(reason)
             return
-        self._measure(site, values, record)
+        place = next((place for place, weight in enumerate(weights) if weight is not None), None)
+        record.kind = kind_of(site.operation, weighted=place is not None)
+        shapes = tuple(tuple(value.shape) for value in values)
+        self._call = Call(operands=shapes, result=(), weight=place, equation=site.source.equation)
         record.fit += 1
-        if site.path in self._refused:
+        if site.path in self._refused or record.kind in self._off:
             return
-        for operand, value in zip(site.operation.operands, values, strict=True):
+        for operand, value, weight in zip(site.operation.operands, values, weights, strict=True):
             seen = record.operands.setdefault(operand.name, OperandRecord())
-            if isinstance(value, nn.Parameter):
-                seen.parameter, seen.parameter_path = value, self._paths.get(id(value))
+            if weight is not None:
+                seen.weight = weight
             elif f"{site.path}.{operand.name}" not in self._refused:
                 self._observe(site, operand.name, value, seen)
 
     def after(self, site: Site, result: Any) -> None:
-        """Mark what a site made."""
-        kind = site.operation.kind
-        if isinstance(result, Tensor):
-            self.records[site.path].multiply_adds += result.numel() * self._depth
+        """Measure the call, and mark what it made."""
+        record = self.records[site.path]
+        kind = record.kind or site.operation.kind
+        if not isinstance(result, Tensor):
+            return
         if kind == "residual_add":
-            if isinstance(result, Tensor) and result.is_floating_point():
+            if result.is_floating_point():
                 self.provenance.mark(result, Origin("add", site.path))
             return
-        self.provenance.mark(result, Origin("product" if kind == "matmul" else "weighted", site.path))
+        if self._call is not None:
+            self._measure(site, replace(self._call, result=tuple(result.shape)), record)
+        if kind != "embedding":
+            self.provenance.mark(result, Origin("product" if kind == "matmul" else "weighted", site.path))
 
-    def _unfit(self, site: Site, values: list[Any]) -> str | None:
+    def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
         if len(tensors) != len(values):
             return _NOT_TENSORS
@@ -209,20 +243,24 @@ class Observation:
             return self._not_residual(tensors)
         origins = [self.provenance.origin(tensor) for tensor in tensors]
         if any(
-            origin is not None and origin.kind == "parameter" and not isinstance(tensor, nn.Parameter)
-            for origin, tensor in zip(origins, tensors, strict=True)
+            origin is not None and origin.kind == "parameter" and weight is None
+            for origin, weight in zip(origins, weights, strict=True)
         ):
-            return "an operand is computed from parameters at each call"
-        if all(isinstance(tensor, nn.Parameter) for tensor in tensors):
-            return "its operands are parameters alone"
+            return OF_PARAMETERS[0]
+        if site.operation.kind == "embedding":
+            return None if weights[0] is not None else "the table of the embedding is no parameter"
+        if all(weight is not None for weight in weights):
+            return OF_PARAMETERS[1]
+        if len(weights) > _PRODUCT and any(weight is not None for weight in weights):
+            return "an operand of the attention is a parameter"
         return None
 
-    def _varies(self, record: SiteRecord, site: Site, values: list[Any]) -> str | None:
+    def _varies(self, record: SiteRecord, site: Site, weights: list[Weight | None]) -> str | None:
         """Why a site that is called many times cannot hold its weight: it is not always the same."""
-        for operand, value in zip(site.operation.operands, values, strict=True):
+        for operand, weight in zip(site.operation.operands, weights, strict=True):
             seen = record.operands.get(operand.name, OperandRecord())
-            first = seen.parameter is None and seen.group is None
-            if not first and seen.parameter is not (value if isinstance(value, nn.Parameter) else None):
+            first = seen.weight is None and seen.group is None
+            if not first and not _same(seen.weight, weight):
                 return "an operand is a parameter in one call and something else in another"
         return None
 
@@ -243,18 +281,16 @@ class Observation:
             return "both operands of the add come from one product"
         return None
 
-    def _measure(self, site: Site, values: list[Tensor], record: SiteRecord) -> None:
-        """Note the product's K and N (``after`` counts the multiply-adds, K for each element of the result)."""
-        if site.operation.kind == "residual_add":
-            self._depth = 0
-            return
-        first, second = values
-        if site.operation.kind == "matmul":
-            self._depth, width = first.shape[-1], second.shape[-1]
-        else:
-            self._depth, width = second[0].numel(), second.shape[0]
-        record.depth = self._depth if record.depth in (None, self._depth) else 0
-        record.width = width if record.width in (None, width) else 0
+    def _measure(self, site: Site, call: Call, record: SiteRecord) -> None:
+        """Note the product's K and N, its multiply-adds, and the axis of its weight's channels."""
+        assert site.operation.geometry is not None
+        size = site.operation.geometry(call)
+        record.depth = size.depth if record.depth in (None, size.depth) else 0
+        record.width = size.width if record.width in (None, size.width) else 0
+        record.multiply_adds += size.multiply_adds
+        for seen in record.operands.values():
+            if seen.weight is not None:
+                seen.axis = size.axis
 
     def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord) -> None:
         name = f"{site.path}.{operand}"
@@ -292,3 +328,9 @@ class Observation:
         for tensor, (version, owner) in list(self._seen.items()):
             if owner is former:
                 self._seen[tensor] = (version, group)
+
+
+def _same(first: Weight | None, second: Weight | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return first.parameter is second.parameter and first.view == second.view

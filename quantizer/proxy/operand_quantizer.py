@@ -5,6 +5,8 @@ Legend: x [*] the operand; scale [] or [C]; stored [*] the weight's steps, in th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch import nn
@@ -58,13 +60,13 @@ class OperandQuantizer(nn.Module):
         result: Tensor = ops.dequantize(self.stored, self.scale, self.axis)
         return result
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.enabled or self.handed_over:
+    def forward(self, x: Any) -> Any:
+        # A sum that starts from the number 0 meets a tensor only in its later calls.
+        if not self.enabled or self.handed_over or not isinstance(x, Tensor):
             return x
         if self.stored is not None:
             return self.dequantized()
-        result: Tensor = ops.fake_quantize(x, self.scale, self.dtype, self.axis)
-        return result
+        return ops.fake_quantize(x, self.scale, self.dtype, self.axis)
 
     def extra_repr(self) -> str:
         if self.scale is None:

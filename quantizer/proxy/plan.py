@@ -23,6 +23,8 @@ from quantizer.proxy.observe import OperandRecord
 from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.rules import by_kind
 from quantizer.proxy.site import Site
+from quantizer.proxy.weight import Weight
+from quantizer.proxy.weight import WeightView
 from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
 
@@ -54,7 +56,8 @@ class OperandPlan:
 
     ``amax`` [] or [C] is the range before the target's float type rounds the scale; ``scale`` [] or [C] is what the
     quantizer uses. ``range_group`` names the operands that share one range; ``clipped`` is the share of values beyond
-    it; ``axis`` the output channels of a weight (None: per tensor), ``parameter`` the weight's path in the model.
+    it; ``axis`` the output channels of a weight (None: per tensor), ``parameter`` the weight's path in the model
+    and ``view`` how the operand shows it (None: as it is).
     """
 
     name: str
@@ -71,6 +74,7 @@ class OperandPlan:
     range_group: str | None = None
     group: str | None = None
     parameter: str | None = None
+    view: WeightView | None = None
 
     @property
     def largest_amax(self) -> float | None:
@@ -145,7 +149,7 @@ def decide(
         plan[site.path] = SitePlan(
             name=site.path,
             operation=site.source.operation,
-            kind=site.operation.kind,
+            kind=record.kind or site.operation.kind,
             host_type=original_class(host).__name__,
             file=site.source.file,
             line=site.source.line,
@@ -188,18 +192,19 @@ def _refusal(
     """Why a site is left in float before its ranges are looked at, and the rule that says so."""
     if site.path in refused:
         return "excluded by rule", refused[site.path]
-    off = by_kind(settings.switches, site)
+    kind = record.kind or site.operation.kind
+    off = by_kind(settings.switches, kind)
     if off is not None:
         return "this kind of site is switched off", off
     if record.calls == 0:
         return NEVER_RAN, None
     # An empty batch among others says nothing about the site.
     reasons = [reason for reason in record.reasons if reason != EMPTY or record.fit == 0]
-    if reasons and (record.fit == 0 or site.operation.kind != "residual_add"):
+    if reasons and (record.fit == 0 or kind != "residual_add"):
         return reasons[0], None
-    if site.operation.kind not in settings.profile.site_kinds:
+    if kind not in settings.profile.site_kinds:
         return f"{settings.profile.name} gains nothing from this kind of site", f"target {settings.profile.name}"
-    if site.operation.kind != "residual_add":
+    if kind not in ("residual_add", "embedding"):
         # A dimension that changes with the data is judged by nobody here: it may well be large in use.
         depth, width = (size or settings.profile.min_gemm_dim or 1 for size in (record.depth, record.width))
         too_small = settings.profile.gemm_reason(depth, width)
@@ -216,27 +221,27 @@ def _operands(
         seen = record.operands.get(operand.name, OperandRecord())
         if f"{site.path}.{operand.name}" in refused:
             plans.append(OperandPlan(name=operand.name, role="activation", quantized=False, reason="excluded by rule"))
-        elif seen.parameter is not None:
-            plans.append(_weight(operand, seen.parameter, seen.parameter_path, settings))
+        elif seen.weight is not None:
+            plans.append(_weight(operand, seen.weight, seen.axis, settings))
         elif seen.group is not None:
             plans.append(_activation(site, operand.name, seen, settings))
     return tuple(plans)
 
 
-def _weight(operand: Operand, parameter: nn.Parameter, path: str | None, settings: PlanSettings) -> OperandPlan:
-    if path is None:
+def _weight(operand: Operand, seen: Weight, axis: int | None, settings: PlanSettings) -> OperandPlan:
+    if seen.path is None:
         reason = "the weight is a parameter that no module of the model has registered"
         return OperandPlan(name=operand.name, role="weight", quantized=False, reason=reason)
-    weight, axis = parameter.detach().float(), operand.weight_axis
+    weight = seen.tensor().float()
     if axis is None or not settings.per_channel:
         amax, axis = weight.abs().amax(), None
     else:
-        axis = axis % weight.dim()
         amax = weight.abs().amax(dim=[d for d in range(weight.dim()) if d != axis])
     return OperandPlan(
         name=operand.name,
         role="weight",
-        parameter=path,
+        parameter=seen.path,
+        view=seen.view,
         quantized=True,
         amax=amax,
         scale=scale_of(amax, settings),

@@ -16,6 +16,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from quantizer.proxy.completeness import ProductCounter
+from quantizer.proxy.products import PRODUCTS
+from quantizer.proxy.products import is_composite
+from quantizer.proxy.products import product_name
+
 __all__ = ["Origin", "Provenance"]
 
 
@@ -32,15 +37,16 @@ class Origin:
 
 
 class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks origins while it is entered.
+    """Tracks origins while it is entered, and tells a counter of every product.
 
     Attributes:
         origins: by tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counter: ProductCounter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.origins: Any = WeakIdKeyDictionary()
+        self._counter = counter
 
     def mark(self, value: Any, origin: Origin) -> None:
         """Say that ``value`` was made by a site."""
@@ -58,7 +64,16 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_composite(func) and not any(tensor.is_nested for tensor in _tensors(args)):
+            # Only under inference_mode: elsewhere torch took it apart before it came here.
+            with self:
+                return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
+        name = product_name(func)
+        if name is not None:
+            origins = map(self.origin, PRODUCTS[name].tensors(args))
+            of_parameters = all(origin is not None and origin.kind == "parameter" for origin in origins)
+            self._counter.count(name, args, result, of_parameters)
         first = result[0] if isinstance(result, tuple | list) and result else result
         if isinstance(first, Tensor) and first.is_floating_point():
             origin = self._joined([*_tensors(args), *_tensors(kwargs.values())])

@@ -23,6 +23,7 @@ from quantizer.errors import ConfigError
 from quantizer.proxy.classes import original_class
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
+from quantizer.source.catalogue import Kind
 
 __all__ = ["Rules", "by_kind", "matches", "refusals"]
 
@@ -140,7 +141,6 @@ def _nothing(place: str, wanted: str, what: str, known: Iterable[str]) -> str:
     return f"quantizer.{place}: {wanted!r} matches nothing: {what} in the model{hint}"
 
 
-def by_kind(switches: Mapping[str, bool | str], site: Site) -> str | None:
-    """Why the ``sites:`` section leaves a site out; None where it does not."""
-    kind = site.operation.kind
-    return f"sites.{kind} is off" if switches[kind] is False else None
+def by_kind(switches: Mapping[str, bool | str], kind: Kind) -> str | None:
+    """The switch of the ``sites:`` section that leaves a kind of site out; None where none does."""
+    return f"sites.{kind}: false" if switches[kind] is False else None

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from torch import nn
 
+from quantizer.proxy.fused_attention import attention
+from quantizer.proxy.fused_attention import observed_probabilities
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.source.catalogue import Operation
 from quantizer.source.catalogue import operation
@@ -66,6 +68,8 @@ class Site(nn.Module):
         self.quantizers = tuple(_quantizer_name(operand.name) for operand in entry.operands)
         for name in self.quantizers:
             self.add_module(name, OperandQuantizer())
+        # An operand of its own inside: the call must be taken apart to round it.
+        self._fused = any(operand.index is None for operand in entry.operands)
         self._implied = None if source.form == "call" else _implied(source.form, entry)
 
     @property
@@ -93,6 +97,9 @@ class Site(nn.Module):
             function, *rest = args
         else:
             function, rest = self._implied, list(args)
+        if self.active and self._fused:
+            names = (operand.name for operand in self.operation.operands)
+            return attention({name: self.quantizer_of(name) for name in names}, *rest, **keywords)
         if self.active:
             target = rest[0] if self.source.form == "inplace" else None
             self._round(rest, keywords)
@@ -107,18 +114,23 @@ class Site(nn.Module):
         return function(*rest, **keywords)
 
     def _operands(self, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
-        return [
-            args[operand.index] if operand.index < len(args) else keywords.get(operand.keyword)
-            for operand in self.operation.operands
-        ]
+        values = []
+        for operand in self.operation.operands:
+            if operand.index is None:
+                values.append(observed_probabilities(args, keywords))
+            elif operand.index < len(args):
+                values.append(args[operand.index])
+            else:
+                values.append(keywords.get(operand.keyword or ""))
+        return values
 
     def _round(self, args: list[Any], keywords: dict[str, Any]) -> None:
         """Replace the operands in place by what their quantizers make of them."""
         for position, operand in enumerate(self.operation.operands):
             quantizer = self.quantizer(position)
-            if operand.index < len(args):
+            if operand.index is not None and operand.index < len(args):
                 args[operand.index] = quantizer(args[operand.index])
-            elif operand.keyword in keywords:
+            elif operand.keyword is not None and operand.keyword in keywords:
                 keywords[operand.keyword] = quantizer(keywords[operand.keyword])
 
     def extra_repr(self) -> str:

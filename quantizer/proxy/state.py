@@ -1,13 +1,14 @@
 """Saving and loading a plan: YAML for what people read, safetensors for tensors.
 
-A folder holds ``quantizer.yaml`` (format, config, fallback, every site with its reason) and ``ranges.safetensors``
-(amax and scale of every operand, float32, under ``SITE/OPERAND/amax`` and ``/scale``). It appears as a whole or not at
-all.
+A folder holds ``quantizer.yaml`` (format, config, fallback, every site with its reason, every product counted) and
+``ranges.safetensors`` (amax and scale of every operand, float32, under ``SITE/OPERAND/amax`` and ``/scale``). It
+appears as a whole or not at all.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from quantizer.errors import QuantizerError
 from quantizer.files import write_folder
+from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
+from quantizer.proxy.weight import WeightView
 
 __all__ = ["load_state", "save_state"]
 
@@ -34,8 +37,10 @@ _OPERAND_FIELDS = tuple(name for name in OperandPlan.__slots__ if name not in _T
 _SITE_FIELDS = tuple(name for name in SitePlan.__slots__ if name != "operands")
 
 
-def save_state(folder: str | os.PathLike[str], plan: Plan, document: Mapping[str, Any]) -> Path:
-    """Write a plan and whatever else the caller keeps (``document``: plain values) to a folder.
+def save_state(
+    folder: str | os.PathLike[str], plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]
+) -> Path:
+    """Write a plan, what was counted and whatever else the caller keeps (``document``: plain values) to a folder.
 
     Raises:
         QuantizerError: the folder cannot be written.
@@ -44,7 +49,7 @@ def save_state(folder: str | os.PathLike[str], plan: Plan, document: Mapping[str
     sites = []
     for entry in plan.values():
         site: dict[str, Any] = {name: getattr(entry, name) for name in _SITE_FIELDS}
-        site["operands"] = [{name: getattr(operand, name) for name in _OPERAND_FIELDS} for operand in entry.operands]
+        site["operands"] = [_fields(operand) for operand in entry.operands]
         sites.append(site)
         for operand in entry.operands:
             for name in _TENSOR_FIELDS:
@@ -53,15 +58,16 @@ def save_state(folder: str | os.PathLike[str], plan: Plan, document: Mapping[str
                     tensors[f"{entry.name}/{operand.name}/{name}"] = value.contiguous()
 
     def fill(target: Path) -> None:
-        text = yaml.safe_dump({"format": FORMAT, **document, "sites": sites}, sort_keys=False, allow_unicode=True)
+        whole = {"format": FORMAT, **document, "sites": sites, "products": [product.plain() for product in products]}
+        text = yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
         (target / _YAML).write_text(text, encoding="utf-8")
         save_file(tensors, target / _TENSORS)
 
     return write_folder(folder, fill)
 
 
-def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
-    """What ``save_state`` wrote: the plan and the document.
+def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any]]:
+    """What ``save_state`` wrote: the plan, the products (none in a folder from before they were counted), the document.
 
     Raises:
         QuantizerError: the folder is none of ours, is of another format, or is damaged.
@@ -85,7 +91,7 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
         for site in document.pop("sites"):
             operands = tuple(
                 OperandPlan(
-                    **operand,
+                    **operand | {"view": _view(operand.get("view"))},
                     amax=tensors.get(f"{site['name']}/{operand['name']}/amax"),
                     scale=tensors.get(f"{site['name']}/{operand['name']}/scale"),
                 )
@@ -93,6 +99,21 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, dict[str, Any]]:
             )
             reads = tuple(site.pop("reads"))
             plan[site["name"]] = SitePlan(**site, reads=reads, operands=operands)
-    except (KeyError, TypeError) as error:
+        products = tuple(CountedProduct.from_plain(values) for values in document.pop("products", ()))
+        lost = {product.site for product in products} - {None} - set(plan)
+        if lost:
+            raise ValueError(f"products of {sorted(map(str, lost))[0]!r}, which is no site")
+    except (KeyError, TypeError, ValueError) as error:
         raise QuantizerError(f"{source / _YAML} is damaged: {error}") from error
-    return plan, document
+    return plan, products, document
+
+
+def _fields(operand: OperandPlan) -> dict[str, Any]:
+    fields = {name: getattr(operand, name) for name in _OPERAND_FIELDS}
+    if operand.view is not None:
+        fields["view"] = {"shape": list(operand.view.shape), "order": list(operand.view.order)}
+    return fields
+
+
+def _view(saved: dict[str, list[int]] | None) -> WeightView | None:
+    return None if saved is None else WeightView(tuple(saved["shape"]), tuple(saved["order"]))

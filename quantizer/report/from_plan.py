@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 
+from quantizer.proxy.escaped import EscapedProduct as EscapedRow
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
+from quantizer.report.record import EscapedProduct
 from quantizer.report.record import Operand
 from quantizer.report.record import SensitivityRow
 from quantizer.report.record import Site
 from quantizer.views import CoverageRow
 from quantizer.views import SensitivityRow as RankedGroup
 
-__all__ = ["sensitivity_records", "site_records"]
+__all__ = ["escaped_records", "sensitivity_records", "site_records"]
 
 
 def site_records(coverage: Iterable[CoverageRow], plan: Plan) -> tuple[Site, ...]:
@@ -34,6 +37,11 @@ def site_records(coverage: Iterable[CoverageRow], plan: Plan) -> tuple[Site, ...
         for row in coverage
         if not row.quiet
     )
+
+
+def escaped_records(products: Iterable[EscapedRow]) -> tuple[EscapedProduct, ...]:
+    """The products of a coverage that are not in low precision."""
+    return tuple(EscapedProduct(**asdict(product)) for product in products)
 
 
 def _operand(operand: OperandPlan) -> Operand:

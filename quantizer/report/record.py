@@ -16,6 +16,7 @@ from typing import Any
 __all__ = [
     "VERSION",
     "EngineFile",
+    "EscapedProduct",
     "Fallback",
     "Latency",
     "LatencyEntry",
@@ -183,6 +184,26 @@ class Site(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EscapedProduct(_Record):
+    """Matrix products or convolutions of one operation in one place that do not run in low precision."""
+
+    path: str
+    """Path of the innermost module that was running; empty for the model itself."""
+    site: str | None = None
+    """Name of the site; null where the product ran outside of any site."""
+    operation: str
+    """The operation as torch executed it, such as ``addmm``."""
+    multiply_adds: int
+    """Multiply-adds of all its calls in calibration."""
+    share: float
+    """Share of all multiply-adds, 0 to 1."""
+    reason: str
+    """Why; one of a closed list, see ``quantizer.proxy.completeness.Reason``."""
+    detail: str = ""
+    """The evidence: the calling function and line, the type of the operands, or what the site says."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SensitivityRow(_Record):
     """What quantizing one group alone costs."""
 
@@ -260,6 +281,11 @@ class RunRecord(_Record):
     """Peak memory; empty where it was not measured."""
     coverage: tuple[Site, ...] = ()
     """Every site found, quantized or not."""
+    covered_share: float | None = None
+    """Share of the multiply-adds of all matrix products and convolutions that torch executed in calibration, whether a
+    site was found for them or not, that run in low precision: 0 to 1; null where nothing was counted."""
+    escaped: tuple[EscapedProduct, ...] = ()
+    """The products that do not run in low precision, the largest first, each with its reason."""
     sensitivity: tuple[SensitivityRow, ...] = ()
     """The ranking of groups; empty where it was not measured."""
     fallback: Fallback | None = None

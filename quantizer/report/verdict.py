@@ -16,7 +16,7 @@ from quantizer.report.text import percent
 from quantizer.report.text import score
 from quantizer.report.text import signed
 
-__all__ = ["multiply_add_share", "quantized_score", "reasons", "verdict"]
+__all__ = ["covered_share", "multiply_add_share", "quantized_score", "reasons", "verdict"]
 
 # A speed or size within this share of the float model's is called the same: timings vary by about as much.
 _SAME = 0.05
@@ -40,6 +40,11 @@ def multiply_add_share(sites: Sequence[Site]) -> float | None:
     """Share of the counted multiply-adds that run in low precision, 0 to 1; None where none were counted."""
     total = sum(site.multiply_adds or 0 for site in sites)
     return sum(site.multiply_adds or 0 for site in sites if site.quantized) / total if total else None
+
+
+def covered_share(record: RunRecord) -> float | None:
+    """Share of the multiply-adds in low precision: of all that torch executed, else of those that sites counted."""
+    return multiply_add_share(record.coverage) if record.covered_share is None else record.covered_share
 
 
 def reasons(sites: Sequence[Site]) -> list[tuple[str, int]]:
@@ -135,7 +140,7 @@ def _coverage(record: RunRecord) -> list[str]:
         return ["No sites were recorded."]
     quantized = [site for site in record.coverage if site.quantized]
     rest = [site for site in record.coverage if not site.quantized]
-    share = multiply_add_share(record.coverage)
+    share = covered_share(record)
     work = f", {percent(share)} of the multiply-adds" if share is not None else ""
     verb = "is" if len(quantized) == 1 else "are"
     sentences = [f"{len(quantized)} of {len(record.coverage)} sites {verb} quantized{work}."]

@@ -23,13 +23,14 @@ from quantizer.report.record import Site
 from quantizer.report.record import SizeEntry
 from quantizer.report.tables import Column
 from quantizer.report.tables import html_table
-from quantizer.report.verdict import multiply_add_share
+from quantizer.report.verdict import covered_share
 from quantizer.report.verdict import quantized_score
 from quantizer.report.verdict import verdict
 from quantizer.report.view_tables import cost_table
 from quantizer.report.view_tables import coverage_by_kind
 from quantizer.report.view_tables import coverage_by_reason
 from quantizer.report.view_tables import coverage_table
+from quantizer.report.view_tables import escaped_table
 from quantizer.report.view_tables import ranges_table
 from quantizer.report.view_tables import score_table
 from quantizer.report.view_tables import sensitivity_table
@@ -90,6 +91,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "cost_table": _safe(cost_table(record)),
         "coverage_by_kind": _safe(coverage_by_kind(record.coverage)),
         "coverage_by_reason": _safe(coverage_by_reason(record.coverage)),
+        "escaped_table": _safe(escaped_table(record.escaped)),
         "coverage_table": _safe(coverage_table(record.coverage)),
         "ranges_table": _safe(ranges_table(record.coverage)),
         "bars": _safe(sensitivity_bars(record.sensitivity, limit=_BARS)),
@@ -111,7 +113,7 @@ def tiles(record: RunRecord) -> tuple[Tile, ...]:
         _size_tile(record.size),
         _memory_tile(record.memory),
         _score_tile(quantized_score(record.scores)),
-        _coverage_tile(record.coverage),
+        _coverage_tile(record.coverage, covered_share(record)),
     )
 
 
@@ -148,10 +150,9 @@ def _score_tile(score: Score | None) -> Tile:
     return _tile(f"{score.metric} against float", text.signed(score.difference), interval)
 
 
-def _coverage_tile(sites: Sequence[Site]) -> Tile:
+def _coverage_tile(sites: Sequence[Site], share: float | None) -> Tile:
     if not sites:
         return _tile("Sites quantized", None)
-    share = multiply_add_share(sites)
     work = "multiply-adds not counted" if share is None else f"{text.percent(share)} of multiply-adds"
     return _tile("Sites quantized", f"{sum(site.quantized for site in sites)} of {len(sites)}", work)
 

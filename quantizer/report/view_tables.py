@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from quantizer.report import text
+from quantizer.report.record import EscapedProduct
 from quantizer.report.record import RunRecord
 from quantizer.report.record import SensitivityRow
 from quantizer.report.record import Site
@@ -15,8 +16,8 @@ from quantizer.report.tables import html_table
 from quantizer.report.verdict import multiply_add_share
 from quantizer.report.verdict import reasons
 
-__all__ = ["cost_table", "coverage_by_kind", "coverage_by_reason", "coverage_table", "ranges_table"]
-__all__ += ["score_table", "sensitivity_table"]
+__all__ = ["cost_table", "coverage_by_kind", "coverage_by_reason", "coverage_table"]
+__all__ += ["escaped_table", "ranges_table", "score_table", "sensitivity_table"]
 
 
 def score_table(record: RunRecord) -> str:
@@ -103,6 +104,30 @@ def coverage_by_reason(sites: Sequence[Site]) -> str:
     """Why sites are not quantized; empty where all of them are."""
     rows = reasons([site for site in sites if not site.quantized])
     return html_table(["Why not", "Sites"], rows, label="Sites left in float, by reason", style=False) if rows else ""
+
+
+def escaped_table(products: Sequence[EscapedProduct]) -> str:
+    """Every product that is not in low precision; empty where all are."""
+    columns = [
+        Column(title="Module", mono=True),
+        Column(title="Operation", mono=True),
+        Column(title="Multiply-adds", numeric=True),
+        Column(title="Share", numeric=True, show=text.percent),
+        Column(title="Why"),
+        Column(title="Evidence"),
+    ]
+    rows = [
+        (
+            product.site or product.path or "(the model)",
+            product.operation,
+            product.multiply_adds,
+            product.share,
+            product.reason,
+            product.detail,
+        )
+        for product in products
+    ]
+    return html_table(columns, rows, label="Products in float", style=False) if rows else ""
 
 
 def coverage_table(sites: Sequence[Site]) -> str:

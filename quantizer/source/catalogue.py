@@ -13,23 +13,24 @@ from functools import lru_cache
 from typing import Any
 from typing import Literal
 
-__all__ = ["CATALOGUE", "Kind", "Operand", "Operation", "operation", "operation_of"]
+from quantizer.source import geometry
 
-Kind = Literal["linear", "conv", "matmul", "residual_add"]
+__all__ = ["CATALOGUE", "Kind", "Operand", "Operation", "kind_of", "operation", "operation_of"]
+
+Kind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operand:
     """One operand of an operation that can be held in low precision.
 
-    ``index`` is its place among the positional arguments and ``keyword`` its name as torch spells it.
-    ``weight_axis`` is the axis of the output channels when the operand is a parameter (None: never a weight).
+    ``index`` is its place among the positional arguments and ``keyword`` its name as torch spells it (None: it has
+    none). An operand without an ``index`` is computed inside the operation.
     """
 
     name: str
-    index: int
-    keyword: str
-    weight_axis: int | None = None
+    index: int | None
+    keyword: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,42 +38,101 @@ class Operation:
     """A quantizable operation and all the ways Python code spells it.
 
     ``functions`` are dotted names of callables, ``methods`` names of ``Tensor`` methods, ``operators`` names of
-    classes in ``ast`` (``MatMult`` for ``@``).
+    classes in ``ast`` (``MatMult`` for ``@``). ``geometry`` says how large the product of a call is (None: it is no
+    product). With ``equation`` its first argument says what it computes, and must stand in the text.
     """
 
     name: str
     kind: Kind
     operands: tuple[Operand, ...]
+    geometry: geometry.GeometryOf | None = None
     functions: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
+    equation: bool = False
 
 
-def _product(name: str, first: str, second: str, **spelling: tuple[str, ...]) -> Operation:
-    """A matrix product of two operands; a parameter on the right has its output channels last."""
+def _product(
+    name: str,
+    first: str,
+    second: str,
+    start: int = 0,
+    *,
+    functions: tuple[str, ...],
+    methods: tuple[str, ...],
+    operators: tuple[str, ...] = (),
+) -> Operation:
+    """A matrix product of two operands; what stands before ``start`` is added to it and stays float."""
     operands = (
-        Operand(name="lhs", index=0, keyword=first, weight_axis=-2),
-        Operand(name="rhs", index=1, keyword=second, weight_axis=-1),
+        Operand(name="lhs", index=start, keyword=first),
+        Operand(name="rhs", index=start + 1, keyword=second),
     )
-    return Operation(name=name, kind="matmul", operands=operands, **spelling)
+    return Operation(
+        name=name,
+        kind="matmul",
+        operands=operands,
+        geometry=geometry.product,
+        functions=functions,
+        methods=methods,
+        operators=operators,
+    )
 
 
-def _weighted(name: str, kind: Kind, *functions: str) -> Operation:
-    """``f(input, weight, ...)`` with the output channels on the weight's first axis."""
+def _added(name: str, first: str, second: str) -> Operation:
+    """``f(input, first, second)``: a matrix product with something added, as a function and as a method."""
+    return _product(name, first, second, 1, functions=(f"torch.{name}",), methods=(name,))
+
+
+def _weighted(name: str, kind: Kind, size: geometry.GeometryOf, *functions: str) -> Operation:
+    """``f(input, weight, ...)``."""
     operands = (
         Operand(name="input", index=0, keyword="input"),
-        Operand(name="weight", index=1, keyword="weight", weight_axis=0),
+        Operand(name="weight", index=1, keyword="weight"),
     )
-    return Operation(name=name, kind=kind, operands=operands, functions=functions)
+    return Operation(name=name, kind=kind, operands=operands, geometry=size, functions=functions)
+
+
+def _convolution(name: str, size: geometry.GeometryOf) -> Operation:
+    return _weighted(name, "conv", size, f"torch.nn.functional.{name}", f"torch.{name}")
 
 
 CATALOGUE: tuple[Operation, ...] = (
-    _weighted("linear", "linear", "torch.nn.functional.linear"),
-    _weighted("conv1d", "conv", "torch.nn.functional.conv1d", "torch.conv1d"),
-    _weighted("conv2d", "conv", "torch.nn.functional.conv2d", "torch.conv2d"),
-    _weighted("conv3d", "conv", "torch.nn.functional.conv3d", "torch.conv3d"),
+    _weighted("linear", "linear", geometry.weighted, "torch.nn.functional.linear"),
+    *(_convolution(f"conv{axes}d", geometry.weighted) for axes in (1, 2, 3)),
+    *(_convolution(f"conv_transpose{axes}d", geometry.transposed) for axes in (1, 2, 3)),
     _product("matmul", "input", "other", functions=("torch.matmul",), methods=("matmul",), operators=("MatMult",)),
+    _product("mm", "input", "mat2", functions=("torch.mm",), methods=("mm",)),
     _product("bmm", "input", "mat2", functions=("torch.bmm",), methods=("bmm",)),
+    _added("addmm", "mat1", "mat2"),
+    _added("baddbmm", "batch1", "batch2"),
+    _added("addbmm", "batch1", "batch2"),
+    Operation(
+        name="einsum",
+        kind="matmul",
+        operands=(Operand(name="lhs", index=1), Operand(name="rhs", index=2)),
+        geometry=geometry.einsum,
+        functions=("torch.einsum",),
+        equation=True,
+    ),
+    Operation(
+        name="scaled_dot_product_attention",
+        kind="matmul",
+        operands=(
+            Operand(name="query", index=0, keyword="query"),
+            Operand(name="key", index=1, keyword="key"),
+            Operand(name="probabilities", index=None),
+            Operand(name="value", index=2, keyword="value"),
+        ),
+        geometry=geometry.attention,
+        functions=("torch.nn.functional.scaled_dot_product_attention",),
+    ),
+    Operation(
+        name="embedding",
+        kind="embedding",
+        operands=(Operand(name="weight", index=1, keyword="weight"),),
+        geometry=geometry.lookup,
+        functions=("torch.nn.functional.embedding",),
+    ),
     Operation(
         name="add",
         kind="residual_add",
@@ -81,6 +141,11 @@ CATALOGUE: tuple[Operation, ...] = (
         operators=("Add",),
     ),
 )
+
+
+def kind_of(entry: Operation, *, weighted: bool) -> Kind:
+    """The kind of a site, once its operands were seen: a matrix product by a weight is a linear."""
+    return "linear" if weighted and entry.kind == "matmul" else entry.kind
 
 
 def operation(name: str) -> Operation:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 from typing import Literal
 
+from quantizer.source import einsum
 from quantizer.source.catalogue import CATALOGUE
 from quantizer.source.catalogue import Operation
 from quantizer.source.catalogue import operation_of
@@ -16,12 +17,10 @@ from quantizer.source.found import Form
 from quantizer.source.found import FunctionSource
 from quantizer.source.found import HelperCall
 from quantizer.source.found import SiteSource
-from quantizer.source.lend import HOST
 from quantizer.source.lend import LEND
 from quantizer.source.lend import VISIBLE
+from quantizer.source.lend import function_source
 from quantizer.source.lend import hands_on
-from quantizer.source.lend import host_and_reason
-from quantizer.source.lend import host_parameter
 from quantizer.source.names import bound_names
 from quantizer.source.names import dotted
 from quantizer.source.names import is_own
@@ -59,7 +58,7 @@ def find_functions(
                 # What a function makes is part of it, except for the methods of a class.
                 if inside != "function":
                     owner = prefix.rstrip(".").rpartition(".")[2] if inside == "class" else None
-                    source = _source(node, prefix + node.name, owner, index)
+                    source = function_source(node, prefix + node.name, owner, index)
                     outer = owner or str(namespace.get("__name__", "")).rpartition(".")[2]
                     name = f"{outer}.{node.name}" if qualified else node.name
                     _Finder(source, node, index, namespace, file, owner, name).run()
@@ -75,21 +74,6 @@ def find_functions(
 
     walk(tree.body, "", "module")
     return found
-
-
-def _source(node: _FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
-    first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    host, why = host_and_reason(node, owner is not None)
-    borrows = host == HOST
-    parameter = host_parameter(node, index) if borrows else None
-    return FunctionSource(
-        key=(qualname, first_line),
-        host=host,
-        borrows=borrows,
-        why_no_host=why,
-        parameter=parameter,
-        is_method=owner is not None and not borrows,
-    )
 
 
 class _Finder(ast.NodeVisitor):
@@ -271,6 +255,8 @@ class _Finder(ast.NodeVisitor):
         reason = None
         if any(keyword.arg == "out" for keyword in node.keywords):
             reason = "out= writes into a tensor of the caller"
+        elif entry.equation:
+            reason = einsum.problem(node)
         opening = find_symbol(self.index.data, b"(", self.index.end(node.func), self.index.end(node))
         if opening is None or not (node.args or node.keywords):
             return
@@ -331,7 +317,10 @@ class _Finder(ast.NodeVisitor):
         return f"{self.name}.{entry.name}_{ordinal}"
 
     def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
-        return SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno)
+        equation = einsum.equation_of(node) if entry.equation else ""
+        return SiteSource(
+            name=name, operation=entry.name, form=form, file=self.file, line=node.lineno, equation=equation
+        )
 
     def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
         reason = reason or self.blocked or self.source.why_no_host

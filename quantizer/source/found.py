@@ -19,7 +19,8 @@ class SiteSource:
     """One quantizable call in the text of a function.
 
     ``name`` is ``FUNCTION.OPERATION_N``, counted in the order of the text, so that saved ranges survive an update of
-    the library that moves lines. ``reason`` says why the text cannot be rewritten here (None: it can).
+    the library that moves lines. ``reason`` says why the text cannot be rewritten here (None: it can); ``equation``
+    is that of an einsum.
     """
 
     name: str
@@ -29,6 +30,7 @@ class SiteSource:
     line: int
     reason: str | None = None
     edits: tuple[Edit, ...] = ()
+    equation: str = ""
 
     @property
     def attribute(self) -> str:

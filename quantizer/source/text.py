@@ -71,7 +71,10 @@ class SourceFile:
 
     def holds(self, function: types.FunctionType) -> bool:
         """Whether the text still is that from which a function was loaded."""
-        code = function.__code__
+        return self.holds_code(function.__code__)
+
+    def holds_code(self, code: types.CodeType) -> bool:
+        """Whether the text still is that from which ``code`` was compiled."""
         return self._loaded.get((code.co_qualname, code.co_firstlineno)) == code
 
     def rewritten_text(self, only: Collection[Key] | None = None) -> str:

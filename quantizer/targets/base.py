@@ -8,7 +8,7 @@ from typing import Literal
 __all__ = ["FloatDtype", "SiteKind", "TargetProfile"]
 
 FloatDtype = Literal["float16", "bfloat16", "float32"]
-SiteKind = Literal["linear", "conv", "matmul", "residual_add"]
+SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
 
 
 @dataclass(frozen=True, kw_only=True)

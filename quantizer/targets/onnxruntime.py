@@ -14,6 +14,6 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         # Its fused integer kernels take U8 activations; with S8 half of the products stay behind a DequantizeLinear.
         unsigned_activations="all",
         # Quantized attention matmuls and adds gained nothing there.
-        site_kinds=frozenset({"linear", "conv"}),
+        site_kinds=frozenset({"linear", "conv", "embedding"}),
     )
 )

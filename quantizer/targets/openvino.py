@@ -11,7 +11,7 @@ OPENVINO = profiles.add("openvino")(
     TargetProfile(
         name="openvino",
         float_dtype="float32",
-        site_kinds=frozenset({"linear", "conv", "matmul", "residual_add"}),
+        site_kinds=frozenset({"linear", "conv", "matmul", "residual_add", "embedding"}),
         # Its linear kernel is a tenth faster with U8 inputs; its fused attention takes S8 alone.
         unsigned_activations="weighted",
     )

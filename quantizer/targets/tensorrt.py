@@ -11,7 +11,7 @@ TENSORRT = profiles.add("tensorrt")(
     TargetProfile(
         name="tensorrt",
         float_dtype="float16",
-        site_kinds=frozenset({"linear", "conv", "matmul", "residual_add"}),
+        site_kinds=frozenset({"linear", "conv", "matmul", "residual_add", "embedding"}),
         # Matrix-vector products and narrow ones run slower in INT8: the tensor cores' tiles stay half empty.
         min_gemm_dim=16,
     )

@@ -119,6 +119,14 @@ def test_bad_values(write: Write, extra: str, problem: str) -> None:
         load_run(write(GOOD + extra))
 
 
+@pytest.mark.parametrize("setting", ["backend: tensorrt", "backend: tensorrt-rtx", "fallback_dtype: bfloat16"])
+def test_an_opset_without_half_scales(write: Write, setting: str) -> None:
+    text = GOOD.replace("backend: openvino", setting) + "export: {opset: 18}\n"
+    with pytest.raises(ConfigError, match=r"good.yaml:10: export.opset: got 18; expected 19 or later, the first with"):
+        load_run(write(text))
+    assert load_run(write(GOOD + "export: {opset: 18}\n")).export.opset == 18
+
+
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
@@ -134,7 +142,7 @@ def test_bad_values(write: Write, extra: str, problem: str) -> None:
         ("activations: {percentile: .nan}", "got the number nan; expected a number, above 0"),
         ("activations: {percentile: true}", "got true; expected a number, above 0"),
         ("activations: {percentile: 1e1}", "write 10.0, without quotes"),
-        ("activations: {calibrator: entropie}", "got the text 'entropie'; expected 'percentile' or 'max'$"),
+        ("activations: {calibrator: entropie}", "got the text 'entropie'; expected 'percentile', 'max' or 'mse'$"),
         ("weights: {granularity: per_chanel}", "did you mean 'per_channel'"),
         ("exclude: {names: classifier}", r"quantizer.exclude.names: got the text 'classifier'; .*write \[classifier\]"),
         ("exclude: {names: [a, 3]}", r"quantizer.exclude.names\[1\]: got the whole number 3; expected text"),

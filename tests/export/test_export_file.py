@@ -24,6 +24,7 @@ from quantizer.engines import load_engine
 from quantizer.errors import ExportError
 from quantizer.errors import ProxyError
 from quantizer.export import export_onnx
+from quantizer.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
 pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
@@ -141,8 +142,23 @@ def test_weights_are_stored_as_integers_with_a_dequantize_alone(any_export: Expo
         assert len(node.input) == 2
     for node in any_export.of("QuantizeLinear"):
         assert node.input[0] not in any_export.constants
-        assert any_export.constants[node.input[2]].dtype == np.int8
-        assert not any_export.constants[node.input[2]].any()
+        zero = any_export.constants[node.input[2]]
+        assert (zero.dtype, int(zero)) in ((np.int8, 0), (np.uint8, 128))
+
+
+def test_activations_are_unsigned_where_the_target_says_so(any_export: Exported) -> None:
+    weights = {n.output[0] for n in any_export.of("DequantizeLinear") if n.input[0] in any_export.constants}
+    where = profile(any_export.quantizer.config.backend).unsigned_activations
+    seen = set()
+    for product in any_export.of(*PRODUCTS):
+        weighted = any(name in weights for name in product.input)
+        for name in product.input:
+            maker = any_export.makers.get(name)
+            if maker is not None and maker.op_type == "DequantizeLinear" and name not in weights:
+                zero = any_export.constants[any_export.makers[maker.input[0]].input[2]]
+                assert (zero.dtype == np.uint8) == (where == "all" or (where == "weighted" and weighted))
+                seen.add(weighted)
+    assert True in seen
 
 
 def test_channels_are_on_the_axis_of_the_product(any_export: Exported) -> None:

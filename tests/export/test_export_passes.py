@@ -15,6 +15,7 @@ from quantizer.export.passes.base import scalar
 from quantizer.export.passes.clamp_masks import MASK
 from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.name_nodes import NameNodes
+from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.weights_as_read import WeightsAsRead
 
 ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
@@ -226,6 +227,52 @@ def test_a_graph_without_nodes() -> None:
     assert operators(model) == []
 
 
+# -- weights that were not stored yet --------------------------------------------------------------------------------
+
+
+def float_weight_behind_qdq(*, per_channel: bool = True, reads_float_too: bool = False) -> Any:
+    """A float weight [3, 4] through Q/DQ, the way a proxy that trains exports it."""
+    dtype = ir.TensorType(ir.DataType.FLOAT)
+    x = ir.Value(name="x", shape=ir.Shape([2, 4]), type=dtype)
+    weight = constant("w", (WEIGHT * np.float32(0.3)).astype(np.float32))
+    step = constant("s", SCALE if per_channel else np.array(0.5, np.float32))
+    zero = constant("z", np.array(0, np.int8))
+    axis = [ir.AttrInt64("axis", 0)] if per_channel else []
+    quantize = ir.Node("", "QuantizeLinear", [weight, step, zero], axis, name="q")
+    dequantize = ir.Node("", "DequantizeLinear", [quantize.outputs[0], step], axis, name="dq")
+    transpose = ir.Node("", "Transpose", [dequantize.outputs[0]], [ir.AttrInt64s("perm", (1, 0))], name="t")
+    product = ir.Node("", "MatMul", [x, transpose.outputs[0]], name="m")
+    nodes = [quantize, dequantize, transpose, product]
+    if reads_float_too:
+        nodes.append(ir.Node("", "Identity", [weight], name="float"))
+    return model_of([x], [product.outputs[0]], nodes, [weight, step, zero])
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_a_float_weight_behind_a_q_is_stored(per_channel: bool) -> None:
+    model = float_weight_behind_qdq(per_channel=per_channel)
+    assert StoreWeights().run(model) == 1
+    assert operators(model) == ["DequantizeLinear", "Transpose", "MatMul"]
+    stored = next(iter(model.graph)).inputs[0].const_value.numpy()
+    scale = SCALE[:, None] if per_channel else np.float32(0.5)
+    weight = (WEIGHT * np.float32(0.3)).astype(np.float32)
+    assert stored.dtype == np.int8
+    assert np.array_equal(stored, np.clip(np.rint(weight / scale), -128, 127))
+    assert "w" not in model.graph.initializers
+    assert StoreWeights().run(model) == 0
+
+
+def test_a_weight_that_is_also_read_as_it_is_stays() -> None:
+    model = float_weight_behind_qdq(reads_float_too=True)
+    assert StoreWeights().run(model) == 1
+    assert "w" in model.graph.initializers
+
+
+def test_activations_are_not_stored() -> None:
+    model = quantized_products()
+    assert StoreWeights().run(model) == 0
+
+
 # -- activations stored unsigned -----------------------------------------------------------------------------------
 
 
@@ -327,6 +374,7 @@ def test_a_broken_promise_names_the_pass_and_stops_the_next() -> None:
 @pytest.mark.parametrize("entry", [*PASSES, UnsignedActivations("all")], ids=lambda entry: type(entry).__name__)
 def test_the_promise_of_each_pass_is_checked(entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     models = {
+        "StoreWeights": float_weight_behind_qdq(),
         "WeightsAsRead": linear(),
         "ClampMasks": masked({"m": np.array(-65504, np.float16)}),
         "NameNodes": scoped("['', 'a', 'relu']", "['', 'a', 'relu']"),

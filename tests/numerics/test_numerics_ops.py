@@ -295,3 +295,21 @@ def test_an_unknown_format() -> None:
         qtype("int7")
     with pytest.raises(ValueError, match="unknown dtype 'int7'; known: int8"):
         ops.quantize(torch.zeros(2), torch.tensor(1.0), "int7")
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_the_gradient_is_that_of_torchs_fake_quantize(axis: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(6, 5, generator=generator) * 3).requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    scale = torch.tensor(0.02) if axis is None else torch.linspace(0.01, 0.03, x.shape[axis])
+    weight = torch.randn(6, 5, generator=generator)
+    (ops.fake_quantize(x, scale, "int8", axis) * weight).sum().backward()
+    if axis is None:
+        reference = torch.fake_quantize_per_tensor_affine(twin, scale, torch.tensor(0, dtype=torch.int32), -128, 127)
+    else:
+        zeros = torch.zeros(len(scale), dtype=torch.int32)
+        reference = torch.fake_quantize_per_channel_affine(twin, scale, zeros, axis, -128, 127)
+    (reference * weight).sum().backward()
+    assert torch.equal(x.grad, twin.grad)
+    assert 0 < int((x.grad == 0).sum()) < x.numel()

@@ -108,7 +108,7 @@ def test_the_matrix_is_covered(architecture: str) -> None:
     q = Quantizer(backend="openvino", sites={"residual_add": False})
     with torch.no_grad():
         q.calib(model)(**batch(architecture, padded=True))
-    rows = [row for row in q.coverage if not row.quiet and row.kind != "residual_add"]
+    rows = [row for row in q.coverage if row.kind not in ("residual_add", "embedding")]
     ran = [row for row in rows if row.reason != "never ran in calibration"]
     assert all(row.quantized for row in ran), [row for row in ran if not row.quantized]
     assert sum(row.kind == "matmul" for row in ran) == 2 * 2

@@ -17,6 +17,7 @@ from quantizer.report import Stage
 from quantizer.report import latency_entries
 from quantizer.report import memory_entries
 from quantizer.report import size_entries
+from quantizer.report.record import EscapedProduct
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/bert/modeling_bert.py"
 SITES = (
@@ -58,6 +59,17 @@ def sample_record() -> RunRecord:
         size=size_entries({"float": 90_868_376, "engine": 23_051_264}),
         memory=memory_entries({"float": 412.5, "engine": 231.0}),
         coverage=sites,
+        covered_share=0.9838,
+        escaped=(
+            EscapedProduct(
+                path="pooler.lstm",
+                operation="mkldnn_rnn_layer",
+                multiply_adds=6_144_000,
+                share=0.0162,
+                reason="compiled recurrence",
+                detail="LSTM",
+            ),
+        ),
         sensitivity=ranking,
         fallback=Fallback(groups=(ranking[0].group,), reason="num=1"),
         engine=EngineFile(

@@ -129,6 +129,7 @@ def test_sections_that_were_not_measured_say_so() -> None:
 
 def test_the_page_shows_the_figures() -> None:
     text = html_from_record(sample_record())
+    assert "compiled recurrence" in text
     for figure in ("3.71×", "3.94×", "1.79×", "−0.0013", "[−0.0034, +0.0008]", "51 of 60", "98.4% of multiply-adds"):  # noqa: RUF001
         assert figure in text
     assert "All 60 sites" in text

@@ -14,9 +14,11 @@ from typing import Literal
 
 import numpy as np
 
+from quantizer.numerics.qtype import INT8
+
 __all__ = ["UnsignedActivations"]
 
-_ZERO = 128
+_ZERO = -INT8.qmin
 _NAME = "quantizer_unsigned_zero_point"
 
 

@@ -1,0 +1,148 @@
+"""Who called an operation of torch: the evidence for why a product is not a site.
+
+The compiled code of a running function says which characters of its text are being executed, so what a call is spelled
+as can be read back, in files that were rewritten as in those that were not.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from quantizer.proxy.classes import REWRITER
+from quantizer.source.catalogue import CATALOGUE
+from quantizer.source.catalogue import Operation
+from quantizer.source.catalogue import operation_of
+
+__all__ = ["Caller", "callers", "innermost_frame"]
+
+# Between a function's text and the dispatch mode, these only hand a call on.
+_HANDS_ON = ("torch._dynamo", "torch._ops", "torch._compile", "torch.utils", "torch.overrides", "quantizer.proxy")
+_RUNS_A_MODULE = ("_call_impl", "torch.nn.modules.module")
+
+_METHODS = {method: entry for entry in CATALOGUE for method in entry.methods}
+_OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operators}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """A function that is running, and the call that it is making.
+
+    Attributes:
+        file: its file as the author knows it.
+        line: the line of the call.
+        function: its name.
+        called: the text of what it calls: ``torch.ops.aten.mm``, ``@``; empty where there is no text.
+        operation: the catalogue's entry for that, if it is one.
+        renamed: whether it is called by a local name, which the finder cannot resolve.
+        readable: whether its text is there and is the one that runs.
+        rewritten: whether it is a rewritten function.
+    """
+
+    file: str
+    line: int
+    function: str
+    called: str
+    operation: Operation | None
+    renamed: bool
+    readable: bool
+    rewritten: bool
+
+    def __str__(self) -> str:
+        call = f": {self.called}" if self.called else ""
+        return f"{PurePath(self.file).name}:{self.line}, {self.function}{call}"
+
+
+def innermost_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """The first frame, outwards, whose text makes a call: a wrapper that hands one on is alike for all calls."""
+    while frame is not None and _module(frame).startswith(_HANDS_ON):
+        frame = frame.f_back
+    return frame
+
+
+def callers(frame: types.FrameType | None) -> Iterator[Caller]:
+    """The functions that are running, innermost first, as far as the module whose forward pass it is."""
+    files = {file.rewritten_name: file for file in REWRITER.files()}
+    originals = {file.path: file for file in files.values()}
+    while (frame := innermost_frame(frame)) is not None:
+        code = frame.f_code
+        if (code.co_name, _module(frame)) == _RUNS_A_MODULE:
+            return
+        rewritten = code.co_filename in files
+        known = originals.get(code.co_filename)
+        called, entry, renamed = _called(frame)
+        yield Caller(
+            file=files[code.co_filename].path if rewritten else code.co_filename,
+            line=frame.f_lineno,
+            function=code.co_name,
+            called=called,
+            operation=entry,
+            renamed=renamed,
+            readable=bool(linecache.getlines(code.co_filename, frame.f_globals))
+            and (known is None or known.holds_code(code)),
+            rewritten=rewritten,
+        )
+        frame = frame.f_back
+
+
+def _module(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _called(frame: types.FrameType) -> tuple[str, Operation | None, bool]:
+    """What a function is calling: its text, its entry in the catalogue, and whether a local name leads there."""
+    node = _running(frame)
+    if isinstance(node, ast.Call):
+        entry = operation_of(_resolve(node.func, frame))
+        renamed = entry is not None and _root(node.func) in frame.f_locals
+        if entry is None and isinstance(node.func, ast.Attribute):
+            base = _resolve(node.func.value, frame)
+            entry = None if isinstance(base, types.ModuleType) else _METHODS.get(node.func.attr)
+        return ast.unparse(node.func), entry, renamed
+    if isinstance(node, ast.BinOp | ast.AugAssign):
+        name = type(node.op).__name__
+        return {"MatMult": "@", "Add": "+"}.get(name, name), _OPERATORS.get(name), False
+    return "", None, False
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _running(frame: types.FrameType) -> ast.AST | None:
+    """The expression or statement that a function is executing; None where there is no text, or another one."""
+    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    first, last, start, end = positions
+    if first is None or last is None or start is None or end is None:
+        return None
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)[first - 1 : last]
+    if len(lines) != last - first + 1:
+        return None
+    raw = [line.encode() for line in lines]
+    raw[-1] = raw[-1][:end]
+    raw[0] = raw[0][start:]
+    text = b"".join(raw).decode(errors="replace")
+    for attempt in (f"({text}\n)", text):
+        try:
+            found = ast.parse(attempt).body[0]
+        except SyntaxError:
+            continue
+        return found.value if isinstance(found, ast.Expr) else found
+    return None
+
+
+def _resolve(node: ast.expr, frame: types.FrameType) -> Any:
+    """The object that a dotted name stands for where a function runs; None where it is not that simple."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        base = _resolve(node.value, frame)
+        return base.__dict__.get(node.attr) if isinstance(base, types.ModuleType) else None
+    return None

@@ -1,0 +1,147 @@
+"""Products as torch computes them: which operations below Python multiply matrices, and how much work each is.
+
+This knows nothing of sites or of the source: it is the yardstick that both are held to. A multiply-add is one
+multiplication and the addition of its result; what is masked, or skipped as causal, counts too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["FUSED_KERNELS", "PRODUCTS", "RECURRENT_KERNELS", "Product", "is_composite", "product_name"]
+
+Arguments = Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One operation: the places of its operands among the arguments, and its multiply-adds."""
+
+    operands: tuple[int, ...]
+    count: Callable[[Arguments, Any], int]
+
+    def tensors(self, args: Arguments) -> list[Tensor]:
+        """The operands; a list of weights counts as so many operands."""
+        found: list[Tensor] = []
+        for place in self.operands:
+            value = args[place] if place < len(args) else None
+            values = value if isinstance(value, list | tuple) else [value]
+            found += [item for item in values if isinstance(item, Tensor)]
+        return found
+
+
+def _matrices(first: int) -> Product:
+    """[.., M, K] by [.., K, N], the operands at ``first`` and behind it."""
+    return Product((first, first + 1), lambda args, _: args[first].numel() * args[first + 1].shape[-1])
+
+
+def _vector(first: int) -> Product:
+    """[.., K] by [K]."""
+    return Product((first, first + 1), lambda args, _: args[first].numel())
+
+
+def _convolution(args: Arguments, result: Any) -> int:
+    source, weight, transposed = args[0], args[1], len(args) > 6 and bool(args[6])
+    # Forwards each element of the result gathers one filter; transposed each element of the input scatters one.
+    elements: int = source.numel() if transposed else result.numel()
+    return elements * int(weight[0].numel())
+
+
+def _attention(args: Arguments, result: Any) -> int:
+    query, key, value = args[:3]
+    return int(query.numel() * key.shape[-2] + math.prod(query.shape[:-1]) * key.shape[-2] * value.shape[-1])
+
+
+def _tokens(source: Tensor) -> tuple[int, int]:
+    """Tokens, and the sum over sequences of the squared length, of [B, S, E] that may be ragged."""
+    if source.is_nested:
+        lengths = [int(row.shape[0]) for row in source.unbind()]
+        return sum(lengths), sum(length * length for length in lengths)
+    return source.shape[0] * source.shape[1], source.shape[0] * source.shape[1] ** 2
+
+
+def _self_attention(weights: Sequence[int]) -> Callable[[Arguments, Any], int]:
+    """A whole attention, or encoder layer, on [B, S, E] in one kernel: its ``weights``, and both products inside."""
+
+    def count(args: Arguments, result: Any) -> int:
+        tokens, pairs = _tokens(args[0])
+        return int(tokens * sum(args[place].numel() for place in weights) + 2 * pairs * args[0].size(-1))
+
+    return count
+
+
+def _recurrent(weights: Sequence[int]) -> Callable[[Arguments, Any], int]:
+    """One layer on [T, B, I] or a whole stack of them: each step multiplies every weight matrix once."""
+
+    def count(args: Arguments, result: Any) -> int:
+        source = args[0]
+        steps = math.prod(source.shape[:-1])
+        values = [args[place] for place in weights]
+        flat = [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
+        return int(steps * sum(weight.numel() for weight in flat if isinstance(weight, Tensor) and weight.dim() == 2))
+
+    return count
+
+
+RECURRENT_KERNELS = {
+    "aten::mkldnn_rnn_layer": Product((0, 1, 2), _recurrent((1, 2))),
+    "aten::_cudnn_rnn": Product((0, 1), _recurrent((1,))),
+    "aten::miopen_rnn": Product((0, 1), _recurrent((1,))),
+}
+"""Recurrences that one kernel runs, by qualified name."""
+
+FUSED_KERNELS = {
+    "aten::_transformer_encoder_layer_fwd": Product((0, 3, 5, 14, 16), _self_attention((3, 5, 14, 16))),
+    "aten::_native_multi_head_attention": Product((0, 5, 7), _self_attention((5, 7))),
+}
+"""Fast paths of torch that compute several products at once, by qualified name."""
+
+PRODUCTS: dict[str, Product] = {
+    **{f"aten::{name}": _matrices(0) for name in ("mm", "bmm", "_int_mm", "_grouped_mm", "_scaled_mm")},
+    "aten::_scaled_grouped_mm": _matrices(0),
+    **{f"aten::{name}": _matrices(1) for name in ("addmm", "addmm_", "_addmm_activation", "baddbmm", "baddbmm_")},
+    **{f"aten::{name}": _matrices(1) for name in ("addbmm", "addbmm_", "_sparse_addmm", "sspaddmm")},
+    **{f"aten::{name}": _vector(0) for name in ("mv", "dot", "vdot")},
+    **{f"aten::{name}": _vector(1) for name in ("addmv", "addmv_")},
+    "aten::_trilinear": Product((0, 1, 2), lambda args, _: args[0].shape[0] * args[1].numel()),
+    "aten::conv_tbc": Product((0, 1), lambda args, result: result.numel() * args[1].shape[0] * args[1].shape[1]),
+    **{
+        f"aten::{name}": Product((0, 1), _convolution)
+        for name in ("convolution", "_convolution", "convolution_overrideable")
+    },
+    **{
+        f"aten::_scaled_dot_product_{name}": Product((0, 1, 2), lambda args, result: _attention(args, result))
+        for name in (
+            "flash_attention",
+            "flash_attention_for_cpu",
+            "efficient_attention",
+            "cudnn_attention",
+            "fused_attention_overrideable",
+        )
+    },
+    **RECURRENT_KERNELS,
+    **FUSED_KERNELS,
+}
+"""Every operation of torch that multiplies matrices, as a dispatch mode sees it, by qualified name."""
+
+
+@cache
+def product_name(func: Any) -> str | None:
+    """The name in ``PRODUCTS`` of what a dispatch mode sees; None where it is no product."""
+    # An overload's name stands behind a dot.
+    name: str = func.name().partition(".")[0]
+    return name if name in PRODUCTS else None
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether torch defines an operation by others, such as ``linear`` by ``addmm``; then those are counted."""
+    return isinstance(func, torch._ops.OpOverload) and func._can_decompose()

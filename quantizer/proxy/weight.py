@@ -1,0 +1,91 @@
+"""Parameters as operands, also through a view: ``weight.t()`` is a weight, with its axes in another order.
+
+A view is kept as data, so that a saved plan can take it again from a parameter: a reshape, then a permutation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import nn
+
+__all__ = ["Weight", "WeightView", "Weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightView:
+    """All of a parameter in another shape: ``parameter.reshape(shape).permute(order)``."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The operand, contiguous."""
+        return parameter.detach().reshape(self.shape).permute(self.order).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """An operand that is a parameter: its path (None: no module registered it) and how it is seen (None: as it is)."""
+
+    parameter: nn.Parameter
+    path: str | None
+    view: WeightView | None = None
+
+    def tensor(self) -> Tensor:
+        """The weight as the operand shows it."""
+        return self.parameter.detach() if self.view is None else self.view.of(self.parameter)
+
+
+class Weights:
+    """Tells which operands are parameters of a model.
+
+    A view is known by the memory that it shares with a parameter, which holds in every gradient mode and for
+    ``.detach()`` and ``.data`` too.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
+        self._paths: dict[int, str] = {}
+        self._owners: dict[int, list[nn.Parameter]] = {}
+        for path, parameter in parameters:
+            self._paths[id(parameter)] = path
+            self._owners.setdefault(_storage(parameter), []).append(parameter)
+
+    def find(self, value: object) -> Weight | None:
+        """The weight that an operand is; None where it is no parameter and no view of a whole one."""
+        if isinstance(value, nn.Parameter):
+            return Weight(value, self._paths.get(id(value)))
+        if not isinstance(value, Tensor) or value.is_sparse:
+            return None
+        for parameter in self._owners.get(_storage(value), ()):
+            view = _view(parameter, value)
+            if view is not None:
+                return Weight(parameter, self._paths[id(parameter)], view)
+        return None
+
+
+def _storage(value: Tensor) -> int:
+    # The id of the memory itself: an address alone may be that of an empty tensor.
+    return 0 if value.layout != torch.strided else value.untyped_storage()._cdata
+
+
+def _view(parameter: nn.Parameter, value: Tensor) -> WeightView | None:
+    """How ``value`` shows all of ``parameter``; None where it does not, or not element by element."""
+    same = value.dtype == parameter.dtype and value.storage_offset() == parameter.storage_offset()
+    if not same or value.numel() != parameter.numel() or not parameter.is_contiguous():
+        return None
+    # From the slowest axis in memory to the fastest; an axis of length 1 may stand anywhere.
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda axis: (-strides[axis], value.shape[axis] != 1))
+    shape = tuple(value.shape[axis] for axis in order)
+    dense = all(
+        size == 1 or strides[axis] == math.prod(shape[place + 1 :])
+        for place, (axis, size) in enumerate(zip(order, shape, strict=True))
+    )
+    if not dense:
+        return None
+    return WeightView(shape, tuple(order.index(axis) for axis in range(value.dim())))

@@ -1,0 +1,74 @@
+"""What the stages take as plain arguments, from a ``QuantizerConfig``: the config itself does not enter them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantizer.calibrators import Calibrator
+from quantizer.calibrators import make_calibrator
+from quantizer.config import QuantizerConfig
+from quantizer.numerics.qtype import qtype
+from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.observe import Observation
+from quantizer.proxy.plan import PlanSettings
+from quantizer.proxy.rules import Rules
+from quantizer.proxy.rules import refusals
+from quantizer.targets import profile
+
+__all__ = ["float_dtype", "observation_of", "plan_settings", "refused_sites"]
+
+
+def observation_of(
+    config: QuantizerConfig, proxy: nn.Module, refused: Mapping[str, str], skipped: Iterable[SkippedSource] = ()
+) -> Observation:
+    """What watches the sites of ``proxy``, still to be attached; ``skipped``: calls that are no sites, and why."""
+    # What a switch turns off need not be observed either.
+    off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
+    return Observation(sites_of(proxy), refused, partial(_calibrator, config), off, skipped)
+
+
+def _calibrator(config: QuantizerConfig, histogram: bool) -> Calibrator:
+    activations = config.activations
+    options: dict[str, Any] = {}
+    if activations.calibrator == "percentile":
+        options["percentile"] = activations.percentile
+    elif activations.calibrator == "mse":
+        options["dtype"] = config.dtype
+    return make_calibrator(activations.calibrator, histogram=histogram, **options)
+
+
+def refused_sites(config: QuantizerConfig, proxy: nn.Module) -> dict[str, str]:
+    """The sites and operands that rules leave out, each with the rule that decided.
+
+    Raises:
+        ConfigError: a rule matches nothing in the model.
+    """
+    include, exclude = (
+        Rules(module_types=rules.module_types, names=rules.names, sites=rules.sites)
+        for rules in (config.include, config.exclude)
+    )
+    return refusals(proxy, sites_of(proxy), include, exclude)
+
+
+def float_dtype(config: QuantizerConfig) -> torch.dtype:
+    """The type of what is not quantized, scales included."""
+    dtype: torch.dtype = getattr(torch, config.fallback_dtype or profile(config.backend).float_dtype)
+    return dtype
+
+
+def plan_settings(config: QuantizerConfig) -> PlanSettings:
+    """What a plan depends on besides the data."""
+    return PlanSettings(
+        dtype=qtype(config.dtype),
+        per_channel=config.weights.granularity == "per_channel",
+        switches=config.sites.model_dump(),
+        scale_dtype=float_dtype(config),
+        profile=profile(config.backend),
+    )

@@ -1,0 +1,98 @@
+"""Reading the equation of an ``einsum`` of two operands.
+
+Legend: every axis of an operand has a label; ``...`` stands for as many batch axes as the operand has besides. A label
+of both operands that the output lacks is contracted; one that the output has is a batch label; a label of one operand
+and of the output indexes that operand's own channels.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Labels", "equation_of", "labels", "problem", "volume"]
+
+_DOTS = "..."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Labels:
+    """The labels of each axis of the operands, and of the output; ``...`` is one label for each axis it covers."""
+
+    operands: tuple[tuple[str, ...], tuple[str, ...]]
+    output: frozenset[str]
+
+    def sizes(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """The length of every label; that of the longer operand where one has length 1 and is broadcast."""
+        found: dict[str, int] = {}
+        for names, shape in zip(self.operands, shapes, strict=True):
+            for name, size in zip(names, shape, strict=True):
+                found[name] = max(found.get(name, 1), size)
+        return found
+
+    def channels(self, operand: int) -> frozenset[str]:
+        """The labels that only this operand and the output have."""
+        return frozenset(self.operands[operand]) & self.output - frozenset(self.operands[1 - operand])
+
+    @property
+    def contracted(self) -> frozenset[str]:
+        """The labels that are summed over."""
+        return frozenset(self.operands[0] + self.operands[1]) - self.output
+
+    def channel_axis(self, operand: int, shape: Sequence[int]) -> int | None:
+        """The axis of an operand's largest channel label, the first of equals; None where it has none."""
+        own = self.channels(operand)
+        axes = [axis for axis, name in enumerate(self.operands[operand]) if name in own]
+        return max(axes, key=lambda axis: shape[axis], default=None)
+
+
+def equation_of(node: ast.AST) -> str:
+    """The equation that stands in the text of a call; empty where none does."""
+    first = node.args[0] if isinstance(node, ast.Call) and node.args else None
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+
+
+def problem(node: ast.Call) -> str | None:
+    """Why a call in the text is not the product of two operands whose channels can be told; None where it is."""
+    if any(isinstance(argument, ast.Starred) for argument in node.args):
+        return "an einsum with starred arguments"
+    equation = equation_of(node)
+    if not equation:
+        return "an einsum whose equation does not stand in the call"
+    inputs = equation.replace(" ", "").partition("->")[0].split(",")
+    if len(inputs) != 2:
+        return f"an einsum of {len(inputs)} operand{'s' if len(inputs) > 1 else ''}: a product has two"
+    if len(node.args) != 3:
+        return "an einsum whose operands stand in a list"
+    for names in inputs:
+        single = names.replace(_DOTS, "")
+        if len(set(single)) < len(single):
+            return "an einsum with a label twice in one operand"
+    return None
+
+
+def labels(equation: str, dimensions: Sequence[int]) -> Labels:
+    """The labels of an equation without ``problem``, for operands of so many dimensions."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    first, second = inputs.split(",")
+    names = (_expanded(first, dimensions[0]), _expanded(second, dimensions[1]))
+    dots = {name for name in names[0] + names[1] if name.startswith(_DOTS)}
+    if not arrow:
+        single = (first + second).replace(".", "")
+        return Labels(operands=names, output=frozenset(dots | {name for name in single if single.count(name) == 1}))
+    kept = frozenset(output.replace(_DOTS, ""))
+    return Labels(operands=names, output=kept | dots if _DOTS in output else kept)
+
+
+def _expanded(names: str, dimensions: int) -> tuple[str, ...]:
+    before, dots, after = names.partition(_DOTS)
+    count = dimensions - len(before) - len(after) if dots else 0
+    # Counted from the right, as broadcasting aligns axes.
+    return (*before, *(f"{_DOTS}{place}" for place in range(count, 0, -1)), *after)
+
+
+def volume(sizes: dict[str, int], names: frozenset[str] | set[str]) -> int:
+    """The product of the lengths of some labels."""
+    return math.prod(sizes[name] for name in names)

@@ -1,0 +1,114 @@
+"""What a product amounts to: its K and N, its multiply-adds, and the axis of a weight's output channels.
+
+Legend: a product of [M, K] and [K, N]; a convolution is one too, with its input patches as rows. Shapes are plain
+numbers: nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantizer.source.einsum import labels
+from quantizer.source.einsum import volume
+
+__all__ = ["Call", "Geometry", "GeometryOf", "attention", "einsum", "lookup", "product", "transposed", "weighted"]
+
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call: the shapes of its operands in the catalogue's order, and of its result.
+
+    ``weight`` is the place of the operand that is a weight (None: none is); ``equation`` that of an einsum.
+    """
+
+    operands: tuple[Shape, ...]
+    result: Shape
+    weight: int | None = None
+    equation: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """``depth`` K, ``width`` N, ``multiply_adds`` of the call, ``axis`` of the weight's channels (None: it has none).
+
+    N of a product with a weight are the weight's channels, whichever side it stands on.
+    """
+
+    depth: int
+    width: int
+    multiply_adds: int
+    axis: int | None = None
+
+
+GeometryOf = Callable[[Call], Geometry]
+
+
+def weighted(call: Call) -> Geometry:
+    """A linear or a convolution: the weight is [N, ...] and all its other axes are K."""
+    weight = call.operands[1]
+    depth = math.prod(weight[1:])
+    return Geometry(depth=depth, width=weight[0], multiply_adds=math.prod(call.result) * depth, axis=0)
+
+
+def transposed(call: Call) -> Geometry:
+    """A transposed convolution: the weight is [channels in, channels out / groups, ...].
+
+    With groups, axis 1 holds channels of all groups at once, so no axis is the channels' own: per tensor.
+    """
+    source, weight = call.operands
+    width = call.result[len(call.result) - len(weight) + 1]
+    per_input = math.prod(weight[1:])
+    depth = weight[0] * per_input // width
+    axis = 1 if weight[1] == width else None
+    return Geometry(depth=depth, width=width, multiply_adds=math.prod(source) * per_input, axis=axis)
+
+
+def product(call: Call) -> Geometry:
+    """A matrix product, batched or not; a vector has no channels. Batches may be summed (``addbmm``)."""
+    first, second = call.operands
+    rows, columns = (first[-2] if len(first) > 1 else 1), (second[-1] if len(second) > 1 else 1)
+    depth = first[-1]
+    batches = math.prod(_broadcast(first[:-2], second[:-2]))
+    axis, width = None, columns
+    if call.weight == 0:
+        axis, width = (len(first) - 2 if len(first) > 1 else None), rows
+    elif call.weight == 1:
+        axis = len(second) - 1 if len(second) > 1 else None
+    return Geometry(depth=depth, width=width, multiply_adds=batches * rows * depth * columns, axis=axis)
+
+
+def einsum(call: Call) -> Geometry:
+    """A product of two operands: K are the labels summed over, N the second operand's own (or the weight's)."""
+    found = labels(call.equation, [len(shape) for shape in call.operands])
+    sizes = found.sizes(call.operands)
+    of = 1 if call.weight is None else call.weight
+    return Geometry(
+        depth=volume(sizes, found.contracted),
+        width=volume(sizes, found.channels(of)),
+        multiply_adds=volume(sizes, set(sizes)),
+        axis=None if call.weight is None else found.channel_axis(call.weight, call.operands[call.weight]),
+    )
+
+
+def attention(call: Call) -> Geometry:
+    """Query [.., L, E] by key [.., S, E], then probabilities [.., L, S] by value [.., S, V]: the lesser K and N."""
+    query, key, _, value = call.operands
+    depth, width = min(query[-1], key[-2]), min(key[-2], value[-1])
+    multiply_adds = math.prod(call.result[:-1]) * key[-2] * (query[-1] + value[-1])
+    return Geometry(depth=depth, width=width, multiply_adds=multiply_adds)
+
+
+def lookup(call: Call) -> Geometry:
+    """An embedding computes nothing; each row of its table has a scale."""
+    return Geometry(depth=0, width=0, multiply_adds=0, axis=0)
+
+
+def _broadcast(first: Shape, second: Shape) -> list[int]:
+    longest = max(len(first), len(second))
+    padded = ([1] * (longest - len(shape)) + list(shape) for shape in (first, second))
+    return [max(pair) for pair in zip(*padded, strict=True)]

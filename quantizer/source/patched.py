@@ -1,0 +1,162 @@
+"""Patching imported modelling modules in place: what is built inside the block is handed to a listener.
+
+While a ``patched`` block is open, the constructors of the module classes that the named files define tell the thread
+that opened it of every outermost model they build. Nothing else changes: no class gets other methods, so models that
+exist already, and models that other threads build, run as they did; and a class that was imported by name is patched
+too, because the class itself is, and not the name. Leaving restores every class attribute exactly, also after an
+exception, when blocks are nested, and when one is entered twice.
+
+torch's own classes are never patched: the whole process shares them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+import types
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from quantizer.errors import SourceError
+
+__all__ = ["Source", "patched"]
+
+Source = str | types.ModuleType | type[nn.Module]
+"""A modelling module by name, as an object, or discovered from one of its classes."""
+
+_PRIVATE = ("torch", "quantizer")
+
+
+class _Building(threading.local):
+    """What one thread builds at the moment.
+
+    Attributes:
+        listeners: of the blocks that this thread has open; the innermost hears.
+        depth: how many patched constructors are running inside each other.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Any], None]] = []
+        self.depth = 0
+
+
+_BUILDING = _Building()
+_LOCK = threading.RLock()
+_PATCHED: dict[type, tuple[int, Any]] = {}
+"""By class: how many open blocks want it patched, and its own ``__init__`` from before (None: it had none)."""
+
+
+class patched:
+    """A context manager that hears of the models built inside it.
+
+    Args:
+        sources: modelling modules; none: every imported module, torch apart, that defines module classes.
+        built: called with each model when its constructor is done, in the thread that opened the block; of a model
+            that is made of others only the whole one is reported.
+
+    Raises:
+        SourceError: a source is no module, or is torch's own.
+    """
+
+    def __init__(self, *sources: Source, built: Callable[[Any], None]) -> None:
+        self._modules = [module for source in sources for module in _modules_of(source)]
+        self._discover = not sources
+        self._built = built
+        self._entered: list[list[type]] = []
+
+    def __enter__(self) -> patched:
+        modules = list(_imported()) if self._discover else self._modules
+        classes = list(dict.fromkeys(cls for module in modules for cls in _classes_of(module)))
+        with _LOCK:
+            for cls in classes:
+                _patch(cls)
+        self._entered.append(classes)
+        _BUILDING.listeners.append(self._built)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _BUILDING.listeners.remove(self._built)
+        with _LOCK:
+            for cls in self._entered.pop():
+                _restore(cls)
+
+
+def _patch(cls: Any) -> None:
+    count, own = _PATCHED.get(cls, (0, cls.__dict__.get("__init__")))
+    _PATCHED[cls] = (count + 1, own)
+    if count:
+        return
+
+    @functools.wraps(cls.__init__)
+    def __init__(self: Any, *args: Any, **keywords: Any) -> None:
+        # An inherited constructor is looked up again: a base class may have been patched or restored since.
+        construct = functools.partial(own, self) if own is not None else super(cls, self).__init__
+        if not _BUILDING.listeners:
+            construct(*args, **keywords)
+            return
+        _BUILDING.depth += 1
+        try:
+            construct(*args, **keywords)
+        finally:
+            _BUILDING.depth -= 1
+        if _BUILDING.depth == 0:
+            _BUILDING.listeners[-1](self)
+
+    cls.__init__ = __init__
+
+
+def _restore(cls: Any) -> None:
+    count, own = _PATCHED.pop(cls)
+    if count > 1:
+        _PATCHED[cls] = (count - 1, own)
+    elif own is None:
+        del cls.__init__
+    else:
+        cls.__init__ = own
+
+
+def _modules_of(source: Source) -> list[types.ModuleType]:
+    if isinstance(source, str):
+        try:
+            module = importlib.import_module(source)
+        except ImportError as error:
+            raise SourceError(f"{source!r} cannot be imported, so its classes cannot be patched: {error}") from error
+        return [_allowed(module)]
+    if isinstance(source, types.ModuleType):
+        return [_allowed(source)]
+    if isinstance(source, type) and issubclass(source, nn.Module):
+        owners = [sys.modules[base.__module__] for base in source.__mro__ if issubclass(base, nn.Module)]
+        found = [module for module in owners if not _is_private(module)]
+        return found or [_allowed(owners[0])]
+    raise SourceError(f"expected a module, its name, or a class derived from torch.nn.Module; got {source!r}")
+
+
+def _allowed(module: types.ModuleType) -> types.ModuleType:
+    if _is_private(module):
+        raise SourceError(
+            f"{module.__name__} is shared by the whole process and is never patched; "
+            "name the module whose models use it"
+        )
+    return module
+
+
+def _is_private(module: types.ModuleType) -> bool:
+    return module.__name__.partition(".")[0] in _PRIVATE
+
+
+def _imported() -> Iterator[types.ModuleType]:
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType) and not _is_private(module):
+            yield module
+
+
+def _classes_of(module: types.ModuleType) -> Iterator[type]:
+    """The module classes that a file defines itself."""
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__:
+            yield value

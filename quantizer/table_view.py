@@ -1,0 +1,77 @@
+"""A list of rows that shows itself as a table: in a terminal, and as HTML in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+from typing import Generic
+from typing import TypeVar
+
+from rich import box
+
+from quantizer.report.tables import Column
+from quantizer.report.tables import html_table
+from quantizer.report.tables import string_from_table
+from quantizer.report.tables import text_table
+
+__all__ = ["View"]
+
+Row = TypeVar("Row")
+
+_ROWS = 40
+"""Rows that ``repr`` shows; ``text()`` gives all."""
+_HTML_ROWS = 300
+_WIDTH = 120
+_NAME_WIDTH = 76
+
+
+class View(Generic[Row]):
+    """A read-only list of rows with a title."""
+
+    columns: Sequence[Column | str]
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = tuple(rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+    def title(self) -> str:
+        """What the table says in one line."""
+        raise NotImplementedError
+
+    def cells(self) -> list[list[Any]]:
+        """The table's rows as shown."""
+        raise NotImplementedError
+
+    def text(self, limit: int | None = None) -> str:
+        """The table as plain text, for a terminal of 120 columns; ``limit`` rows at most, None shows all."""
+        cells = self.cells()
+        table = text_table(self.columns, cells, title=self.title(), limit=limit)
+        table.box, table.pad_edge, table.show_edge, table.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
+        # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
+        widest = max((len(row[at]) for row in cells[:limit] for at in self._names()), default=0)
+        for at in self._names():
+            table.columns[at].no_wrap = widest <= _NAME_WIDTH
+        if table.caption is not None:
+            table.caption = f"{table.caption}; print .text() to see all, .rows holds them"
+            table.caption_justify = "left"
+        lines = string_from_table(table, width=_WIDTH).splitlines()
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _names(self) -> list[int]:
+        return [at for at, column in enumerate(self.columns) if isinstance(column, Column) and column.mono]
+
+    def __repr__(self) -> str:
+        return self.text(limit=_ROWS)
+
+    def _repr_html_(self) -> str:
+        table = html_table(self.columns, self.cells(), caption=self.title(), limit=_HTML_ROWS)
+        return f'<div style="max-height:32em;overflow:auto">{table}</div>'

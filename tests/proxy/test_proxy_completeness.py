@@ -1,0 +1,402 @@
+"""Proof of completeness: every product that torch executes is counted, and each that is not covered has a reason."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import ConvNet
+from helpers import Mlp
+from helpers import batch
+from helpers import tiny
+from torch import Tensor
+from torch import nn
+from torch.nn import functional as F
+
+from quantizer import Quantizer
+from quantizer.errors import QuantizerError
+from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.completeness import Reason
+from quantizer.proxy.products import PRODUCTS
+
+LISTED = {reason.value for reason in Reason}
+
+
+def _calibrated(model: nn.Module, *batches: Any, **options: Any) -> Quantizer:
+    q = Quantizer(**{"backend": "openvino", **options})
+    q.calibrate(model.eval(), batches)
+    for row in q.coverage.escaped:
+        assert row.reason in LISTED
+    shares = [row.share for row in q.coverage.escaped]
+    assert q.coverage.share is not None
+    assert math.isclose(q.coverage.share + sum(shares), 1)
+    return q
+
+
+def _reasons(q: Quantizer) -> dict[str, int]:
+    """Multiply-adds by reason."""
+    found: Counter[str] = Counter()
+    for row in q.coverage.escaped:
+        found[row.reason] += row.multiply_adds
+    return dict(found)
+
+
+def _assert_counts_agree(q: Quantizer) -> None:
+    """Sites count from their operands, the counter from what torch executes; both must come to one figure."""
+    counted: Counter[str] = Counter()
+    for product in q._products():
+        assert product.site is not None, product
+        counted[product.site] += product.multiply_adds
+    of_sites = {path: entry.multiply_adds for path, entry in q.plan.items() if entry.kind != "residual_add"}
+    assert {path: number for path, number in of_sites.items() if number} == dict(counted)
+
+
+# -- what is covered -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_an_encoder_is_covered_whole(attention: str) -> None:
+    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    q = _calibrated(tiny("bert", attention), batch("bert", padded=True), batch("bert", rows=2, length=6))
+    assert q.coverage.share == 1
+    assert len(q.coverage.escaped) == 0
+    _assert_counts_agree(q)
+
+
+def test_a_convolutional_net_is_covered_whole() -> None:
+    q = _calibrated(ConvNet(), torch.randn(2, 3, 16, 16))
+    assert q.coverage.share == 1
+    assert q.coverage.multiply_adds == 2 * (16 * 16 * 16 * 27 + 16 * 16 * 16 * 144 + 16 * 16)
+    _assert_counts_agree(q)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(8, 16, 3, stride=2), (2, 8, 21)),
+        (nn.Conv2d(8, 16, 3, groups=4), (2, 8, 9, 9)),
+        (nn.Conv3d(4, 8, 3, padding=1), (1, 4, 5, 5, 5)),
+        (nn.Linear(24, 16), (2, 5, 24)),
+    ],
+    ids=["conv1d", "grouped", "conv3d", "linear"],
+)
+def test_counts_of_one_layer_agree(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    q = _calibrated(layer, torch.randn(shape))
+    assert q.coverage.multiply_adds == sum(entry.multiply_adds for entry in q.plan.values()) > 0
+
+
+def test_inference_mode_counts_the_same() -> None:
+    model, x = ConvNet().eval(), torch.randn(2, 3, 16, 16)
+    q = Quantizer(backend="openvino")
+    with torch.inference_mode():
+        q.calib(model)(x)
+    assert q.coverage.multiply_adds == _calibrated(model, x).coverage.multiply_adds
+    assert q.coverage.share == 1
+
+
+def test_counting_ends_with_the_pass() -> None:
+    from torch.nn.modules import module as hooks
+
+    model, x = Mlp().eval(), torch.randn(4, 32)
+    q = _calibrated(model, x)
+    before = q.coverage.multiply_adds
+    model(x)
+    q.proxy(model)(x)
+    assert q.coverage.multiply_adds == before == 2 * 4 * 32 * 64
+    assert not hooks._global_forward_hooks
+    assert not hooks._global_forward_pre_hooks
+
+
+def test_every_formula_names_an_operation_of_torch() -> None:
+    for name in PRODUCTS:
+        assert hasattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_")), name
+
+
+# -- what escapes --------------------------------------------------------------------------------------------------
+
+
+class Case(nn.Module):
+    """A linear, whose result ``escape`` puts into a product that no site covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.escape(self.linear(x))
+
+    def escape(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Overload(Case):
+    def escape(self, x: Tensor) -> Tensor:
+        return torch.ops.aten.mm(x, self.weight)
+
+
+class Chain(Case):
+    def escape(self, x: Tensor) -> Tensor:
+        return torch.linalg.multi_dot([x, self.weight])
+
+
+class InAnFString(Case):
+    def escape(self, x: Tensor) -> Tensor:
+        return x * len(f"{x @ self.weight}")
+
+
+class Out(Case):
+    def escape(self, x: Tensor) -> Tensor:
+        result = torch.empty(x.shape[0], 32)
+        torch.matmul(x, self.weight, out=result)
+        return result
+
+
+class LocalName(Case):
+    def escape(self, x: Tensor) -> Tensor:
+        product = torch.matmul
+        return product(x, self.weight)
+
+
+class Integers(Case):
+    def escape(self, x: Tensor) -> Tensor:
+        return torch.matmul(x.long(), self.weight.long()).float()
+
+
+class Complex(Case):
+    def escape(self, x: Tensor) -> Tensor:
+        return torch.ops.aten.mm(x + 0j, self.weight + 0j).real
+
+
+class OfParameters(Case):
+    def escape(self, x: Tensor) -> Tensor:
+        return x + (self.weight @ self.weight.t())[: x.shape[0]]
+
+
+class OfParametersBelow(Case):
+    def escape(self, x: Tensor) -> Tensor:
+        return x + torch.ops.aten.mm(self.weight, self.weight.t())[: x.shape[0]]
+
+
+class Unregistered(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(32, 32, bias=False)]
+
+    def escape(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+class _Plain:
+    """No module: nothing leads from ``forward`` to its code."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def apply_to(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Helped(Case):
+    def escape(self, x: Tensor) -> Tensor:
+        return _Plain(self.weight).apply_to(x)
+
+
+ESCAPES = [
+    (Overload, Reason.NOT_IN_CATALOGUE),
+    (Chain, Reason.NOT_IN_CATALOGUE),
+    (InAnFString, Reason.NOT_REWRITABLE),
+    (Out, Reason.NOT_REWRITABLE),
+    (LocalName, Reason.NOT_REWRITABLE),
+    (Integers, Reason.NOT_FLOAT),
+    (Complex, Reason.NOT_FLOAT),
+    (OfParameters, Reason.PARAMETERS),
+    (OfParametersBelow, Reason.PARAMETERS),
+    (Unregistered, Reason.OUTSIDE),
+    (Helped, Reason.NOT_REACHED),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), ESCAPES, ids=[make.__name__ for make, _ in ESCAPES])
+def test_why_a_product_escapes(make: type[Case], reason: Reason) -> None:
+    q = _calibrated(make(), torch.randn(8, 32))
+    rows = 32 if "OfParameters" in make.__name__ else 8
+    assert _reasons(q) == {reason.value: rows * 32 * 32}
+    assert q.coverage.share == pytest.approx(8 / (8 + rows))
+    (row,) = q.coverage.escaped
+    assert row.path == ""
+    assert row.detail or reason is Reason.PARAMETERS
+
+
+def test_a_whole_function_without_source() -> None:
+    namespace: dict[str, Any] = {"torch": torch, "nn": nn, "__name__": "without_source"}
+    text = "class Hidden(nn.Linear):\n    def forward(self, x):\n        return torch.matmul(x, self.weight)\n"
+    exec(compile(text, "<nowhere>", "exec"), namespace)
+    q = _calibrated(nn.Sequential(nn.Linear(32, 32), namespace["Hidden"](32, 32)), torch.randn(8, 32))
+    assert _reasons(q) == {Reason.UNREADABLE.value: 8 * 32 * 32}
+    assert q.coverage.escaped[0].path == "1"
+
+
+def test_a_forward_that_was_replaced() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    weight = torch.randn(32, 32)
+    model[1].forward = lambda x: torch.matmul(x, weight)
+    q = _calibrated(model, torch.randn(8, 32))
+    assert _reasons(q) == {Reason.NOT_REWRITABLE.value: 8 * 32 * 32}
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_recurrences(make: type[nn.RNNBase], dtype: torch.dtype) -> None:
+    layer = make(32, 16, num_layers=2, bidirectional=True, batch_first=True).to(dtype)
+    q = _calibrated(layer, torch.randn(3, 5, 32, dtype=dtype))
+    weights = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 2)
+    assert _reasons(q) == {Reason.RECURRENCE.value: 15 * weights}
+    assert q.coverage.share == 0
+
+
+def test_a_cell_of_a_recurrence() -> None:
+    q = _calibrated(nn.LSTMCell(32, 16), torch.randn(3, 32))
+    assert _reasons(q) == {Reason.RECURRENCE.value: 3 * 4 * 16 * (32 + 16)}
+
+
+def test_an_encoder_layer_of_torch() -> None:
+    # Alone it would carry the hooks of calibration, and these turn its fast path off.
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    q = _calibrated(nn.Sequential(nn.Linear(32, 32), layer), torch.randn(3, 5, 32))
+    whole = 15 * (4 * 32 * 32 + 2 * 32 * 64) + 2 * 3 * 5 * 5 * 32
+    assert q.coverage.multiply_adds == whole + 15 * 32 * 32
+    fused = _reasons(q).get(Reason.FUSED.value)
+    assert fused in (None, whole)
+
+
+def test_an_attention_of_torch() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.attention(x, y, y)[0]
+
+    q = _calibrated(Attends(), (torch.randn(3, 5, 32), torch.randn(3, 7, 32)))
+    assert q.coverage.multiply_adds == 2 * 15 * 32 * 32 + 2 * 21 * 32 * 32 + 2 * 3 * 5 * 7 * 32
+    assert set(_reasons(q)) <= {Reason.NOT_REACHED.value, Reason.UNFIT.value, Reason.PARAMETERS.value}
+    assert all(row.path.startswith("attention") for row in q.coverage.escaped)
+
+
+# -- what becomes of sites -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"exclude": {"names": ["up"]}}, Reason.EXCLUDED),
+        ({"include": {"names": ["down"]}}, Reason.EXCLUDED),
+    ],
+)
+def test_excluded_modules(options: dict[str, Any], reason: Reason) -> None:
+    q = _calibrated(Mlp(), torch.randn(4, 32), **options)
+    assert _reasons(q) == {reason.value: 4 * 32 * 64}
+    assert q.coverage.share == 0.5
+    assert q.coverage.escaped[0].site == "up.forward.linear_0"
+
+
+def test_a_kind_that_is_switched_off() -> None:
+    q = _calibrated(ConvNet(), torch.randn(2, 3, 16, 16), sites={"conv": False})
+    assert set(_reasons(q)) == {Reason.SWITCHED_OFF.value}
+    assert {row.path for row in q.coverage.escaped} == {"stem", "body"}
+
+
+def test_too_small_for_the_target() -> None:
+    q = _calibrated(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 3)), torch.randn(4, 32), backend="tensorrt")
+    assert _reasons(q) == {Reason.TARGET.value: 4 * 32 * 3}
+    assert "below 16" in q.coverage.escaped[0].detail
+
+
+def test_a_weight_that_no_module_has_registered() -> None:
+    class Bare(Case):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = [nn.Parameter(torch.randn(32, 32))]
+
+        def escape(self, x: Tensor) -> Tensor:
+            return x @ self.weights[0]
+
+    q = _calibrated(Bare(), torch.randn(4, 32))
+    assert _reasons(q) == {Reason.UNFIT.value: 4 * 32 * 32}
+
+
+def test_what_fallback_put_back_survives_saving(tmp_path: Path) -> None:
+    model, x = Mlp().eval(), torch.randn(4, 32)
+    q = _calibrated(model, x)
+    amp = q.amp(model)
+    amp(x)
+    q.fallback(amp, num=len(q.sensitivity))
+    assert _reasons(q) == {Reason.PUT_BACK.value: 2 * 4 * 32 * 64}
+    assert q.coverage.share == 0
+    loaded = Quantizer.load(q.save(tmp_path / "saved"))
+    assert loaded.coverage.escaped.rows == q.coverage.escaped.rows
+    assert loaded.coverage.share == 0
+    loaded.clear_fallback()
+    assert loaded.coverage.share == 1
+    assert loaded.coverage.multiply_adds == 2 * 4 * 32 * 64
+
+
+def test_damaged_products_are_an_error(tmp_path: Path) -> None:
+    folder = _calibrated(Overload(), torch.randn(4, 32)).save(tmp_path / "saved")
+    file = folder / "quantizer.yaml"
+    text = file.read_text()
+    file.write_text(text.replace(Reason.NOT_IN_CATALOGUE.value, "other"))
+    with pytest.raises(QuantizerError, match="damaged: 'other' is not a valid Reason"):
+        Quantizer.load(folder)
+    file.write_text(text.replace("site: linear.forward.linear_0", "site: elsewhere"))
+    with pytest.raises(QuantizerError, match="damaged: products of 'elsewhere', which is no site"):
+        Quantizer.load(folder)
+
+
+# -- how it is shown -----------------------------------------------------------------------------------------------
+
+
+def test_text_and_html_state_the_share_and_the_products() -> None:
+    coverage = _calibrated(Overload(), torch.randn(8, 32)).coverage
+    for shown in (coverage.text(), coverage._repr_html_()):
+        plain = " ".join(shown.split())
+        assert "50.0% of 16.4 k multiply-adds in low precision" in plain
+        assert Reason.NOT_IN_CATALOGUE.value in plain or "not in the" in plain
+        assert "torch.ops.aten.mm" in plain
+
+
+def test_before_calibration_there_is_no_share() -> None:
+    coverage = Quantizer().inspect(Mlp())
+    assert coverage.share is None
+    assert len(coverage.escaped) == 0
+    assert "low precision" not in coverage.text()
+
+
+def test_a_failed_pass_leaves_a_counter_that_works() -> None:
+    class Fails(Case):
+        def escape(self, x: Tensor) -> Tensor:
+            if x.shape[0] == 5:
+                raise ZeroDivisionError("five")
+            return x
+
+    model = Fails().eval()
+    q = Quantizer(backend="openvino")
+    calib = q.calib(model)
+    with torch.no_grad():
+        with pytest.raises(ZeroDivisionError, match="five"):
+            calib(torch.randn(5, 32))
+        calib(torch.randn(8, 32))
+    assert q.coverage.share == 1
+
+
+def test_plain_values_come_back() -> None:
+    product = CountedProduct(
+        path="a", site=None, operation="mm", multiply_adds=3, reason=Reason.OUTSIDE, detail="by a Linear"
+    )
+    assert CountedProduct.from_plain(product.plain()) == product

@@ -1,0 +1,710 @@
+"""Each operation of the catalogue: exact while off, observed, rounded as torch rounds, frozen, saved and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same
+from torch import Tensor
+from torch import nn
+from torch.nn import functional
+from torch.nn import functional as F
+
+from quantizer import Quantizer
+from quantizer.proxy.fused_attention import attention
+from quantizer.proxy.plan import SitePlan
+from quantizer.proxy.weight import Weights
+
+sdpa = F.scaled_dot_product_attention
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Net(nn.Module):
+    """A weight of its own and whatever else an operation needs."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(_random(*shape, seed=1))
+        self.b = nn.Parameter(_random(*shape[-1:], seed=2))
+
+
+# -- products of two activations -----------------------------------------------------------------------------------
+
+
+class Mm(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.mm(x[0], y[0])
+
+
+class MmMethod(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x[0].mm(mat2=y[0])
+
+
+class Addmm(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.addmm(x[0, :, :1], x[0], y[0], beta=0.5, alpha=2)
+
+
+class AddmmMethod(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x[0] @ y[0]).addmm(x[0], mat2=y[0])
+
+
+class Baddbmm(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.baddbmm(x[..., :1], batch1=x, batch2=y)
+
+
+class BaddbmmMethod(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.new_ones(1).baddbmm(x, y, alpha=0.125)
+
+
+class Addbmm(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.addbmm(x[0, :, :1], x, y)
+
+
+class AddbmmMethod(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x[0, :, :1].addbmm(x, y, beta=0)
+
+
+class Einsum(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.einsum("bij,bjk->bik", x, y)
+
+
+class EinsumDots(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.einsum("...ij, ...jk", x, y)
+
+
+PRODUCTS = [Mm, MmMethod, Addmm, AddmmMethod, Baddbmm, BaddbmmMethod, Addbmm, AddbmmMethod, Einsum, EinsumDots]
+
+
+# -- products by a weight ------------------------------------------------------------------------------------------
+
+
+class MatmulWeight(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.w)
+
+
+class OnTheLeft(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w.matmul(x.transpose(1, 2))
+
+
+class AddmmWeight(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.b, x[0], self.w)
+
+
+class EinsumWeight(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bti,io->bto", x, self.w)
+
+
+class Transposed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w.t()
+
+
+class Swapped(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.w.transpose(0, 1))
+
+
+class Permuted(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.w.permute(2, 0, 1))
+
+
+class ViewT(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.b[:1], x[0], self.w.T)
+
+
+class ViewMT(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.w.mT)
+
+
+class Viewed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w.view(32, -1)
+
+
+class Detached(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w.detach()
+
+
+# class, shape of the weight, axis of its channels, multiply-adds of x [3, 16, 32]
+WEIGHTED = [
+    (MatmulWeight, (32, 24), 1, 3 * 16 * 32 * 24),
+    (OnTheLeft, (24, 32), 0, 3 * 16 * 32 * 24),
+    (AddmmWeight, (32, 24), 1, 16 * 32 * 24),
+    (EinsumWeight, (32, 24), 1, 3 * 16 * 32 * 24),
+    (Transposed, (24, 32), 1, 3 * 16 * 32 * 24),
+    (Swapped, (24, 32), 1, 3 * 16 * 32 * 24),
+    (Permuted, (32, 24, 3), 2, 3 * 16 * 32 * 24),
+    (ViewT, (24, 32), 1, 16 * 32 * 24),
+    (ViewMT, (32, 24), 0, 3 * 16 * 32 * 24),
+    (Viewed, (8, 4, 24), 1, 3 * 16 * 32 * 24),
+    (Detached, (32, 24), 1, 3 * 16 * 32 * 24),
+]
+VIEWS = {Transposed, Swapped, Permuted, ViewT, ViewMT, Viewed, Detached}
+
+
+def _name(value: Any) -> str | None:
+    return value.__name__ if isinstance(value, type) else ""
+
+
+def _calibrated(model: nn.Module, *batch: Tensor, context: Any = torch.no_grad, **options: Any) -> Quantizer:
+    """The proxies are exact, and the model is calibrated."""
+    model.eval()
+    q = Quantizer(**{"backend": "openvino", "activations": {"calibrator": "max"}, **options})
+    with context():
+        expected = model(*batch)
+        assert_same(q.proxy(model)(*batch), expected)
+        assert_same(q.calib(model)(*batch), expected)
+    return q
+
+
+def _product(q: Quantizer) -> SitePlan:
+    """The one quantized site."""
+    (site,) = (site for site in q.plan.values() if site.quantized)
+    return site
+
+
+def _fake(x: Tensor, scale: Tensor | None, axis: int | None = None) -> Tensor:
+    """What torch itself makes of an operand."""
+    assert scale is not None
+    if axis is None:
+        return torch.fake_quantize_per_tensor_affine(x, float(scale), 0, -128, 127)
+    return torch.fake_quantize_per_channel_affine(x, scale, torch.zeros(len(scale), dtype=torch.int32), axis, -128, 127)
+
+
+def _exported(q: Quantizer, frozen: nn.Module, folder: Path, *batch: Tensor, **options: Any) -> list[str]:
+    """ONNX Runtime computes what the frozen proxy computes; the operators of the graph."""
+    onnx = pytest.importorskip("onnx", reason="needs quantizer[onnx]")
+    ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    path = q.export(frozen, folder / "model.onnx", batch, dynamic_axes={}, **options)
+    settings = ort.SessionOptions()
+    settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+    (result,) = session.run(None, {name: value.numpy() for name, value in zip(names, batch, strict=True)})
+    with torch.no_grad():
+        expected = frozen(*batch)
+    # A sum in another order may move a value over a rounding step behind it.
+    assert (torch.from_numpy(result) - expected).norm() <= 1e-3 * expected.norm()
+    return [node.op_type for node in onnx.load(path).graph.node]
+
+
+@pytest.mark.parametrize("make", PRODUCTS, ids=_name)
+def test_a_product_of_activations(make: type[nn.Module], tmp_path: Path) -> None:
+    batch = (_random(3, 16, 32), _random(3, 32, 24, seed=3))
+    model = make()
+    q = _calibrated(model, *batch, sites={"residual_add": False})
+    frozen = q.quantize(model)
+    sites = [site for site in q.plan.values() if site.quantized]
+    assert {site.kind for site in sites} == {"matmul"}
+    batches = 3 if make in (Baddbmm, BaddbmmMethod, Addbmm, AddbmmMethod, Einsum, EinsumDots) else 1
+    assert {site.multiply_adds for site in sites} == {batches * 16 * 32 * 24}
+    scales = [operand.scale for operand in sites[0].operands]
+    with torch.no_grad():
+        whole = [_fake(x, scale) for x, scale in zip(batch, scales, strict=True)]
+        expected = _rounded_outside(model, batch, whole)
+        torch.testing.assert_close(frozen(*batch), expected, rtol=1e-5, atol=1e-4)
+    assert _exported(q, frozen, tmp_path, *batch).count("QuantizeLinear") >= 2
+
+
+def _rounded_outside(model: nn.Module, batch: tuple[Tensor, ...], whole: list[Tensor]) -> Tensor:
+    """The product of rounded operands; what an operation adds to it is not rounded."""
+    x, y = whole
+    added = {Addmm: 0.5 * batch[0][0, :, :1] + 2 * x[0] @ y[0], AddmmMethod: 2 * x[0] @ y[0]}
+    added |= {Baddbmm: batch[0][..., :1] + x @ y, Addbmm: batch[0][0, :, :1] + (x @ y).sum(0)}
+    known: Tensor | None = added.get(type(model))
+    result: Tensor = model(x, y) if known is None else known
+    return result
+
+
+@pytest.mark.parametrize(("make", "shape", "axis", "multiply_adds"), WEIGHTED, ids=_name)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda c: c.__name__)
+def test_a_product_by_a_weight(
+    make: Callable[..., Net], shape: tuple[int, ...], axis: int, multiply_adds: int, context: Any, tmp_path: Path
+) -> None:
+    x = _random(3, 16, 32)
+    model = make(*shape)
+    q = _calibrated(model, x, context=context)
+    site = _product(q)
+    weight = next(operand for operand in site.operands if operand.role == "weight")
+    assert (site.kind, site.multiply_adds, site.reads) == ("linear", multiply_adds, ("w",))
+    assert (weight.parameter, weight.axis) == ("w", axis)
+    assert weight.scale is not None
+    assert len(weight.scale) == 24
+    # Each output channel of the float product has the range of its weights.
+    seen = weight.view.of(model.w) if weight.view else model.w.detach()
+    assert torch.equal(weight.amax, seen.abs().amax(dim=[d for d in range(seen.dim()) if d != axis]))
+    frozen = q.quantize(model)
+    with torch.no_grad():
+        rounded = make(*shape)
+        rounded.w.copy_(_as_parameter(_fake(seen, weight.scale, axis), weight.view, shape))
+        scale = next(operand.scale for operand in site.operands if operand.role == "activation")
+        torch.testing.assert_close(frozen(x), rounded(_fake(x, scale)), rtol=1e-5, atol=1e-4)
+    held = dict(frozen.named_buffers())
+    assert [value.dtype for name, value in held.items() if name.endswith("stored")] == [torch.int8]
+    # A weight seen through a view stays the module's own too.
+    assert ("w" in dict(frozen.named_parameters())) == (type(model) in VIEWS)
+    if context is torch.no_grad:
+        operators = _exported(q, frozen, tmp_path, x)
+        assert operators.count("DequantizeLinear") == 2
+        assert operators.count("QuantizeLinear") == 1
+
+
+def _as_parameter(operand: Tensor, view: Any, shape: tuple[int, ...]) -> Tensor:
+    """The parameter of which ``operand`` is the view."""
+    if view is None:
+        return operand
+    back = [view.order.index(axis) for axis in range(len(view.order))]
+    return operand.permute(back).reshape(shape)
+
+
+def test_a_view_is_saved_with_the_ranges(tmp_path: Path) -> None:
+    model, x = Transposed(24, 32), _random(3, 16, 32)
+    q = _calibrated(model, x)
+    loaded = Quantizer.load(q.save(tmp_path / "saved"))
+    assert [o.view for o in _product(loaded).operands] == [o.view for o in _product(q).operands]
+    with torch.no_grad():
+        assert torch.equal(loaded.quantize(model)(x), q.quantize(model)(x))
+
+
+class Parts(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w[:, :8] + x @ self.w.t().contiguous().t()[:, 8:16] + x @ self.w[:, ::3]
+
+
+def test_a_part_of_a_parameter_is_no_weight() -> None:
+    model = Parts(32, 24)
+    q = _calibrated(model, _random(3, 16, 32), sites={"residual_add": False})
+    products = [site for site in q.plan.values() if site.kind == "matmul"]
+    assert {site.reason for site in products} == {"an operand is computed from parameters at each call"}
+    assert len(products) == 3
+
+
+@pytest.mark.parametrize(
+    ("take", "same"),
+    [
+        (lambda w: w, True),
+        (lambda w: w.t(), True),
+        (lambda w: w[None], True),
+        (lambda w: w.view(2, 12, 32).permute(1, 0, 2), True),
+        (lambda w: w.view(24, 32, 1).mT, True),
+        (lambda w: w.data.T, True),
+        (lambda w: w[1:], False),
+        (lambda w: w[:, ::2], False),
+        (lambda w: w[:1].expand(24, 32), False),
+        (lambda w: w.clone(), False),
+        (lambda w: w.half(), False),
+        (lambda w: 3, False),
+    ],
+)
+def test_what_is_a_view_of_a_whole_parameter(take: Callable[[Tensor], Any], same: bool) -> None:
+    parameter = nn.Parameter(_random(24, 32))
+    other = nn.Parameter(_random(24, 32))
+    value = take(parameter)
+    found = Weights([("other", other), ("w", parameter)]).find(value)
+    assert (found is not None) == same
+    if found is not None:
+        assert found.path == "w"
+        assert torch.equal(found.tensor(), value.detach())
+
+
+@pytest.mark.parametrize(
+    ("switch", "left"), [("linear", {"matmul"}), ("matmul", {"linear"})], ids=["no linear", "no matmul"]
+)
+def test_a_switch_goes_by_what_the_operands_are(switch: str, left: set[str]) -> None:
+    class Both(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.matmul(torch.matmul(x, self.w), x.mT)
+
+    q = _calibrated(Both(32, 32), _random(3, 16, 32), sites={switch: False})
+    assert {site.kind for site in q.plan.values() if site.quantized} == left
+    (off,) = (site for site in q.plan.values() if not site.quantized)
+    assert (off.reason, off.rule) == ("this kind of site is switched off", f"sites.{switch}: false")
+    # What is switched off is measured, but has no range.
+    assert off.multiply_adds > 0
+    assert off.operands == ()
+
+
+def test_a_target_without_attention_quantizes_products_by_weights() -> None:
+    q = _calibrated(MatmulWeight(32, 24), _random(3, 16, 32), backend="onnxruntime")
+    assert _product(q).kind == "linear"
+
+
+class AddedWeights(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.matmul(x, self.w)
+
+
+def test_what_a_product_by_a_weight_makes_may_be_a_residual() -> None:
+    q = _calibrated(AddedWeights(32, 32), _random(3, 16, 32), sites={"residual_add": True})
+    assert [site.kind for site in q.plan.values() if site.quantized] == ["residual_add", "linear"]
+
+
+def test_a_vector_of_weights_has_one_scale() -> None:
+    class Vector(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.matmul(x, self.w)
+
+    weight = _product(_calibrated(Vector(32), _random(3, 16, 32))).operands[1]
+    assert (weight.role, weight.axis) == ("weight", None)
+
+
+def test_transformers_conv1d(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs quantizer[hf]")
+    from transformers.pytorch_utils import Conv1D
+
+    model, x = nn.Sequential(Conv1D(24, 32)), _random(3, 16, 32)
+    q = _calibrated(model, x)
+    weight = _product(q).operands[1]
+    assert (_product(q).kind, weight.axis, weight.parameter) == ("linear", 1, "0.weight")
+    assert torch.equal(weight.amax, model[0].weight.detach().abs().amax(0))
+    frozen = q.quantize(model)
+    assert "0.weight" not in dict(frozen.named_parameters())
+    assert "Gemm" in _exported(q, frozen, tmp_path, x)
+
+
+# -- transposed convolutions and embeddings ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2], ids=lambda groups: f"groups={groups}")
+def test_a_transposed_convolution(axes: int, groups: int, tmp_path: Path) -> None:
+    make = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}[axes]
+    model = make(4, 6, 3, stride=2, groups=groups)
+    x = _random(2, 4, *[5] * axes)
+    q = _calibrated(model, x)
+    site = _product(q)
+    weight = site.operands[1]
+    # With groups, axis 1 holds the channels of all groups: one scale.
+    assert (site.kind, weight.axis) == ("conv", 1 if groups == 1 else None)
+    assert site.multiply_adds == x.numel() * (6 // groups) * 3**axes
+    frozen = q.quantize(model)
+    with torch.no_grad():
+        wanted = make(4, 6, 3, stride=2, groups=groups)
+        wanted.weight.copy_(_fake(model.weight, weight.scale, weight.axis))
+        wanted.bias.copy_(model.bias)  # type: ignore[union-attr]
+        torch.testing.assert_close(frozen(x), wanted(_fake(x, site.operands[0].scale)), rtol=1e-5, atol=1e-5)
+    assert "ConvTranspose" in _exported(q, frozen, tmp_path, x)
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 32, padding_idx=0)
+        self.head = nn.Linear(32, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids))
+
+
+def test_an_embedding_is_stored_row_by_row(tmp_path: Path) -> None:
+    model, ids = Lookup(), torch.arange(20).reshape(2, 10)
+    q = _calibrated(model, ids, sites={"embedding": True})
+    table = q.plan["words.forward.embedding_0"]
+    (weight,) = table.operands
+    assert (table.kind, table.multiply_adds, weight.axis, weight.parameter) == ("embedding", 0, 0, "words.weight")
+    assert weight.group == "words.forward.embedding_0"
+    frozen = q.quantize(model)
+    with torch.no_grad():
+        expected = _fake(model.words.weight, weight.scale, 0)[ids]
+        assert torch.equal(frozen.words(ids), expected)
+    assert "words.weight" not in dict(frozen.named_parameters())
+    assert frozen.words.weight.shape == (20, 32)
+    operators = _exported(q, frozen, tmp_path, ids)
+    assert operators[:2] == ["DequantizeLinear", "Gather"]
+
+
+def test_embeddings_are_left_alone_unless_asked_for() -> None:
+    model = Lookup()
+    q = _calibrated(model, torch.arange(20).reshape(2, 10))
+    row = q.plan["words.forward.embedding_0"]
+    assert (row.quantized, row.rule) == (False, "sites.embedding: false")
+    assert "words.weight" in dict(q.quantize(model).named_parameters())
+
+
+def test_a_table_that_a_linear_reads_too_stays() -> None:
+    model = Lookup()
+    model.head = nn.Linear(32, 20)
+    model.head.weight = model.words.weight
+    q = _calibrated(model, torch.arange(20).reshape(2, 10), sites={"embedding": True})
+    assert {site.kind for site in q.plan.values() if site.quantized} == {"embedding", "linear"}
+    assert "words.weight" in dict(q.quantize(model).named_parameters())
+
+
+def test_a_table_that_is_no_parameter_stays_float() -> None:
+    class Computed(nn.Module):
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.embedding(ids, torch.ones(20, 4))
+
+    q = _calibrated(Computed(), torch.arange(20).reshape(2, 10), sites={"embedding": True})
+    assert [site.reason for site in q.plan.values()] == ["the table of the embedding is no parameter"]
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+BOOLEAN = (_random(3, 1, 6, 9, seed=4) > 0).index_fill(2, torch.tensor([2]), False)
+MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "boolean": {"attn_mask": BOOLEAN},
+    "boolean of keys": {"attn_mask": BOOLEAN[:, :, :1]},
+    "float": {"attn_mask": _random(6, 9, seed=5)},
+    "float with -inf": {"attn_mask": torch.zeros(3, 1, 6, 9).masked_fill(~BOOLEAN, float("-inf"))},
+    "lowest": {"attn_mask": torch.zeros(3, 1, 6, 9).masked_fill(~BOOLEAN, torch.finfo(torch.float32).min)},
+    "scale": {"scale": 0.3},
+    "groups": {"enable_gqa": True},
+    "causal groups": {"enable_gqa": True, "is_causal": True},
+}
+EXACT: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(
+    ("query", "key", "probabilities", "value"), lambda operand: operand
+)
+
+
+def _operands(options: dict[str, Any], lengths: tuple[int, int] = (6, 9)) -> tuple[Tensor, Tensor, Tensor]:
+    heads = 2 if options.get("enable_gqa") else 4
+    rows, columns = lengths
+    return _random(3, 4, rows, 16), _random(3, heads, columns, 16, seed=1), _random(3, heads, columns, 8, seed=2)
+
+
+def _resized(mask: Tensor, rows: int, columns: int) -> Tensor:
+    """A mask of these lengths, repeated or cut; one row for all stays one."""
+    spread = mask if mask.shape[-2] == 1 else torch.cat([mask, mask], -2)[..., :rows, :]
+    return torch.cat([spread, spread], -1)[..., :columns]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("lengths", [(6, 9), (9, 6), (6, 6)], ids=str)
+def test_taken_apart_attention_is_that_of_torch(name: str, lengths: tuple[int, int]) -> None:
+    options = dict(MASKS[name])
+    operands = _operands(options, lengths)
+    if "attn_mask" in options:
+        options["attn_mask"] = _resized(options["attn_mask"], *lengths)
+    torch.testing.assert_close(attention(EXACT, *operands, **options), sdpa(*operands, **options), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_of_attention_is_that_of_torch() -> None:
+    operands = _operands({})
+    results = []
+    for function in (sdpa, lambda *args, **options: attention(EXACT, *args, **options)):
+        torch.manual_seed(3)
+        results.append(function(*operands, None, 0.5))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+class Attention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, value=v, **self.options)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_has_four_rounded_operands(name: str, tmp_path: Path) -> None:
+    options = MASKS[name]
+    batch = _operands(options)
+    model = Attention(**options)
+    q = _calibrated(model, *batch)
+    site = _product(q)
+    assert (site.operation, site.kind) == ("scaled_dot_product_attention", "matmul")
+    assert site.multiply_adds == 3 * 4 * 6 * 9 * (16 + 8)
+    assert [operand.name for operand in site.operands] == ["query", "key", "probabilities", "value"]
+    assert len({operand.group for operand in site.operands}) == 1
+    scales = {operand.name: operand.scale for operand in site.operands}
+    frozen = q.quantize(model)
+    with torch.no_grad():
+        seen: dict[str, Tensor] = {}
+        attention(_watching(seen), *batch, **options)
+        for operand in site.operands:
+            assert operand.maximum == float(seen[operand.name].max())
+            assert operand.minimum == float(seen[operand.name].min())
+        rounders = {key: _rounder(scale) for key, scale in scales.items()}
+        torch.testing.assert_close(frozen(*batch), attention(rounders, *batch, **options), rtol=1e-4, atol=1e-2)
+        assert not torch.equal(frozen(*batch), model(*batch))
+    operators = _exported(q, frozen, tmp_path, *batch)
+    chain = [name for name in operators if name in ("MatMul", "Softmax", "QuantizeLinear")]
+    assert sorted(chain) == ["MatMul"] * 2 + ["QuantizeLinear"] * 4 + ["Softmax"]
+    assert chain[-1] == "MatMul"
+
+
+def _watching(seen: dict[str, Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+    def watch(name: str) -> Callable[[Tensor], Tensor]:
+        def see(operand: Tensor) -> Tensor:
+            seen[name] = operand
+            return operand
+
+        return see
+
+    return {name: watch(name) for name in EXACT}
+
+
+def _rounder(scale: Tensor | None) -> Callable[[Tensor], Tensor]:
+    return lambda operand: _fake(operand, scale)
+
+
+class Direct(nn.Module):
+    """Everything by position, and two attentions in one function."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first = functional.scaled_dot_product_attention(q, k, v, None, 0.0, True)
+        return first + torch._C._nn.scaled_dot_product_attention(q, k, v)
+
+
+def test_attentions_of_one_function_are_one_group() -> None:
+    model = Direct()
+    q = _calibrated(model, *_operands({}), sites={"residual_add": False})
+    sites = [site for site in q.plan.values() if site.quantized]
+    assert len(sites) == 2
+    assert len({operand.group for site in sites for operand in site.operands}) == 1
+    # They read one query, one key and one value.
+    assert sites[1].operands[0].range_group == sites[0].operands[0].range_group
+
+
+def test_attention_in_train_mode_drops_out_and_has_gradients() -> None:
+    batch = [operand.requires_grad_() for operand in _operands({})]
+    model = Attention(dropout_p=0.5)
+    results = []
+    for used in (model, Quantizer(backend="openvino").proxy(model)):
+        torch.manual_seed(1)
+        output = used(*batch)
+        results.append([output, *torch.autograd.grad(output.sum(), batch)])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_attention_in_half_hides_what_the_mask_hides(dtype: torch.dtype) -> None:
+    operands = [(operand * 30).to(dtype) for operand in _operands({})]
+    result = attention(EXACT, *operands, attn_mask=BOOLEAN)
+    assert torch.isfinite(result).all()
+    torch.testing.assert_close(result, sdpa(*operands, attn_mask=BOOLEAN), rtol=0.05, atol=1.0)
+
+
+def test_attention_measures_and_falls_back() -> None:
+    model, batch = Attention(), _operands({})
+    q = _calibrated(model, *batch)
+    with torch.no_grad():
+        amp = q.amp(model)
+        assert_same(amp(*batch), model(*batch))
+        (group,) = q.sensitivity.rows
+        assert 0 < group.error < 0.01
+        q.fallback(amp, num=1)
+        assert_same(q.quantize(model)(*batch), model(*batch))
+
+
+# -- what cannot be rounded ----------------------------------------------------------------------------------------
+
+
+class Spelled(nn.Module):
+    """Calls a function of its own class, with whatever operands."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: Tensor) -> Any:
+        i = x.long()
+        if self.index == 0:
+            return torch.mm(i, i)
+        if self.index == 1:
+            return torch.einsum("ij,jk->ik", i, i)
+        if self.index == 2:
+            return torch.addmm(i, i, i)
+        if self.index == 3:
+            return Maths().mm(3)
+        return F.embedding(i, i)
+
+
+class Maths:
+    """Has a method of the same name."""
+
+    def mm(self, other: int) -> int:
+        return other + 1
+
+
+@pytest.mark.parametrize("index", range(5), ids=["mm", "einsum", "addmm", "no tensor", "embedding"])
+def test_operands_that_are_no_float_tensors(index: int) -> None:
+    q = _calibrated(Spelled(index), torch.eye(4), sites={"residual_add": False, "embedding": True})
+    reasons = {site.reason for site in q.plan.values() if site.reason != "never ran in calibration"}
+    assert reasons - {"this kind of site is switched off"} == {"its operands are not floating-point tensors"}
+
+
+class Refused(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.index == 0:
+            return torch.mm(x, x, out=torch.empty_like(x))
+        if self.index == 1:
+            return torch.einsum("ij,jk,kl->il", x, x, x)
+        if self.index == 2:
+            return torch.einsum("ij,jk->ik", [x, x])
+        return torch.einsum(*("ij,jk->ik", x, x))
+
+
+def test_calls_that_cannot_be_rewritten_say_why() -> None:
+    for index in range(4):
+        q = _calibrated(Refused(index), torch.eye(4))
+        assert sorted(row.reason for row in q.coverage) == [
+            "an einsum of 3 operands: a product has two",
+            "an einsum whose operands stand in a list",
+            "an einsum with starred arguments",
+            "out= writes into a tensor of the caller",
+        ]
+
+
+class Starred(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        pair = (x, y)
+        return torch.baddbmm(torch.bmm(*pair), *pair) + F.scaled_dot_product_attention(*(x, x), value=x)[..., :24]
+
+
+def test_starred_operands_are_seen_when_they_arrive(tmp_path: Path) -> None:
+    model, batch = Starred(), (_random(3, 16, 32), _random(3, 32, 24, seed=3))
+    q = _calibrated(model, *batch, sites={"residual_add": False})
+    assert len([site for site in q.plan.values() if site.quantized]) == 3
+    assert _exported(q, q.quantize(model), tmp_path, *batch).count("MatMul") == 4
+
+
+def test_a_parameter_of_an_attention_is_no_weight() -> None:
+    class Latent(Net):
+        def forward(self, k: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(self.w, k, k)
+
+    q = _calibrated(Latent(3, 16, 32), _random(3, 16, 32))
+    assert [site.reason for site in q.plan.values()] == ["an operand of the attention is a parameter"]
+
+
+def test_a_weight_seen_in_two_ways_at_one_site_stays_float() -> None:
+    class Turns(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(x @ w for w in (self.w, self.w.t()))
+
+    q = _calibrated(Turns(32, 32), _random(3, 16, 32))
+    (site,) = q.plan.values()
+    assert site.reason == "an operand is a parameter in one call and something else in another"

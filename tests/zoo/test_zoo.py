@@ -1,0 +1,149 @@
+"""Every architecture of the zoo goes all the way: off, calibrated, quantized, saved, loaded, quantized again."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import TORCH
+from architectures import ZOO
+from architectures import Architecture
+from architectures import TorchArchitecture
+from helpers import Snapshot
+from torch import Tensor
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from quantizer import Quantizer
+from quantizer.views import Coverage
+
+pytest.importorskip("transformers", reason="these tests make transformers models: install quantizer[hf]")
+
+
+def _cases(architectures: Iterable[Architecture | TorchArchitecture]) -> list[Any]:
+    return [
+        pytest.param(
+            architecture,
+            id=architecture.name,
+            marks=[pytest.mark.xfail(reason=architecture.xfail, strict=True)] if architecture.xfail else [],
+        )
+        for architecture in architectures
+    ]
+
+
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def tensors(output: Any, place: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a model's output by their place, those of caches and other objects included."""
+    if isinstance(output, Tensor):
+        yield place, output
+    elif isinstance(output, dict):
+        for name, value in output.items():
+            yield from tensors(value, f"{place}.{name}")
+    elif isinstance(output, list | tuple):
+        for number, value in enumerate(output):
+            yield from tensors(value, f"{place}[{number}]")
+    elif hasattr(output, "__dict__") and not isinstance(output, type):
+        yield from tensors(vars(output), place)
+
+
+def run(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One pass without gradients and with the same random numbers each time, for those who draw some in eval mode."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        return dict(tensors(model(**batch)))
+
+
+def unequal(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    """Places where two outputs differ, be it in one bit."""
+    if list(first) != list(second):
+        return [f"other tensors: {sorted(set(first) ^ set(second))}"]
+    return [name for name, value in first.items() if not _equal(value, second[name])]
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    # A masked position may hold NaN in both.
+    same = (first == second) | (first.isnan() & second.isnan())
+    return bool(same.all())
+
+
+@contextmanager
+def layers_that_run(model: nn.Module) -> Iterator[set[str]]:
+    """Paths of the linears and convolutions of ``model`` that are called meanwhile."""
+    paths = {id(module): path for path, module in model.named_modules() if isinstance(module, LAYERS)}
+    ran: set[str] = set()
+
+    def note(module: nn.Module, args: Any, result: Any) -> None:
+        if id(module) in paths:
+            ran.add(paths[id(module)])
+
+    handle = register_module_forward_hook(note)
+    yield ran
+    handle.remove()
+
+
+def hosts_that_ran(coverage: Coverage) -> set[str]:
+    """Paths of the modules with a product that coverage has seen."""
+    rows = [row for row in coverage if row.kind != "residual_add" and row.reason != "never ran in calibration"]
+    return {re.sub(r"\.\w+\.\w+$", "", row.name) for row in rows}
+
+
+@pytest.mark.parametrize("architecture", _cases(ZOO))
+def test_architecture(architecture: Architecture, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        for expression in architecture.warnings:
+            warnings.filterwarnings("ignore", expression)
+        all_the_way(architecture, tmp_path)
+
+
+@pytest.mark.parametrize("fast_path", [True, False], ids=["fast", "slow"])
+@pytest.mark.parametrize("architecture", _cases(TORCH))
+def test_torch_transformer(architecture: TorchArchitecture, fast_path: bool, tmp_path: Path) -> None:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast_path)
+    try:
+        coverage = all_the_way(architecture, tmp_path)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    products = [row for row in coverage if row.kind != "residual_add" and row.quantized]
+    assert len(products) >= architecture.products, [row.name for row in products]
+
+
+def all_the_way(architecture: Architecture | TorchArchitecture, folder: Path) -> Coverage:
+    """Off, calibrated, quantized, saved, loaded, quantized again; the model is the same before and after."""
+    model = architecture.build()
+    batches = [architecture.batch(seed) for seed in (0, 1)]
+    with layers_that_run(model) as ran:
+        expected = run(model, batches[0])
+    before = Snapshot.of(model)  # now: transformers adds hooks of its own when it first runs
+
+    assert unequal(run(Quantizer().proxy(model), batches[0]), expected) == []
+
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, batches)
+    quantized = run(q.quantize(model), batches[0])
+    # Masked scores and the like may be infinite or no number in the float model too.
+    broken = [name for name, value in quantized.items() if not torch.equal(value.isfinite(), expected[name].isfinite())]
+    assert broken == []
+    assert unequal(quantized, expected) != []
+
+    assert sorted(ran - hosts_that_ran(q.coverage)) == []
+    assert any(row.quantized for row in q.coverage)
+
+    q.save(folder / "quantizer")
+    again = Quantizer.load(folder / "quantizer").quantize(model)
+    assert unequal(run(again, batches[0]), quantized) == []
+
+    assert unequal(run(model, batches[0]), expected) == []
+    before.assert_unchanged(model)
+    return q.coverage
