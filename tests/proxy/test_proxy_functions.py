@@ -83,7 +83,7 @@ SITES = {
 _VALUE = "the function is passed on as a value here and not called, so no module can be lent to it"
 # Products that stay float, with the reason.
 SKIPPED = {
-    "properties": {"square.matmul_0": "an operand is computed from parameters at each call"},
+    "properties": {"square.matmul_0": "its operands are parameters alone"},
     "template-method": dict.fromkeys(
         ("TemplateStatic.step.matmul_0", "TemplateStatic.step.matmul_1"), "never ran in calibration"
     ),
