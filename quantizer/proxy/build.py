@@ -65,6 +65,9 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
         raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
     if is_proxy(model):
         raise ProxyError("this is a proxy already; pass the float model that it was made from")
+    for path, module in model.named_modules():
+        if is_proxy(module) or isinstance(module, Site):
+            raise ProxyError(f"{path} belongs to a proxy already; put the float module there that it was made from")
     try:
         proxy = copy.deepcopy(model, _shared_tensors(model))
     except (TypeError, RuntimeError) as error:
@@ -120,6 +123,9 @@ def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
         problems = list(rewritten.problems)
         if "forward" in vars(module).keys() - kept_methods(module).keys():
             problems.append("its forward was replaced on this module, so what runs there is not rewritten")
+        for attribute, value in vars(module).items():
+            if attribute != "forward" and REWRITER.rebuilder.holds_sites(value):
+                problems.append(f"the function kept as {attribute} holds products, and no module is lent to it")
         for problem in problems:
             yield SkippedSource(path=path, host_type=name, source=None, reason=problem)
 

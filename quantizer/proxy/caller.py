@@ -67,7 +67,7 @@ def innermost_frame(frame: types.FrameType | None) -> types.FrameType | None:
 
 def callers(frame: types.FrameType | None) -> Iterator[Caller]:
     """The functions that are running, innermost first, as far as the module whose forward pass it is."""
-    files = {file.rewritten_name: file for file in REWRITER.rebuilder.files.values()}
+    files = {file.rewritten_name: file for file in REWRITER.files()}
     originals = {file.path: file for file in files.values()}
     while (frame := innermost_frame(frame)) is not None:
         code = frame.f_code

@@ -17,14 +17,13 @@ from quantizer.source.found import Form
 from quantizer.source.found import FunctionSource
 from quantizer.source.found import HelperCall
 from quantizer.source.found import SiteSource
-from quantizer.source.lend import HOST
 from quantizer.source.lend import LEND
 from quantizer.source.lend import VISIBLE
+from quantizer.source.lend import function_source
 from quantizer.source.lend import hands_on
-from quantizer.source.lend import host_and_reason
-from quantizer.source.lend import host_parameter
 from quantizer.source.names import bound_names
 from quantizer.source.names import dotted
+from quantizer.source.names import is_own
 from quantizer.source.splice import Edit
 from quantizer.source.splice import LineIndex
 from quantizer.source.splice import find_symbol
@@ -59,7 +58,7 @@ def find_functions(
                 # What a function makes is part of it, except for the methods of a class.
                 if inside != "function":
                     owner = prefix.rstrip(".").rpartition(".")[2] if inside == "class" else None
-                    source = _source(node, prefix + node.name, owner, index)
+                    source = function_source(node, prefix + node.name, owner, index)
                     outer = owner or str(namespace.get("__name__", "")).rpartition(".")[2]
                     name = f"{outer}.{node.name}" if qualified else node.name
                     _Finder(source, node, index, namespace, file, owner, name).run()
@@ -75,14 +74,6 @@ def find_functions(
 
     walk(tree.body, "", "module")
     return found
-
-
-def _source(node: _FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
-    first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    host, why = host_and_reason(node, owner is not None)
-    borrows = host == HOST
-    parameter = host_parameter(node, index) if borrows else None
-    return FunctionSource(key=(qualname, first_line), host=host, borrows=borrows, why_no_host=why, parameter=parameter)
 
 
 class _Finder(ast.NodeVisitor):
@@ -122,6 +113,8 @@ class _Finder(ast.NodeVisitor):
         self.depth = 0
         self.blocked: str | None = None
         self.known: set[int] = set()
+        arguments = [*node.args.posonlyargs, *node.args.args]
+        self._first = arguments[0].arg if owner is not None and arguments else source.host
 
     def run(self) -> None:
         """Visit the body (not the decorators or defaults, which run at definition)."""
@@ -227,7 +220,7 @@ class _Finder(ast.NodeVisitor):
 
     def _note_helper(self, func: ast.expr) -> None:
         """``f(a)`` may become ``_quantizer_lend(f, host)(a)``."""
-        if isinstance(func, ast.Attribute) and self._is_own(func.value):
+        if isinstance(func, ast.Attribute) and is_own(func.value, self._first):
             # Python keeps private names of a class under a name of their own.
             private = self.owner is not None and func.attr.startswith("__") and not func.attr.endswith("__")
             target: tuple[str, ...] | None = (f"_{str(self.owner).lstrip('_')}{func.attr}" if private else func.attr,)
@@ -250,16 +243,6 @@ class _Finder(ast.NodeVisitor):
         opening = Edit.opening(self.index.start(node), f"{LEND}(", depth)
         closing = Edit.closing(self.index.end(node), f", {self.source.host})", depth)
         self.source.calls.append(HelperCall(edits=(opening, closing), **what))
-
-    def _is_own(self, node: ast.expr) -> bool:
-        """Whether an expression is the module, its class or its ``super()``."""
-        arguments = [*self.node.args.posonlyargs, *self.node.args.args]
-        first = arguments[0].arg if self.owner is not None and arguments else self.source.host
-        if isinstance(node, ast.Name):
-            return node.id == first
-        if isinstance(node, ast.Attribute):
-            return node.attr == "__class__" and self._is_own(node.value)
-        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("super", "type")
 
     def _hide_sites(self, node: ast.expr) -> None:
         """``self.children()`` becomes ``_quantizer_visible(self.children())``."""

@@ -47,10 +47,10 @@ class SiteSource:
 class HelperCall:
     """A call of what may turn out to be a helper that needs a host, or another expression that gives one.
 
-    ``target`` is the dotted name that is called; ``of_class`` says that it is an attribute of the module, of its class
-    or of ``super()``, and ``item`` that it is a registry, and one of its items is taken. What stands behind the name is
-    only known when the function is rebuilt: then the call is made ``active``, and its edits take part. It stays so,
-    because lending to a function that needs no host does nothing.
+    ``target`` is the dotted name that is called; ``of_class`` says that it is an attribute of the module or of its
+    class, and ``item`` that it is a registry, and one of its items is taken. What stands behind the name is only known
+    when the function is rebuilt: then the call is made ``active``, and its edits take part. It stays so, because
+    lending to a function that needs no host does nothing.
     """
 
     target: tuple[str, ...]
@@ -67,6 +67,7 @@ class FunctionSource:
     Attributes:
         key: (qualified name, first line), as in its code object.
         host: the name of the argument that is the module (None: no such argument).
+        is_method: the host is the first argument of a method.
         borrows: the host is an argument that rewriting adds, for callers to lend theirs.
         why_no_host: why there is none.
         parameter: the edit that adds the argument.
@@ -80,6 +81,7 @@ class FunctionSource:
 
     key: tuple[str, int]
     host: str | None
+    is_method: bool = False
     borrows: bool = False
     why_no_host: str | None = None
     parameter: Edit | None = None

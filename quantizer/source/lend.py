@@ -16,6 +16,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+from quantizer.source.found import FunctionSource
 from quantizer.source.splice import Edit
 from quantizer.source.splice import LineIndex
 
@@ -25,9 +26,8 @@ __all__ = [
     "LEND",
     "VISIBLE",
     "Borrowers",
+    "function_source",
     "hands_on",
-    "host_and_reason",
-    "host_parameter",
     "lender",
     "viewer",
 ]
@@ -98,7 +98,23 @@ def hands_on(function: Any) -> bool:
     return name == ("torch.utils.checkpoint", "checkpoint")
 
 
-def host_and_reason(node: _FunctionNode, in_class: bool) -> tuple[str | None, str | None]:
+def function_source(node: _FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
+    """What is known of a function before its body is searched; ``owner`` is the class around it."""
+    first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    host, why = _host_and_reason(node, owner is not None)
+    borrows = host == HOST
+    parameter = _host_parameter(node, index) if borrows else None
+    return FunctionSource(
+        key=(qualname, first_line),
+        host=host,
+        borrows=borrows,
+        why_no_host=why,
+        parameter=parameter,
+        is_method=owner is not None and not borrows,
+    )
+
+
+def _host_and_reason(node: _FunctionNode, in_class: bool) -> tuple[str | None, str | None]:
     """The argument that holds the module, ``HOST`` where callers must lend one, or why there can be none."""
     host = _own_host(node, in_class)
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
@@ -124,7 +140,7 @@ def _own_host(node: _FunctionNode, in_class: bool) -> str | None:
     return first.arg if is_module else None
 
 
-def host_parameter(node: _FunctionNode, index: LineIndex) -> Edit:
+def _host_parameter(node: _FunctionNode, index: LineIndex) -> Edit:
     """The edit that adds the keyword-only argument ``HOST`` to a ``def``, whatever its signature."""
     arguments = node.args
     if arguments.kwonlyargs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-__all__ = ["bound_names", "dotted"]
+__all__ = ["bound_names", "dotted", "is_own"]
 
 # Nodes that bind a name without a Name node.
 _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
@@ -41,3 +41,16 @@ def bound_names(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
         elif isinstance(inner, ast.Global):
             declared |= set(inner.names)
     return bound - declared
+
+
+def is_own(node: ast.expr, first: str | None) -> bool:
+    """Whether an expression is the module or class named ``first``, or the class of one.
+
+    ``super()`` is not: Dynamo cannot tell what ``super().f`` is without calling it, and would compile another function
+    than Python runs.
+    """
+    if isinstance(node, ast.Name):
+        return node.id == first
+    if isinstance(node, ast.Attribute):
+        return node.attr == "__class__" and is_own(node.value, first)
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type"

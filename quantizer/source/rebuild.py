@@ -10,6 +10,7 @@ stand in the place of theirs. The synthetic module is in ``sys.modules`` under i
 from __future__ import annotations
 import __future__
 
+import functools
 import inspect
 import types
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ class Rebuilt:
     Attributes:
         function: replaces the original (None: it stays).
         borrows: ``function`` needs a host that is lent, so it cannot stand in the original's place.
+        is_method: its text says that its first argument is the module.
         own: the sites in the function itself.
         helpers: what became of the functions that it calls.
         passed_on: what became of those that it mentions, but that get no host here.
@@ -58,6 +60,7 @@ class Rebuilt:
 
     function: Any = None
     borrows: bool = False
+    is_method: bool = False
     own: list[SiteSource] = field(default_factory=list)
     helpers: list[Rebuilt] = field(default_factory=list)
     passed_on: list[Rebuilt] = field(default_factory=list)
@@ -186,6 +189,11 @@ class Rebuilder:
         plain = _plain(attribute)
         return plain is not None and self._needs_host(plain, name, lent, set())
 
+    def holds_sites(self, value: Any) -> bool:
+        """Whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
+        value = value.func if isinstance(value, functools.partial) else value
+        return may_be_rewritten(value) and any(site.edits for site in self.rebuild(value).sites)
+
     def _needs_host(self, function: types.FunctionType, name: str | None, lent: Lent, seen: set[int]) -> bool:
         function = innermost(function, name)
         if id(function) in seen:
@@ -217,6 +225,9 @@ class Rebuilder:
             return replace(inner, function=function)
         if isinstance(attribute, staticmethod | classmethod):
             inner = self.rebuild(attribute.__func__, name, lent)
+            if inner.is_method and inner.function is not None:
+                # The text says that its first argument is the module, and the class says otherwise.
+                return Rebuilt(problem=f"{name} was made static or a class method outside of its definition")
             return replace(inner, function=type(attribute)(inner.function) if inner.function else None)
         if not isinstance(attribute, types.FunctionType):
             return Rebuilt()
@@ -252,6 +263,7 @@ class Rebuilder:
         file = self.file(function)
         source = file.find(function)
         result.own = list(source.sites)
+        result.is_method = source.is_method
         replaced: dict[str, Any] = {}
         for name in sorted(source.globals_read):
             value = function.__globals__.get(name)

@@ -216,7 +216,7 @@ def starred(*tensors: Tensor, w: Tensor, **more: Tensor) -> Tensor:
 
 
 class Statics(Net):
-    """Static and class methods, through the module, the class, ``super()`` and each other."""
+    """Static and class methods, through the module, the class and each other."""
 
     def mix(self, x: Tensor) -> Tensor:
         return self.static(x) + Statics.through(x) + type(self).through(x) + self.__private(x) + Other.outside(x)

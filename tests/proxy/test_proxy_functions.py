@@ -1,0 +1,348 @@
+"""Every kind of function: nets written in one way each, and source that cannot be rewritten."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import linecache
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import net_helpers
+import nets
+import pytest
+import torch
+from helpers import Snapshot
+from helpers import assert_same
+from nets import NETS
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.errors import ProxyError
+
+X = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+IDS = [name for name, *_ in NETS]
+
+# Names of the products that are quantized, by net.
+SITES = {
+    "closures": "linear.forward.linear_0 mix.matmul_0 mix.matmul_1",
+    "super": (
+        "SuperBase.forward.matmul_0 SuperBase.gram.matmul_0 forward.matmul_0 gram.matmul_0 gram.matmul_1 "
+        "linear.forward.linear_0"
+    ),
+    "properties": "linear.forward.linear_0 mix.matmul_0",
+    "expressions": "linear.forward.linear_0 mix.matmul_0 mix.matmul_2",
+    "products": "linear.forward.linear_0 mix.matmul_0 mix.matmul_1 mix.matmul_2 mix.matmul_3 mix.matmul_4",
+    "comprehensions": "linear.forward.linear_0 mix.matmul_0 mix.matmul_1 mix.matmul_2",
+    "lambdas": "linear.forward.linear_0 mix.matmul_0 mix.matmul_1 scores.matmul_0",
+    "partials": (
+        "linear.forward.linear_0 mix.matmul_0 mix.matmul_1 product.matmul_0 product.matmul_1 product.matmul_2 "
+        "scores.matmul_0"
+    ),
+    "left-alone": "linear.forward.linear_0 mix.matmul_1",
+    "imported": "attend.matmul_0 linear.forward.linear_0 scores.matmul_0",
+    "recursion": "linear.forward.linear_0 odd.matmul_0 odd.matmul_1 power.matmul_0 power.matmul_1",
+    "signatures": (
+        "keywords.matmul_0 keywords.matmul_1 linear.forward.linear_0 nothing.matmul_0 nothing.matmul_1 "
+        "positional.matmul_0 positional.matmul_1 starred.matmul_0 starred.matmul_1"
+    ),
+    "statics": (
+        "linear.forward.linear_0 outside.matmul_0 outside.matmul_1 static.matmul_0 static.matmul_1 "
+        "through.matmul_0 through.matmul_1"
+    ),
+    "template-static": "linear.forward.linear_0 mix.matmul_0 step.matmul_0 step.matmul_1",
+    "template-method": "linear.forward.linear_0 mix.matmul_0 step.matmul_0",
+    "decorated": (
+        "decorated.matmul_0 decorated.matmul_1 ignored.matmul_0 last.matmul_0 last.matmul_1 "
+        "linear.forward.linear_0 mix.matmul_0 mix.matmul_1"
+    ),
+    "checkpointed": "attend.matmul_0 block.matmul_0 linear.forward.linear_0 scores.matmul_0",
+    "tied": "first.forward.linear_0 forward.matmul_0 second.forward.linear_0",
+    "hooked": "linear.forward.linear_0 mix.matmul_0 mix.matmul_1 mix.matmul_2 mix.matmul_3 mix.matmul_4",
+    "lora": "base_layer.forward.linear_0 lora_A.default.forward.linear_0 lora_B.default.forward.linear_0",
+    "children": "first.forward.linear_0 forward.matmul_0 forward.matmul_1 second.forward.linear_0",
+    "registry": (
+        "_module_first.matmul_0 _module_first.matmul_1 linear.forward.linear_0 mix.matmul_0 mix.matmul_1 "
+        "scores.matmul_0"
+    ),
+    "passed-on": "linear.forward.linear_0 mix.matmul_0",
+    "namesakes": (
+        "Namesakes.scores.matmul_0 Namesakes.scores.matmul_1 linear.forward.linear_0 mix.matmul_0 "
+        "net_helpers.scores.matmul_0 nets.scores.matmul_0"
+    ),
+    "generators": (
+        "linear.forward.linear_0 mix.matmul_0 mix.matmul_1 mix.matmul_2 mix.matmul_3 mix.matmul_4 rows.matmul_0"
+    ),
+}
+_VALUE = "the function is passed on as a value here and not called, so no module can be lent to it"
+# Products that stay float, with the reason.
+SKIPPED = {
+    "properties": {"square.matmul_0": "its operands are parameters alone"},
+    "template-method": dict.fromkeys(
+        ("TemplateStatic.step.matmul_0", "TemplateStatic.step.matmul_1"), "never ran in calibration"
+    ),
+    "expressions": {"mix.matmul_1": "never ran in calibration"},
+    "left-alone": {"mix.matmul_0": "inside an f-string: positions are not reliable there"},
+    "registry": {"power.matmul_0": _VALUE, "power.matmul_1": _VALUE},
+    "passed-on": dict.fromkeys(("power.matmul_0", "power.matmul_1", "attend.matmul_0", "scores.matmul_0"), _VALUE),
+}
+
+
+def _make(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().eval()
+
+
+def _quantizer() -> Quantizer:
+    return Quantizer(backend="openvino", sites={"residual_add": False})
+
+
+def _check(model: nn.Module, *expected: str, inputs: tuple[Tensor, ...] = (X,)) -> Quantizer:
+    """A proxy is exact, ``expected`` are quantized, and that makes a difference."""
+    before = Snapshot.of(model.eval())
+    q = _quantizer()
+    with torch.no_grad():
+        output = model(*inputs)
+        assert_same(q.proxy(model)(*inputs), output)
+        calib = q.calib(model)
+        assert_same(calib(*inputs), output)
+        frozen = q.quantize(model)(*inputs)
+    assert frozen.isfinite().all()
+    assert {row.name for row in q.coverage.quantized} == set(expected)
+    assert torch.equal(frozen, output) == (not expected)
+    before.assert_unchanged(model)
+    return q
+
+
+@pytest.mark.parametrize(("name", "make", "inputs"), NETS, ids=IDS)
+def test_nets(name: str, make: Callable[[], nn.Module], inputs: tuple[Tensor, ...]) -> None:
+    functions = {module: dict(vars(module)) for module in (nets, net_helpers)}
+    q = _check(_make(make), *SITES[name].split(), inputs=inputs)
+    rows = [row for row in q.coverage if not row.quantized and row.kind != "residual_add"]
+    assert {row.name: row.reason for row in rows} == SKIPPED.get(name, {})
+    for module, before in functions.items():
+        assert {key: value for key, value in vars(module).items() if key in before} == before
+
+
+@pytest.mark.parametrize(("name", "make", "inputs"), NETS, ids=IDS)
+def test_gradients_in_train_mode(name: str, make: Callable[[], nn.Module], inputs: tuple[Tensor, ...]) -> None:
+    model = _make(make).train()
+    proxy = Quantizer().proxy(model)
+    results = []
+    for net in (model, proxy):
+        net.zero_grad()
+        torch.manual_seed(7)
+        net(*inputs).square().sum().backward()
+        results.append({key: None if p.grad is None else p.grad.clone() for key, p in net.named_parameters()})
+    assert any(gradient is not None for gradient in results[0].values())
+    assert_same(results[0], results[1])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["imported", "statics", "template-method", "registry", "partials", "super"])
+def test_copies_and_compiled_proxies_lend_as_well(name: str) -> None:
+    (_, make, inputs) = NETS[IDS.index(name)]
+    model = _make(make)
+    q = _quantizer()
+    with torch.no_grad():
+        q.calibrate(model, [inputs[0]])
+        frozen = q.quantize(model)
+        expected = frozen(*inputs)
+        assert not torch.equal(expected, model(*inputs))
+        assert_same(copy.deepcopy(frozen)(*inputs), expected)
+        assert_same(pickle.loads(pickle.dumps(frozen))(*inputs), expected)
+        assert_same(torch.compile(frozen, fullgraph=True, backend="eager")(*inputs), expected)
+        for strict in (False, True):
+            assert_same(torch.export.export(frozen, inputs, strict=strict).module()(*inputs), expected)
+        assert_same(torch.jit.trace(frozen, inputs)(*inputs), expected)
+
+
+# -- source that is not in a file, or not what runs ----------------------------------------------------------------
+
+_TEXT = """
+import torch
+from torch import nn
+def attend(q, k):
+    return torch.matmul(q, k.T)
+class Made(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+    def forward(self, x):
+        return attend(self.linear(x), x)
+"""
+_MADE = ("linear.forward.linear_0", "attend.matmul_0")
+
+
+def _import(folder: Path, name: str, text: str = _TEXT) -> types.ModuleType:
+    path = folder / f"{name.rpartition('.')[2]}.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _reasons(q: Quantizer) -> dict[str, str]:
+    return {row.name: row.reason for row in q.coverage if not row.quantized and row.kind != "residual_add"}
+
+
+def test_a_class_of_remote_code(tmp_path: Path) -> None:
+    """What ``trust_remote_code`` does: a file under a dotted name that no package on disk has."""
+    _check(_import(tmp_path, "transformers_modules.user.repo_0123.modeling").Made(), *_MADE)
+
+
+@pytest.mark.parametrize("name", ["<ipython-input-7-functions>", "<made by exec>"])
+def test_a_class_with_its_source_in_linecache(name: str) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    linecache.cache[name] = (len(_TEXT), None, _TEXT.splitlines(keepends=True), name)
+    exec(compile(_TEXT, name, "exec"), namespace)
+    _check(namespace["Made"](), *_MADE)
+
+
+def test_a_helper_without_source_is_reported(tmp_path: Path) -> None:
+    module = _import(tmp_path, "sample_no_source")
+    exec(compile("def attend(q, k): return q @ k.T", "<nowhere>", "exec"), vars(module))
+    q = _check(module.Made(), "linear.forward.linear_0")
+    assert _reasons(q) == {"(the model)": "<nowhere>: the source cannot be read, so its functions stay as they are"}
+
+
+def test_builtins_stay_as_they_are() -> None:
+    class Builtin(nets.Net):
+        mix = torch.tanh  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x)) @ x.T
+
+    _check(Builtin(), "linear.forward.linear_0", "forward.matmul_0")
+
+
+def test_a_file_that_changed_since_import(tmp_path: Path) -> None:
+    module = _import(tmp_path, "sample_file_changed")
+    path = Path(str(module.__file__))
+    path.write_text(_TEXT.replace("k.T)", "k.T) * 7"))
+    q = _check(module.Made(), "linear.forward.linear_0")
+    why = f"{path}: attend differs from the loaded code; was the file changed after import?"
+    assert _reasons(q) == {"(the model)": why}
+
+
+def test_lines_that_moved_since_import(tmp_path: Path) -> None:
+    module = _import(tmp_path, "sample_lines_moved")
+    path = Path(str(module.__file__))
+    path.write_text("import math\n" + _TEXT)
+    q = _check(module.Made(), "linear.forward.linear_0")
+    assert "Made.forward differs from the loaded code; was the file changed after import?" in _reasons(q)["(the model)"]
+
+
+def test_code_that_was_replaced(tmp_path: Path) -> None:
+    def other(self: Any, x: Tensor) -> Any:
+        return self.linear(x) * 3
+
+    module = _import(tmp_path, "sample_code_replaced")
+    code = module.Made.forward.__code__
+    for replaced in (code.replace(co_consts=(*code.co_consts, 1)), other.__code__):
+        module.Made.forward.__code__ = replaced
+        q = _check(module.Made(), "linear.forward.linear_0")
+        (why,) = _reasons(q).values()
+        assert "differs from the loaded code" in why or "made inside another function" in why
+
+
+def test_a_helper_that_is_patched_after_the_proxy_was_made(tmp_path: Path) -> None:
+    module = _import(tmp_path, "sample_patched_helper")
+    model = module.Made().eval()
+    assert_same(Quantizer().proxy(model)(X), model(X))
+    module.attend = lambda q, k: (q @ k.T) * 2
+    assert_same(Quantizer().proxy(model)(X), model(X))
+
+
+# -- lending, in special cases -------------------------------------------------------------------------------------
+
+
+def _fixed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(x: Tensor) -> Any:
+        return function(x)
+
+    return wrapper
+
+
+@_fixed
+def fixed(x: Tensor) -> Tensor:
+    """Its decorator takes one argument and no more."""
+    return x @ x.T
+
+
+class Fixed(nets.Net):
+    """Calls it."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        return fixed(x)
+
+
+def test_a_decorator_that_hands_no_module_on_is_reported() -> None:
+    q = _check(Fixed(), "linear.forward.linear_0")
+    (why,) = _reasons(q).values()
+    assert why.startswith("fixed has no module argument, and its decorators hand none on to it")
+
+
+def test_a_function_kept_as_an_attribute_is_reported() -> None:
+    class Keeps(nets.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = functools.partial(net_helpers.scores, scale=2.0)  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return self.mix(y, y)  # type: ignore[call-arg]
+
+    q = _check(Keeps(), "linear.forward.linear_0")
+    assert _reasons(q) == {"(the model)": "the function kept as mix holds products, and no module is lent to it"}
+
+
+def test_a_method_made_static_outside_of_its_definition_is_reported() -> None:
+    class Static(nets.Net):
+        def product(x: Tensor, y: Tensor) -> Tensor:  # type: ignore[misc]
+            return x @ y
+
+        product = staticmethod(product)  # type: ignore[assignment,arg-type]
+
+        def mix(self, x: Tensor) -> Tensor:
+            return self.product(x, x.T)  # type: ignore[call-arg,arg-type,return-value]
+
+    q = _check(Static(), "linear.forward.linear_0")
+    assert _reasons(q) == {"(the model)": "product was made static or a class method outside of its definition"}
+
+
+def test_an_attribute_that_hides_a_static_method() -> None:
+    """What is called is what the module has, not what its class says."""
+    model = nets.TemplateStatic()
+    model.step = torch.tanh  # type: ignore[method-assign]
+    q = _check(model, "linear.forward.linear_0", "mix.matmul_0")
+    assert set(_reasons(q).values()) == {"never ran in calibration"}
+
+
+# -- proxies of proxies --------------------------------------------------------------------------------------------
+
+
+def test_a_proxy_of_a_proxy_is_refused() -> None:
+    q = _quantizer()
+    model = nets.Products().eval()
+    proxies = [q.proxy(model), q.calib(model)]
+    proxies[1](X)
+    proxies.append(q.quantize(model))
+    for proxy in proxies:
+        with pytest.raises(ProxyError, match="this is a proxy already"):
+            Quantizer().proxy(proxy)
+        with pytest.raises(ProxyError, match="site_forward_linear_0 belongs to a proxy already"):
+            Quantizer().proxy(proxy.linear)  # type: ignore[arg-type]
+        with pytest.raises(ProxyError, match="1 belongs to a proxy already"):
+            Quantizer().proxy(nn.Sequential(nn.Linear(32, 32), proxy))
+    assert_same(q.proxy(model)(X), model(X))
