@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from torch import nn
 from quantizer.errors import ProxyError
 from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.classes import REWRITER
-from quantizer.proxy.classes import as_root
+from quantizer.proxy.classes import as_sharer
 from quantizer.proxy.classes import kept_methods
 from quantizer.proxy.classes import original_class
 from quantizer.proxy.classes import reachable_in
+from quantizer.proxy.sharing import share
 from quantizer.proxy.site import Site
 from quantizer.source.catalogue import operation
 from quantizer.source.find import SiteSource
@@ -76,7 +78,10 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
             "what modules keep as attributes, tensors apart; give the class a __deepcopy__ that leaves this one out"
         ) from error
     instrument(proxy)
-    as_root(proxy)
+    for module in proxy.modules():
+        if next(itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)), None) is not None:
+            as_sharer(module)
+    share(proxy)
     if eager_attention:
         use_eager_attention(proxy)
     return proxy

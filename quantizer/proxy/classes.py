@@ -10,11 +10,12 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.proxy.rewriter import ClassRewriter
+from quantizer.proxy.sharing import end_sharing
 from quantizer.proxy.site import Site
 
 __all__ = [
     "REWRITER",
-    "as_root",
+    "as_sharer",
     "kept_methods",
     "original_class",
     "reachable_in",
@@ -91,15 +92,20 @@ def _is_own(method: types.MethodType) -> bool:
     return getattr(original_class(owner), method.__name__, None) is method.__func__
 
 
-def as_root(proxy: nn.Module) -> None:
-    """Make ``proxy`` take its own copy of what it shares before ``.to()``, ``.half()`` and the like change it."""
-    cls = type(proxy)
-    if cls not in _ROOTS:
-        original = original_class(proxy)
+def as_sharer(module: nn.Module) -> None:
+    """Make a module of a proxy end the sharing before ``.to()``, ``.half()`` and the like change its tensors."""
+    cls = type(module)
+    if cls not in _SHARERS:
+
+        def apply(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
+            end_sharing(self)
+            return super(made, self)._apply(fn, recurse)  # type: ignore[misc]
+
         reachable: frozenset[str] = getattr(cls, "_quantizer_reachable", frozenset())
-        body = {**_naming(original, reachable), "_apply": _apply_to_own, "_quantizer_is_root": True}
-        _ROOTS[cls] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
-    proxy.__class__ = _ROOTS[cls]
+        body = {**_naming(original_class(module), reachable), "_apply": apply, "_quantizer_is_sharer": True}
+        made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+        _SHARERS[cls] = made
+    module.__class__ = _SHARERS[cls]
 
 
 def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str) -> type[nn.Module]:
@@ -123,19 +129,19 @@ def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str)
 
 
 def restore(
-    original: type[nn.Module], reachable: frozenset[str], stored: tuple[tuple[str, str, str], ...], is_root: bool
+    original: type[nn.Module], reachable: frozenset[str], stored: tuple[tuple[str, str, str], ...], is_sharer: bool
 ) -> nn.Module:
     """An empty instance of the class that a pickled or copied proxy module had."""
     cls = REWRITER.rewrite(original, reachable).cls
     for entry in stored:
         cls = with_stored_weight(cls, *entry)
     module = cls.__new__(cls)
-    if is_root:
-        as_root(module)
+    if is_sharer:
+        as_sharer(module)
     return module
 
 
-_ROOTS: dict[type[nn.Module], type[nn.Module]] = {}
+_SHARERS: dict[type[nn.Module], type[nn.Module]] = {}
 _STORED: dict[tuple[type[nn.Module], str, str, str], type[nn.Module]] = {}
 
 
@@ -162,30 +168,6 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
         cls._quantizer_original_class,
         cls._quantizer_reachable,
         getattr(cls, "_quantizer_stored", ()),
-        getattr(cls, "_quantizer_is_root", False),
+        getattr(cls, "_quantizer_is_sharer", False),
     )
     return restore, recipe, self.__getstate__()  # type: ignore[no-untyped-call]
-
-
-def _apply_to_own(self: Any, fn: Any, recurse: bool = True) -> Any:
-    """``nn.Module._apply``, which changes tensors in place, on tensors that are not the user's."""
-    if not self.__dict__.get("_quantizer_owns_tensors", False):
-        _take_own_tensors(self)
-        self.__dict__["_quantizer_owns_tensors"] = True
-    return nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]
-
-
-def _take_own_tensors(proxy: nn.Module) -> None:
-    own: dict[int, Any] = {}
-    for module in proxy.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in own:
-                copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                own[id(parameter)] = (copied, parameter)
-            if parameter is not None:
-                module._parameters[name] = own[id(parameter)][0]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in own:
-                own[id(buffer)] = (buffer.clone(), buffer)
-            if buffer is not None:
-                module._buffers[name] = own[id(buffer)][0]

@@ -1,0 +1,366 @@
+"""A proxy does what its model does: casts, copies, training, generation, compilation, export."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import ConvNet
+from helpers import Mlp
+from helpers import Snapshot
+from helpers import assert_same
+from helpers import batch
+from helpers import tiny
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.proxy.build import sites_of
+
+KINDS = ("proxy", "quantize")
+
+
+def _calibrated(model: nn.Module, *args: Any, **keywords: Any) -> Quantizer:
+    q = Quantizer(backend="openvino", sites={"residual_add": True})
+    q.calibrate(model.eval(), [keywords or args])
+    return q
+
+
+class Tied(nn.Module):
+    """A head that reads the embedding's weight, and a recurrence that keeps a list of its own: ids to [rows, n, 20]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 32)
+        self.norm = nn.LayerNorm(32)
+        self.recurrence = nn.LSTM(32, 32, batch_first=True)
+        self.head = nn.Linear(32, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.recurrence(self.norm(self.embedding(ids)))[0])
+
+
+def _ids(rows: int = 2, length: int = 8, top: int = 20) -> Tensor:
+    return torch.randint(3, top, (rows, length))
+
+
+# -- casts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["", "norm", "recurrence", "head", "embedding"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_casting_any_part_leaves_the_model(kind: str, part: str) -> None:
+    model, ids = Tied().eval(), _ids()
+    q = _calibrated(model, ids)
+    expected, before = model(ids), Snapshot.of(model)
+    proxy = getattr(q, kind)(model)
+    proxy.get_submodule(part).double()
+    before.assert_unchanged(model)
+    assert_same(model(ids), expected)
+    for parameter in proxy.parameters():
+        parameter.data.zero_()
+    before.assert_unchanged(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_that_outlives_its_proxy(kind: str) -> None:
+    model, ids = Tied().eval(), _ids()
+    q = _calibrated(model, ids)
+    before = Snapshot.of(model)
+    part = getattr(q, kind)(model).recurrence
+    part.half()
+    before.assert_unchanged(model)
+
+
+def test_a_cast_of_a_part_keeps_what_is_tied() -> None:
+    model = Tied().eval()
+    proxy: Any = Quantizer().proxy(model)
+    proxy.norm.double()
+    assert proxy.head.weight is proxy.embedding.weight
+    assert proxy.head.weight is not model.head.weight
+    proxy.head.double()
+    assert proxy.embedding.weight.dtype == torch.float64
+    assert proxy.recurrence.weight_ih_l0 is proxy.recurrence._flat_weights[0]
+
+
+def test_a_cast_proxy_computes_what_a_cast_model_does() -> None:
+    model, ids = Tied().eval(), _ids()
+    proxy = Quantizer().proxy(model).to(torch.float64)
+    assert_same(proxy(ids), copy.deepcopy(model).to(torch.float64)(ids))
+
+
+def test_to_the_type_and_place_where_it_is_changes_nothing() -> None:
+    model, x = Mlp().eval(), torch.randn(4, 32)
+    proxy = Quantizer().proxy(model)
+    assert proxy.to("cpu", torch.float32) is proxy
+    assert_same(proxy(x), model(x))
+
+
+# -- modes, copies, states -----------------------------------------------------------------------------------------
+
+
+def test_train_and_eval_are_the_proxys_own() -> None:
+    model, x = ConvNet().eval(), torch.randn(2, 3, 16, 16)
+    before = Snapshot.of(model)
+    proxy = Quantizer().proxy(model)
+    proxy.train()
+    assert all(module.training for module in proxy.modules())
+    assert not any(module.training for module in model.modules())
+    proxy.eval()
+    assert_same(proxy(x), model(x))
+    before.assert_unchanged(model)
+
+
+def test_training_gives_the_models_gradients() -> None:
+    model, x = ConvNet().train(), torch.randn(2, 3, 16, 16)
+    gradients = []
+    for trained in (copy.deepcopy(model), Quantizer().proxy(copy.deepcopy(model))):
+        torch.manual_seed(3)
+        trained(x).square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in trained.named_parameters()})
+    assert_same(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_own_their_tensors(kind: str, duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    model, ids = Tied().eval(), _ids()
+    q = _calibrated(model, ids)
+    proxy = getattr(q, kind)(model)
+    copied: Any = duplicate(proxy)
+    assert_same(copied(ids), proxy(ids))
+    before = Snapshot.of(model)
+    copied.norm.double()
+    before.assert_unchanged(model)
+    if kind == "proxy":
+        assert copied.head.weight is copied.embedding.weight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_loads_into_another_proxy(kind: str) -> None:
+    model, ids = Tied().eval(), _ids()
+    q = _calibrated(model, ids)
+    proxy = getattr(q, kind)(model)
+    if kind == "proxy":
+        assert set(proxy.state_dict()) >= set(model.state_dict())
+    state = {name: value.clone() for name, value in proxy.state_dict().items()}
+    other = copy.deepcopy(proxy)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not torch.equal(other(ids), proxy(ids))
+    other.load_state_dict(state)
+    assert_same(other(ids), proxy(ids))
+
+
+def test_tied_parameters_are_counted_once() -> None:
+    model = Tied()
+    proxy = Quantizer().proxy(model)
+    assert [id(p) for p in proxy.parameters()] == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_made_again_it_is_the_same_proxy(kind: str) -> None:
+    model, x = Mlp().eval(), torch.randn(4, 32)
+    q = _calibrated(model, x)
+    first, second = getattr(q, kind)(model), getattr(q, kind)(model)
+    assert first is not second
+    assert [site.path for site in sites_of(first)] == [site.path for site in sites_of(second)]
+    assert not any(isinstance(inner, type(site)) for site in sites_of(second) for inner in site.children())
+    assert_same(first(x), second(x))
+    assert_same(dict(first.state_dict()), dict(second.state_dict()))
+    assert q.diff(model) == q.diff(model)
+
+
+# -- data parallel -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_distributed_data_parallel(process_group: None) -> None:
+    model, x = Mlp(), torch.randn(4, 32)
+    wrapped = nn.parallel.DistributedDataParallel(Quantizer().proxy(model))
+    assert_same(wrapped(x), model(x))
+    wrapped(x).square().sum().backward()
+    # The proxy trains the parameters that it shares with the model.
+    found = [parameter.grad for parameter in model.parameters()]
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    other(x).square().sum().backward()
+    assert_same(found, [parameter.grad for parameter in other.parameters()])
+    wrapped.eval()
+    frozen = nn.parallel.DistributedDataParallel(Mixed())
+    assert_same(frozen(x), frozen.module(x))
+
+
+class Mixed(nn.Module):
+    """A frozen proxy beside a layer that trains: without one, there would be nothing to synchronise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = Mlp().eval()
+        self.frozen = _calibrated(model, torch.randn(4, 32)).quantize(model)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(x))
+
+
+# -- generation ----------------------------------------------------------------------------------------------------
+
+
+def _decoder(name: str) -> nn.Module:
+    tf = pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    common = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(1)
+    if name == "llama":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, **heads, **common)).eval()
+    return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, **common)).eval()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_an_off_proxy_generates_the_models_tokens(name: str) -> None:
+    model, ids = _decoder(name), _ids(top=99)
+    proxy: Any = Quantizer().proxy(model)
+    for options in ({"do_sample": False}, {"do_sample": False, "num_beams": 2}, {"do_sample": True}):
+        tokens = []
+        for each in (model, proxy):
+            torch.manual_seed(5)
+            tokens.append(each.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, **options))
+        assert tokens[0].shape[1] == 14
+        assert_same(tokens[1], tokens[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_quantized_attention_is_right_step_by_step(name: str) -> None:
+    model, ids = _decoder(name), _ids(top=99)
+    q = _calibrated(model, input_ids=ids)
+    assert any(row.kind == "matmul" for row in q.coverage.quantized)
+    proxy = q.quantize(model)
+    with torch.no_grad():
+        whole = proxy(ids).logits
+        cache, steps = None, []
+        for place in range(ids.shape[1]):
+            result = proxy(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            steps.append(result.logits)
+        assert not torch.equal(whole, model(ids).logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_frozen_proxy_generates(name: str) -> None:
+    model, ids = _decoder(name), _ids(top=99)
+    proxy: Any = _calibrated(model, input_ids=ids).quantize(model)
+    tokens = [
+        proxy.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, use_cache=cached)
+        for cached in (True, False)
+    ]
+    assert_same(*tokens)
+
+
+# -- compilation, export, tracing ----------------------------------------------------------------------------------
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]] = {
+    "mlp": lambda: (Mlp(), (torch.randn(4, 32),), {}),
+    "conv": lambda: (ConvNet(), (torch.randn(3, 3, 16, 16),), {}),
+    "bert": lambda: (tiny("bert", "sdpa"), (), batch("bert", padded=True)),
+    "vit": lambda: (tiny("vit", "sdpa"), (), batch("vit")),
+    "llama": lambda: (_decoder("llama"), (), {"input_ids": _ids(3, 8, 99), "use_cache": False}),
+}
+
+
+def _made(name: str, kind: str) -> tuple[nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]]:
+    if name in ("bert", "vit"):
+        pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    model, args, keywords = MODELS[name]()
+    q = _calibrated(model, *args, **keywords)
+    return model, getattr(q, kind)(model), args, keywords
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# Each compilation of a transformer takes seconds.
+SOME = [*((name, "quantize") for name in MODELS), ("mlp", "proxy"), ("conv", "proxy"), ("bert", "proxy")]
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(("name", "kind"), SOME)
+def test_compiles_whole(name: str, kind: str) -> None:
+    _, proxy, args, keywords = _made(name, kind)
+    with torch.no_grad():
+        expected = proxy(*args, **keywords)
+        # fullgraph makes a graph break an error.
+        assert_same(torch.compile(proxy, fullgraph=True, backend="aot_eager")(*args, **keywords), expected)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_no_graph_break(name: str) -> None:
+    _, proxy, args, _ = _made(name, "quantize")
+    with torch.no_grad():
+        explained = torch._dynamo.explain(proxy)(*args)
+        assert explained.graph_break_count == 0, explained.break_reasons
+        torch._dynamo.reset()
+        assert_same(torch.compile(proxy, fullgraph=True, backend="eager")(*args), proxy(*args))
+
+
+@pytest.mark.parametrize(("name", "kind"), SOME)
+def test_exports_with_dynamic_shapes(name: str, kind: str) -> None:
+    model, proxy, args, keywords = _made(name, kind)
+    axes = (0, 1) if "input_ids" in keywords else (0,)
+
+    def dynamic(value: Any) -> Any:
+        return dict.fromkeys(axes, torch.export.Dim.DYNAMIC) if isinstance(value, Tensor) else None
+
+    shapes: Any = {key: dynamic(value) for key, value in keywords.items()} or tuple(map(dynamic, args))
+    two = {key: value[:2] if isinstance(value, Tensor) else value for key, value in keywords.items()}
+    with torch.no_grad():
+        expected = torch.export.export(model, args, keywords, dynamic_shapes=shapes).module()
+        program = torch.export.export(proxy, args, keywords, dynamic_shapes=shapes).module()
+        for arguments, named in ((args, keywords), (tuple(value[:2] for value in args), two)):
+            found = program(*arguments, **named)
+            if kind == "proxy":
+                assert_same(found, expected(*arguments, **named))
+            assert_same(found, proxy(*arguments, **named))
+
+
+# torch says that tracing is deprecated, and tracing reads a property of transformers that is.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "conv", "bert", "vit"])
+def test_traces(name: str, kind: str, tmp_path: Path) -> None:
+    _, proxy, args, keywords = _made(name, kind)
+    example = args or tuple(keywords.values())
+    with torch.no_grad():
+        traced = torch.jit.trace(proxy, example, strict=False)
+        torch.jit.save(traced, tmp_path / "traced.pt")
+        loaded = torch.jit.load(tmp_path / "traced.pt")
+        expected = proxy(*example)
+        whole = expected if isinstance(expected, Tensor) else expected[0]
+        found = loaded(*example)
+        if isinstance(found, dict):
+            found = tuple(found.values())
+    assert_same(found if isinstance(found, Tensor) else found[0], whole)
