@@ -1,19 +1,14 @@
-"""Every architecture of the zoo goes all the way: off, calibrated, quantized, saved, loaded, quantized again."""
+"""What every architecture of the zoo goes through: off, calibrated, quantized, saved, loaded, quantized again."""
 
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from architectures import TORCH
-from architectures import ZOO
 from architectures import Architecture
 from architectures import TorchArchitecture
 from helpers import Snapshot
@@ -24,18 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from quantizer import Quantizer
 from quantizer.views import Coverage
 
-pytest.importorskip("transformers", reason="these tests make transformers models: install quantizer[hf]")
-
-
-def _cases(architectures: Iterable[Architecture | TorchArchitecture]) -> list[Any]:
-    return [
-        pytest.param(
-            architecture,
-            id=architecture.name,
-            marks=[pytest.mark.xfail(reason=architecture.xfail, strict=True)] if architecture.xfail else [],
-        )
-        for architecture in architectures
-    ]
+__all__ = ["all_the_way"]
 
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -96,27 +80,6 @@ def hosts_that_ran(coverage: Coverage) -> set[str]:
     """Paths of the modules with a product that coverage has seen."""
     rows = [row for row in coverage if row.kind != "residual_add" and row.reason != "never ran in calibration"]
     return {re.sub(r"\.\w+\.\w+$", "", row.name) for row in rows}
-
-
-@pytest.mark.parametrize("architecture", _cases(ZOO))
-def test_architecture(architecture: Architecture, tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        for expression in architecture.warnings:
-            warnings.filterwarnings("ignore", expression)
-        all_the_way(architecture, tmp_path)
-
-
-@pytest.mark.parametrize("fast_path", [True, False], ids=["fast", "slow"])
-@pytest.mark.parametrize("architecture", _cases(TORCH))
-def test_torch_transformer(architecture: TorchArchitecture, fast_path: bool, tmp_path: Path) -> None:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(fast_path)
-    try:
-        coverage = all_the_way(architecture, tmp_path)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-    products = [row for row in coverage if row.kind != "residual_add" and row.quantized]
-    assert len(products) >= architecture.products, [row.name for row in products]
 
 
 def all_the_way(architecture: Architecture | TorchArchitecture, folder: Path) -> Coverage:
