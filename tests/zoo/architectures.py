@@ -210,12 +210,13 @@ TEXT_ENCODERS = (
     *_plain(
         TEXT,
         "albert bert bert-generation big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra "
-        "ernie eurobert flaubert fnet gte ibert layoutlm longformer markuplm megatron-bert mobilebert modernbert mpnet "
+        "ernie eurobert flaubert gte ibert layoutlm longformer markuplm megatron-bert mobilebert modernbert mpnet "
         "mra nomic_bert nystromformer rembert roberta roberta-prelayernorm roformer splinter squeezebert tapas xlm "
         "xlm-roberta xlm-roberta-xl xlnet yoso",
     ),
     _one(TEXT, "canine", num_hash_buckets=64),
     _one(TEXT, "esm", pad_token_id=1, mask_token_id=3),
+    _one(("ids",), "fnet"),
     _one(TEXT, "funnel", "FunnelModel", block_sizes=[1, 1], d_head=16, num_decoder_layers=1),
     _one((*TEXT, "boxes"), "lilt", hidden_size=48),
     _one(TEXT, "luke", entity_vocab_size=50, entity_emb_size=16),
