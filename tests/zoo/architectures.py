@@ -12,10 +12,23 @@ import torch
 from torch import Tensor
 from torch import nn
 
-__all__ = ["TORCH", "ZOO", "Architecture", "TorchArchitecture"]
+__all__ = [
+    "AUDIO",
+    "DECODERS",
+    "ENCODER_DECODERS",
+    "MIXTURES_OF_EXPERTS",
+    "MULTIMODAL",
+    "SERIES",
+    "TEXT_ENCODERS",
+    "TORCH",
+    "VISION",
+    "Architecture",
+    "TorchArchitecture",
+]
 
 WIDTH = 32
 VOCABULARY = 99
+TOKENS = 8
 IMAGE_TOKEN = 3
 
 _WIDTHS = (
@@ -65,18 +78,12 @@ class Architecture:
         inputs: what the model takes: names of ``_MAKERS``, or a name and the shape of its random numbers.
         options: config fields beside the common ones; those of a sub-config in a mapping of their own.
         model: the model's class (None: what ``AutoModel`` makes).
-        length: tokens of a text.
-        xfail: why a step fails today (None: all pass).
-        warnings: regular expressions of warnings that transformers itself gives.
     """
 
     name: str
     inputs: tuple[str | tuple[str, tuple[int, ...]], ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
-    length: int = 8
-    xfail: str | None = None
-    warnings: tuple[str, ...] = ()
 
     def build(self) -> nn.Module:
         """The model with random weights, the same at every call, in eval mode."""
@@ -100,7 +107,7 @@ class Architecture:
         made: dict[str, Tensor] = {}
         for wanted in self.inputs:
             if isinstance(wanted, str):
-                made |= _MAKERS[wanted](self.length, generator)
+                made |= _MAKERS[wanted](generator)
             else:
                 name, shape = wanted
                 made[name] = torch.randn(shape, generator=generator)
@@ -135,28 +142,28 @@ def _ids(name: str, length: int, generator: torch.Generator) -> dict[str, Tensor
     return {name: torch.randint(4, VOCABULARY - 1, (2, length), generator=generator)}
 
 
-def _mask(length: int) -> dict[str, Tensor]:
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[1, length - length // 4 :] = 0
+def _mask(generator: torch.Generator) -> dict[str, Tensor]:
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[1, -2:] = 0
     return {"attention_mask": mask}
 
 
-def _with_image(length: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _with_image(generator: torch.Generator) -> dict[str, Tensor]:
     """A text that holds the 16 tokens of one image, each ``IMAGE_TOKEN``."""
-    ids = _ids("input_ids", 16 + length, generator)["input_ids"]
+    ids = _ids("input_ids", 16 + TOKENS, generator)["input_ids"]
     ids[:, 1:17] = IMAGE_TOKEN
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _boxes(length: int, generator: torch.Generator) -> dict[str, Tensor]:
-    corners = torch.randint(0, 50, (2, length, 2), generator=generator)
+def _boxes(generator: torch.Generator) -> dict[str, Tensor]:
+    corners = torch.randint(0, 50, (2, TOKENS, 2), generator=generator)
     return {"bbox": torch.cat([corners, corners + 10], dim=-1)}
 
 
 _MAKERS = {
-    "ids": lambda length, generator: _ids("input_ids", length, generator),
-    "mask": lambda length, generator: _mask(length),
-    "decoder_ids": lambda length, generator: _ids("decoder_input_ids", 6, generator),
+    "ids": lambda generator: _ids("input_ids", TOKENS, generator),
+    "mask": _mask,
+    "decoder_ids": lambda generator: _ids("decoder_input_ids", TOKENS - 2, generator),
     "ids_with_image": _with_image,
     "boxes": _boxes,
 }
@@ -180,8 +187,8 @@ def _plain(inputs: Any, names: str, **more: Any) -> list[Architecture]:
     return [Architecture(name=name, inputs=inputs, **more) for name in names.split()]
 
 
-def _one(inputs: Any, name: str, model: str | None = None, *, length: int = 8, **options: Any) -> Architecture:
-    return Architecture(name=name, inputs=inputs, model=model, length=length, options=options)
+def _one(inputs: Any, name: str, model: str | None = None, **options: Any) -> Architecture:
+    return Architecture(name=name, inputs=inputs, model=model, options=options)
 
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 8}
@@ -203,12 +210,13 @@ TEXT_ENCODERS = (
     *_plain(
         TEXT,
         "albert bert bert-generation big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra "
-        "ernie eurobert flaubert fnet gte ibert layoutlm longformer markuplm megatron-bert mobilebert modernbert mpnet "
+        "ernie eurobert flaubert gte ibert layoutlm longformer markuplm megatron-bert mobilebert modernbert mpnet "
         "mra nomic_bert nystromformer rembert roberta roberta-prelayernorm roformer splinter squeezebert tapas xlm "
         "xlm-roberta xlm-roberta-xl xlnet yoso",
     ),
     _one(TEXT, "canine", num_hash_buckets=64),
     _one(TEXT, "esm", pad_token_id=1, mask_token_id=3),
+    _one(("ids",), "fnet"),
     _one(TEXT, "funnel", "FunnelModel", block_sizes=[1, 1], d_head=16, num_decoder_layers=1),
     _one((*TEXT, "boxes"), "lilt", hidden_size=48),
     _one(TEXT, "luke", entity_vocab_size=50, entity_emb_size=16),
@@ -309,9 +317,7 @@ VISION = (
     ),
     *_plain(LARGER_IMAGE, "convnext convnextv2"),
     *_plain(IMAGE, "swin swinv2", options={"patch_size": 4, "window_size": 4, "depths": [2, 2], "num_heads": [2, 2]}),
-    *_plain(
-        LARGER_IMAGE, "conditional_detr deformable_detr detr rt_detr table-transformer", options={"num_queries": 5}
-    ),
+    *_plain(LARGER_IMAGE, "conditional_detr deformable_detr detr table-transformer", options={"num_queries": 5}),
     _one(IMAGE, "bit", num_groups=8),
     _one(IMAGE, "cvt", depth=[1, 2, 3]),
     _one(
@@ -365,6 +371,14 @@ VISION = (
         width_multiplier=0.5,
     ),
     _one(IMAGE, "regnet", groups_width=8),
+    _one(
+        LARGER_IMAGE,
+        "rt_detr",
+        num_queries=5,
+        encoder_hidden_dim=WIDTH,
+        encoder_in_channels=[WIDTH] * 3,
+        decoder_in_channels=[WIDTH] * 3,
+    ),
     _one(IMAGE, "swin2sr", patch_size=1, window_size=4, depths=[2], num_heads=[2]),
     _one(LARGER_IMAGE, "textnet", stem_out_channels=WIDTH, hidden_sizes=[WIDTH] * 5),
     _one(VIDEO, "videomae", num_frames=2),
@@ -437,17 +451,6 @@ SERIES = (
     ),
 )
 
-ZOO: tuple[Architecture, ...] = (
-    *TEXT_ENCODERS,
-    *DECODERS,
-    *MIXTURES_OF_EXPERTS,
-    *ENCODER_DECODERS,
-    *VISION,
-    *AUDIO,
-    *MULTIMODAL,
-    *SERIES,
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchArchitecture:
@@ -459,7 +462,6 @@ class TorchArchitecture:
         inputs: shapes by the name of the argument.
         products: products of one pass through Python: projections, attention, feed-forward.
         xfail: why a step fails today (None: all pass).
-        warnings: regular expressions of warnings that torch itself gives.
     """
 
     name: str
@@ -467,7 +469,6 @@ class TorchArchitecture:
     inputs: Mapping[str, tuple[int, ...]]
     products: int
     xfail: str | None = None
-    warnings: tuple[str, ...] = ()
 
     def build(self) -> nn.Module:
         """The module with random weights, the same at every call, in eval mode."""

@@ -1,0 +1,33 @@
+"""Torch's own transformers go all the way, with their fused fast path and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import TORCH
+from architectures import TorchArchitecture
+from zoo_steps import all_the_way
+
+CASES = [
+    pytest.param(
+        architecture,
+        id=architecture.name,
+        marks=[pytest.mark.xfail(reason=architecture.xfail, strict=True)] if architecture.xfail else [],
+    )
+    for architecture in TORCH
+]
+
+
+@pytest.mark.parametrize("fast_path", [True, False], ids=["fast", "slow"])
+@pytest.mark.parametrize("architecture", CASES)
+def test_torch_transformer(architecture: TorchArchitecture, fast_path: bool, tmp_path: Path) -> None:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast_path)
+    try:
+        coverage = all_the_way(architecture, tmp_path)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    products = [row for row in coverage if row.kind != "residual_add" and row.quantized]
+    assert len(products) >= architecture.products, [row.name for row in products]
