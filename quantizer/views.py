@@ -59,7 +59,9 @@ class CoverageRow:
 
     @property
     def quiet(self) -> bool:
-        """An addition that is no candidate: listed, but not shown unless asked for."""
+        """An addition that is no candidate, or a table that nobody asked to quantize: listed, but not shown."""
+        if self.kind == "embedding":
+            return self.rule == "sites.embedding: false"
         return self.kind == "residual_add" and not self.quantized and self.reason in _QUIET
 
 
@@ -144,7 +146,8 @@ class _View(Generic[Row]):
 class Coverage(_View[CoverageRow]):
     """Every site found: quantized, or why not.
 
-    Iterating gives all rows; the table leaves out additions that are no candidates (``row.quiet``) and counts them.
+    Iterating gives all rows; the table leaves out additions that are no candidates, which it counts, and embeddings that
+    nobody asked to quantize (``row.quiet``).
     """
 
     columns = (
@@ -181,7 +184,7 @@ class Coverage(_View[CoverageRow]):
             totals = ", ".join(f"{kind} {total}" for kind, (_, total) in self.by_kind().items())
             return f"sites found: {totals}; calibration decides which of them are quantized"
         parts = [f"{kind} {held} of {total}" for kind, (held, total) in self.by_kind().items()]
-        quiet = sum(row.quiet for row in self.rows)
+        quiet = sum(row.quiet for row in self.rows if row.kind == "residual_add")
         tail = f"; {quiet} additions that join no branches are not shown" if quiet else ""
         return f"sites quantized: {', '.join(parts) or 'none found'}{tail}"
 

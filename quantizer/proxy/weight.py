@@ -71,7 +71,8 @@ class Weights:
 
 def _storage(value: Tensor) -> int:
     # The id of the memory itself: an address alone may be that of an empty tensor.
-    return value.untyped_storage()._cdata
+    key: int = value.untyped_storage()._cdata
+    return key
 
 
 def _view(parameter: nn.Parameter, value: Tensor) -> WeightView | None:
