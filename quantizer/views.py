@@ -146,8 +146,8 @@ class _View(Generic[Row]):
 class Coverage(_View[CoverageRow]):
     """Every site found: quantized, or why not.
 
-    Iterating gives all rows; the table leaves out additions that are no candidates, which it counts, and embeddings that
-    nobody asked to quantize (``row.quiet``).
+    Iterating gives all rows; the table leaves out additions that are no candidates, which it counts, and
+    embeddings that nobody asked to quantize (``row.quiet``).
     """
 
     columns = (
