@@ -49,7 +49,9 @@ class CoverageRow:
 
     @property
     def quiet(self) -> bool:
-        """An addition that is no candidate: listed, but not shown unless asked for."""
+        """An addition that is no candidate, or a table that nobody asked to quantize: listed, but not shown."""
+        if self.kind == "embedding":
+            return self.rule == "sites.embedding: false"
         return self.kind == "residual_add" and not self.quantized and self.reason in _QUIET
 
 
@@ -83,7 +85,8 @@ class SensitivityRow:
 class Coverage(View[CoverageRow]):
     """Every site found: quantized, or why not; and the proof that no product was missed.
 
-    Iterating gives all rows; the table leaves out additions that are no candidates (``row.quiet``) and counts them.
+    Iterating gives all rows; the table leaves out additions that are no candidates, which it counts, and embeddings
+    that nobody asked to quantize (``row.quiet``).
 
     Attributes:
         share: how much of the multiply-adds of all matrix products and convolutions, as torch executed them in
@@ -149,7 +152,7 @@ class Coverage(View[CoverageRow]):
             totals = ", ".join(f"{kind} {total}" for kind, (_, total) in self.by_kind().items())
             return f"sites found: {totals}; calibration decides which of them are quantized"
         parts = [f"{kind} {held} of {total}" for kind, (held, total) in self.by_kind().items()]
-        quiet = sum(row.quiet for row in self.rows)
+        quiet = sum(row.quiet for row in self.rows if row.kind == "residual_add")
         tail = f"; {quiet} additions that join no branches are not shown" if quiet else ""
         if self.share is not None:
             tail += f"; {_percent(self.share)} of {_count(self.multiply_adds)} multiply-adds in low precision"
