@@ -33,6 +33,9 @@ _FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
 # They compute nothing, and the additions in their source are of indices.
 _LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
+# What a model that was instrumented before holds already, which must see its own parts.
+_SITES = (Site, OperandQuantizer)
+
 _Place = tuple[type, str]
 _Derive = Callable[[type[nn.Module], tuple[type, ...], dict[str, Any], frozenset[str]], type[nn.Module]]
 
@@ -95,9 +98,8 @@ class ClassRewriter:
     """
 
     def __init__(self, derive: _Derive) -> None:
-        hidden = (Site, OperandQuantizer)
-        self.rebuilder = Rebuilder(hidden)
-        self.qualified = Rebuilder(hidden, qualified=True)
+        self.rebuilder = Rebuilder(_SITES)
+        self.qualified = Rebuilder(_SITES, qualified=True)
         self.done: dict[Any, Rewritten] = {}
         self.chosen: dict[Any, _Choice] = {}
         self.read: dict[Any, set[str]] = {}
@@ -287,4 +289,4 @@ def _each_once(sites: Iterable[SiteSource]) -> tuple[SiteSource, ...]:
 
 
 def _is_ours(cls: type) -> bool:
-    return cls is not object and cls not in _LEFT_ALONE
+    return cls is not object and cls not in _LEFT_ALONE and cls not in _SITES

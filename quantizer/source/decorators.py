@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import types
 from collections.abc import Iterator
@@ -65,7 +66,16 @@ def clone_chain(
 def hand_on_keywords(wrapper: types.FunctionType, inner: types.FunctionType) -> bool:
     """Whether all wrappers around ``inner`` take keyword arguments that they do not know."""
     between = [wrapper, *(found for found in _reached(wrapper) if found is not inner and _leads_to(found, inner))]
-    return all(function.__code__.co_flags & inspect.CO_VARKEYWORDS for function in between)
+    return all(_hands_on(function.__code__) for function in between)
+
+
+def _hands_on(code: types.CodeType) -> bool:
+    """Whether code takes any keyword and does one thing with them: a wrapper that looks at them may drop some."""
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    name = code.co_varnames[positional]
+    return sum(i.argval == name and i.opname != "MAKE_CELL" for i in dis.get_instructions(code)) <= 1
 
 
 def transplant(original: types.FunctionType, code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:
