@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from torch import nn
 
+from quantizer.source.lend import EAGER
+
 __all__ = ["use_eager_attention"]
 
 _SETTING = "_attn_implementation"
 
 
 def use_eager_attention(proxy: nn.Module) -> None:
-    """Switch every config found in the proxy's modules to eager attention."""
+    """Switch every config found in the proxy's modules to eager attention, and torch's layers to their Python path."""
     for module in proxy.modules():
+        vars(module)[EAGER] = True
         config = module.__dict__.get("config")
         if hasattr(config, _SETTING):
             setattr(config, _SETTING, "eager")

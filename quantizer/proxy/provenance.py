@@ -74,11 +74,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origins = map(self.origin, PRODUCTS[name].tensors(args))
             of_parameters = all(origin is not None and origin.kind == "parameter" for origin in origins)
             self._counter.count(name, args, result, of_parameters)
-        first = result[0] if isinstance(result, tuple | list) and result else result
-        if isinstance(first, Tensor) and first.is_floating_point():
+        made = [tensor for tensor in _tensors([result]) if tensor.is_floating_point()]
+        if made:
             origin = self._joined([*_tensors(args), *_tensors(kwargs.values())])
-            if origin is not None:
-                self.origins[first] = origin
+            for tensor in made if origin is not None else ():
+                self.origins[tensor] = origin
         return result
 
     def _joined(self, inputs: Sequence[Tensor]) -> Origin | None:

@@ -111,9 +111,15 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, tuple[CountedProdu
 def _fields(operand: OperandPlan) -> dict[str, Any]:
     fields = {name: getattr(operand, name) for name in _OPERAND_FIELDS}
     if operand.view is not None:
-        fields["view"] = {"shape": list(operand.view.shape), "order": list(operand.view.order)}
+        fields["view"] = {
+            "shape": list(operand.view.shape),
+            "order": list(operand.view.order),
+            "offset": operand.view.offset,
+        }
     return fields
 
 
-def _view(saved: dict[str, list[int]] | None) -> WeightView | None:
-    return None if saved is None else WeightView(tuple(saved["shape"]), tuple(saved["order"]))
+def _view(saved: dict[str, Any] | None) -> WeightView | None:
+    if saved is None:
+        return None
+    return WeightView(tuple(saved["shape"]), tuple(saved["order"]), saved.get("offset", 0))

@@ -18,14 +18,20 @@ __all__ = ["Weight", "WeightView", "Weights"]
 
 @dataclass(frozen=True, slots=True)
 class WeightView:
-    """All of a parameter in another shape: ``parameter.reshape(shape).permute(order)``."""
+    """A parameter, or an unbroken part of it from element ``offset`` on, in another shape.
+
+    ``parameter.flatten()[offset : offset + prod(shape)].reshape(shape).permute(order)``: the packed projections of an
+    attention are three parts of one parameter.
+    """
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
+    offset: int = 0
 
     def of(self, parameter: Tensor) -> Tensor:
         """The operand, contiguous."""
-        return parameter.detach().reshape(self.shape).permute(self.order).contiguous()
+        part = parameter.detach().flatten()[self.offset : self.offset + math.prod(self.shape)]
+        return part.reshape(self.shape).permute(self.order).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class Weights:
                 self._owners.setdefault(_storage(parameter), []).append(parameter)
 
     def find(self, value: object) -> Weight | None:
-        """The weight that an operand is; None where it is no parameter and no view of a whole one."""
+        """The weight that an operand is; None where it is no parameter and no unbroken part of one."""
         if isinstance(value, nn.Parameter):
             return Weight(value, self._paths.get(id(value)))
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -76,9 +82,10 @@ def _storage(value: Tensor) -> int:
 
 
 def _view(parameter: nn.Parameter, value: Tensor) -> WeightView | None:
-    """How ``value`` shows all of ``parameter``; None where it does not, or not element by element."""
-    same = value.dtype == parameter.dtype and value.storage_offset() == parameter.storage_offset()
-    if not same or value.numel() != parameter.numel() or not parameter.is_contiguous():
+    """How ``value`` shows ``parameter`` or a part of it; None where it does not, or not element by element."""
+    offset = int(value.storage_offset() - parameter.storage_offset())
+    inside = offset >= 0 and offset + value.numel() <= parameter.numel()
+    if value.dtype != parameter.dtype or not inside or not parameter.is_contiguous():
         return None
     # From the slowest axis in memory to the fastest; an axis of length 1 may stand anywhere.
     strides = value.stride()
@@ -90,4 +97,4 @@ def _view(parameter: nn.Parameter, value: Tensor) -> WeightView | None:
     )
     if not dense:
         return None
-    return WeightView(shape, tuple(order.index(axis) for axis in range(value.dim())))
+    return WeightView(shape, tuple(order.index(axis) for axis in range(value.dim())), offset)

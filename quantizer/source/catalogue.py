@@ -15,7 +15,16 @@ from typing import Literal
 
 from quantizer.source import geometry
 
-__all__ = ["CATALOGUE", "Kind", "Operand", "Operation", "kind_of", "operation", "operation_of"]
+__all__ = [
+    "CATALOGUE",
+    "Kind",
+    "Operand",
+    "Operation",
+    "is_fast_path_switch",
+    "kind_of",
+    "operation",
+    "operation_of",
+]
 
 Kind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
 
@@ -151,6 +160,11 @@ def kind_of(entry: Operation, *, weighted: bool) -> Kind:
 def operation(name: str) -> Operation:
     """The entry called ``name``."""
     return next(entry for entry in CATALOGUE if entry.name == name)
+
+
+def is_fast_path_switch(function: object) -> bool:
+    """Whether ``function`` tells torch's transformer layers that they may leave Python for one fused kernel."""
+    return function is _resolve("torch.backends.mha.get_fastpath_enabled")
 
 
 def _resolve(dotted: str) -> Callable[..., Any]:

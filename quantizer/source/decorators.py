@@ -75,7 +75,8 @@ def _hands_on(code: types.CodeType) -> bool:
         return False
     positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     name = code.co_varnames[positional]
-    return sum(i.argval == name and i.opname != "MAKE_CELL" for i in dis.get_instructions(code)) <= 1
+    uses = [i for i in dis.get_instructions(code) if i.argval == name and i.opname != "MAKE_CELL"]
+    return len(uses) <= 1
 
 
 def transplant(original: types.FunctionType, code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:

@@ -12,12 +12,14 @@ from typing import Literal
 from quantizer.source import einsum
 from quantizer.source.catalogue import CATALOGUE
 from quantizer.source.catalogue import Operation
+from quantizer.source.catalogue import is_fast_path_switch
 from quantizer.source.catalogue import operation_of
 from quantizer.source.found import Form
 from quantizer.source.found import FunctionSource
 from quantizer.source.found import HelperCall
 from quantizer.source.found import SiteSource
 from quantizer.source.lend import LEND
+from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
 from quantizer.source.lend import function_source
 from quantizer.source.lend import hands_on
@@ -198,6 +200,8 @@ class _Finder(ast.NodeVisitor):
                     self._note_helper(argument)
             if isinstance(node.func, ast.Attribute) and node.func.attr in _CHILDREN:
                 self._hide_sites(node)
+            elif self.source.is_method and is_fast_path_switch(self._resolve(node.func)):
+                self._stay_in_python(node)
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
@@ -249,6 +253,13 @@ class _Finder(ast.NodeVisitor):
         if self.blocked is None:
             opening = Edit.opening(self.index.start(node), f"{VISIBLE}(", self.depth)
             self.source.views += [opening, Edit.closing(self.index.end(node), ")", self.depth)]
+
+    def _stay_in_python(self, node: ast.Call) -> None:
+        """``get_fastpath_enabled()`` becomes ``(get_fastpath_enabled() and not _quantizer_takes_apart(self))``."""
+        if self.blocked is None:
+            behind = f" and not {TAKES_APART}({self.source.host}))"
+            self.source.views.append(Edit.opening(self.index.start(node), "(", self.depth))
+            self.source.views.append(Edit.closing(self.index.end(node), behind, self.depth))
 
     def _record_call(self, node: ast.Call, entry: Operation) -> None:
         """``f(a, b)`` becomes ``host.site(f, a, b)``."""

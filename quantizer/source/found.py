@@ -73,7 +73,7 @@ class FunctionSource:
         parameter: the edit that adds the argument.
         sites: quantizable calls.
         calls: calls of possible helpers.
-        views: edits that hide the sites from a loop over the children of a module.
+        views: edits that hide the sites from a loop over the children of a module, or keep torch in Python.
         globals_read: global names that its text mentions.
         values_read: dotted names that its text mentions without calling them.
         attributes_read: attribute names that its text mentions.

@@ -21,14 +21,17 @@ from quantizer.source.splice import Edit
 from quantizer.source.splice import LineIndex
 
 __all__ = [
+    "EAGER",
     "HOST",
     "HOSTS",
     "LEND",
+    "TAKES_APART",
     "VISIBLE",
     "Borrowers",
     "function_source",
     "hands_on",
     "lender",
+    "takes_apart",
     "viewer",
 ]
 
@@ -36,6 +39,10 @@ __all__ = [
 HOST = "_quantizer_host"
 LEND = "_quantizer_lend"
 VISIBLE = "_quantizer_visible"
+TAKES_APART = "_quantizer_takes_apart"
+
+EAGER = "_quantizer_eager"
+"""The attribute of a module whose fused paths run as separate products, so that their sites are met."""
 
 HOSTS = "_quantizer_hosts"
 """The attribute of a generated class that says which sites its instances hold: a frozenset of marks."""
@@ -88,6 +95,11 @@ def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
         return children
 
     return visible
+
+
+def takes_apart(host: Any) -> bool:
+    """What rewritten text calls ``_quantizer_takes_apart``: whether fused attention runs as separate products."""
+    return bool(getattr(host, EAGER, False))
 
 
 def hands_on(function: Any) -> bool:

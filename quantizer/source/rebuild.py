@@ -42,6 +42,9 @@ _NOTHING_LENT: Lent = types.MappingProxyType({})
 _NOT_LENT = "the function is passed on as a value here and not called, so no module can be lent to it"
 
 
+_TORCH_PRODUCTS = "torch.nn.functional"
+
+
 @dataclass(kw_only=True, slots=True)
 class Rebuilt:
     """What became of one function.
@@ -310,8 +313,11 @@ class Rebuilder:
 
 
 def may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
-    """Whether a global is a function to look into. Torch's own functions take no module, so they hold no site."""
-    return isinstance(helper, types.FunctionType) and (helper.__module__ or "").partition(".")[0] != "torch"
+    """Whether a global is a function to look into. Of torch's own, those that call the products of modules."""
+    if not isinstance(helper, types.FunctionType):
+        return False
+    module = helper.__module__ or ""
+    return module.partition(".")[0] != "torch" or module == _TORCH_PRODUCTS
 
 
 def _plain(attribute: Any) -> types.FunctionType | None:

@@ -12,9 +12,11 @@ from typing import Protocol
 
 from quantizer.source.found import SiteSource
 from quantizer.source.lend import LEND
+from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
 from quantizer.source.lend import Borrowers
 from quantizer.source.lend import lender
+from quantizer.source.lend import takes_apart
 from quantizer.source.lend import viewer
 
 __all__ = ["SyntheticModules"]
@@ -88,7 +90,9 @@ class SyntheticModules:
         while name in sys.modules:
             name += "_"
         made = _Synthetic(module=types.ModuleType(name), original=original)
-        made.module.__dict__.update({LEND: lender(made.borrowers), VISIBLE: viewer(self._hidden)})
+        made.module.__dict__.update(
+            {LEND: lender(made.borrowers), VISIBLE: viewer(self._hidden), TAKES_APART: takes_apart}
+        )
         sys.modules[name] = made.module
         return made
 

@@ -14,6 +14,7 @@ from quantizer.source.find import FunctionSource
 from quantizer.source.find import SiteSource
 from quantizer.source.lend import HOST
 from quantizer.source.lend import LEND
+from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
 from quantizer.source.text import SourceFile
 
@@ -75,6 +76,14 @@ class _Strip(ast.NodeTransformer):
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         found = self.functions.get((".".join([*self.scope, node.name]), first))
         return self._inside(node, [node.name, "<locals>"], found or self.current)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        last = node.values[-1]
+        apart = last.operand if isinstance(last, ast.UnaryOp) else None
+        if isinstance(apart, ast.Call) and isinstance(apart.func, ast.Name) and apart.func.id == TAKES_APART:
+            return node.values[0]
+        return node
 
     visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
 
