@@ -25,6 +25,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/engine_speed.py
 	$(BIN)/python benchmarks/proxy_speed.py
 	$(BIN)/python benchmarks/proxy_build.py
+	$(BIN)/python benchmarks/zoo_coverage.py
 	$(BIN)/python benchmarks/build_size.py
 	$(BIN)/python benchmarks/accuracy.py
 

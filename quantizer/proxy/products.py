@@ -144,4 +144,9 @@ def product_name(func: Any) -> str | None:
 @cache
 def is_composite(func: Any) -> bool:
     """Whether torch defines an operation by others, such as ``linear`` by ``addmm``; then those are counted."""
-    return isinstance(func, torch._ops.OpOverload) and func._can_decompose()
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    try:
+        return func._can_decompose()
+    except RuntimeError:  # an operator that torch only traces with, such as sym_size, is known to no dispatcher
+        return False

@@ -90,7 +90,7 @@ class Rebuilt:
         for rebuilt in self.reached():
             found.update(dict.fromkeys(rebuilt.own))
             for helper in rebuilt.passed_on:
-                refused.update({not_lent(site): None for other in helper.reached() for site in other.own})
+                refused.update({_not_lent(site): None for other in helper.reached() for site in other.own})
         names = {site.name for site in found}
         return [*found, *(site for site in refused if site.name not in names)]
 
@@ -110,7 +110,7 @@ class Rebuilt:
         return set().union(*(rebuilt.lends_to for rebuilt in self.reached()))
 
 
-def not_lent(site: SiteSource) -> SiteSource:
+def _not_lent(site: SiteSource) -> SiteSource:
     """The same site, left out because no module is lent to its function."""
     return replace(site, reason=site.reason or _NOT_LENT, edits=())
 
@@ -181,7 +181,7 @@ class Rebuilder:
     ) -> Iterator[tuple[str, types.FunctionType]]:
         for name in sorted(source.globals_read):
             value = function.__globals__.get(name)
-            if may_be_rewritten(value):
+            if _may_be_rewritten(value):
                 yield name, value
         for call in source.calls:
             for target in _targets(function, call, _NOTHING_LENT):
@@ -195,7 +195,7 @@ class Rebuilder:
     def holds_sites(self, value: Any) -> bool:
         """Whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
         value = value.func if isinstance(value, functools.partial) else value
-        return may_be_rewritten(value) and any(site.edits for site in self.rebuild(value).sites)
+        return _may_be_rewritten(value) and any(site.edits for site in self.rebuild(value).sites)
 
     def _needs_host(self, function: types.FunctionType, name: str | None, lent: Lent, seen: set[int]) -> bool:
         function = innermost(function, name)
@@ -270,7 +270,7 @@ class Rebuilder:
         replaced: dict[str, Any] = {}
         for name in sorted(source.globals_read):
             value = function.__globals__.get(name)
-            if may_be_rewritten(value) and not self.needs_host(value, name, lent):
+            if _may_be_rewritten(value) and not self.needs_host(value, name, lent):
                 helper = self.rebuild(value, name, lent)
                 result.helpers.append(helper)
                 if helper.function is not None and not helper.borrows:
@@ -279,7 +279,7 @@ class Rebuilder:
         result.borrows = source.takes_host
         for names in sorted(source.values_read):
             value = _look_up(function.__globals__, names)
-            for found in [value] if may_be_rewritten(value) else _items(value):
+            for found in [value] if _may_be_rewritten(value) else _items(value):
                 is_item = found is not value
                 if id(found) not in borrowers and (is_item or self.needs_host(found, names[-1], lent)):
                     result.passed_on.append(self.rebuild(found, None if is_item else names[-1], lent))
@@ -312,7 +312,7 @@ class Rebuilder:
         return borrowers
 
 
-def may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
+def _may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
     """Whether a global is a function to look into. Of torch's own, those that call the products of modules."""
     if not isinstance(helper, types.FunctionType):
         return False
@@ -335,14 +335,14 @@ def _targets(function: types.FunctionType, call: HelperCall, lent: Lent) -> tupl
     target = _look_up(function.__globals__, call.target)
     if call.item:
         return _items(target)
-    return (target,) if may_be_rewritten(target) else ()
+    return (target,) if _may_be_rewritten(target) else ()
 
 
 def _items(registry: Any) -> tuple[types.FunctionType, ...]:
     """The functions in a plain dictionary, list or tuple."""
     # Other kinds of registry compute what they give.
     values = registry.values() if type(registry) is dict else registry if type(registry) in (list, tuple) else ()
-    return tuple(value for value in values if may_be_rewritten(value))
+    return tuple(value for value in values if _may_be_rewritten(value))
 
 
 def _look_up(namespace: Mapping[str, Any], names: tuple[str, ...]) -> Any:

@@ -295,7 +295,28 @@ class Parts(Net):
         return x @ self.w[:, :8] + x @ self.w.t().contiguous().t()[:, 8:16] + x @ self.w[:, ::3]
 
 
-def test_a_part_of_a_parameter_is_no_weight() -> None:
+class Packed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.w.chunk(2)
+        return F.linear(x, first) @ F.linear(x, second).mT
+
+
+def test_packed_weights_are_parts_of_one_parameter(tmp_path: Path) -> None:
+    model, x = Packed(32, 32), _random(3, 16, 32)
+    q = _calibrated(model, x)
+    weights = [operand for site in q.plan.values() for operand in site.operands if operand.role == "weight"]
+    assert [(o.parameter, o.view.offset, o.axis, o.quantized) for o in weights] == [
+        ("w", 0, 0, True),
+        ("w", 16 * 32, 0, True),
+    ]
+    assert torch.equal(torch.cat([o.amax for o in weights]), model.w.detach().abs().amax(1))
+    with torch.no_grad():
+        frozen = q.quantize(model)(x)
+        assert torch.equal(Quantizer.load(q.save(tmp_path / "saved")).quantize(model)(x), frozen)
+        assert 0 < float((frozen - model(x)).abs().max()) < 0.1 * float(model(x).abs().max())
+
+
+def test_a_scattered_part_of_a_parameter_is_no_weight() -> None:
     model = Parts(32, 24)
     q = _calibrated(model, _random(3, 16, 32), sites={"residual_add": False})
     products = [site for site in q.plan.values() if site.kind == "matmul"]
@@ -312,7 +333,9 @@ def test_a_part_of_a_parameter_is_no_weight() -> None:
         (lambda w: w.view(2, 12, 32).permute(1, 0, 2), True),
         (lambda w: w.view(24, 32, 1).mT, True),
         (lambda w: w.data.T, True),
-        (lambda w: w[1:], False),
+        (lambda w: w[1:], True),
+        (lambda w: w[3:9].T, True),
+        (lambda w: w[:, 1:], False),
         (lambda w: w[:, ::2], False),
         (lambda w: w[:1].expand(24, 32), False),
         (lambda w: w.clone(), False),
@@ -320,7 +343,7 @@ def test_a_part_of_a_parameter_is_no_weight() -> None:
         (lambda w: 3, False),
     ],
 )
-def test_what_is_a_view_of_a_whole_parameter(take: Callable[[Tensor], Any], same: bool) -> None:
+def test_what_is_an_unbroken_part_of_a_parameter(take: Callable[[Tensor], Any], same: bool) -> None:
     parameter = nn.Parameter(_random(24, 32))
     other = nn.Parameter(_random(24, 32))
     value = take(parameter)
