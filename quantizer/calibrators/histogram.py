@@ -18,6 +18,9 @@ __all__ = ["BINS", "Histogram"]
 
 BINS = 2048
 
+_PIECE = 2**17
+"""Values counted at a time on a CPU: what stays in its cache costs a third of what passes through fresh memory."""
+
 _FINEST = -127
 """The exponent of the smallest width whose inverse float32 holds."""
 
@@ -48,9 +51,11 @@ class Histogram:
         # The values are counted as float32, in which a float64 amax may round up into the next power of two.
         self._grow(_exponent_for(float(torch.tensor(amax, dtype=torch.float32))))
         assert self.exponent is not None
-        # Scaling by a power of two is exact, so truncation gives the true bin. int32 is what bincount likes best.
-        bins = x.detach().float().abs().mul_(2.0**-self.exponent).to(torch.int32).flatten()
-        self.counts += torch.bincount(bins, minlength=BINS).cpu()
+        size = _PIECE if x.device.type == "cpu" else x.numel()
+        for piece in torch.split(x.detach().flatten(), size):
+            # Scaling by a power of two is exact, so truncation gives the true bin.
+            bins = piece.float().abs().mul_(2.0**-self.exponent).to(torch.int32)
+            self.counts += torch.bincount(bins, minlength=BINS).cpu()
 
     def merge(self, other: Histogram) -> None:
         """Add the counts of another histogram."""

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._python_dispatch
 from torch import Tensor
 from torch.nn import functional
 
@@ -47,11 +46,11 @@ def attention(
 
 
 def observed_probabilities(args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
-    """The probabilities of a call, before dropout, computed beside it and unseen by who counts the model's products."""
+    """The probabilities of a call, before dropout, computed beside it."""
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
     given.update(keywords)
     wanted = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
-    with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+    with torch.no_grad():
         return _probabilities(_UNROUNDED, given["query"], given["key"], **wanted)
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.utils._python_dispatch
 from torch import Tensor
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -194,6 +195,11 @@ class Observation:
         Raises:
             CalibrationError: an operand holds NaN or an infinity.
         """
+        # What is computed to see them is none of the model's: nobody counts it or asks where it comes from.
+        with torch.utils._python_dispatch._disable_current_modes():
+            self._see(site, values, inside)
+
+    def _see(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
         record = self.records[site.path]
         record.calls += 1
         weights = [self._weights.find(value) for value in values]
