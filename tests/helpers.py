@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -186,3 +190,16 @@ class ConvNet(nn.Module):
         x = torch.relu(self.norm(self.stem(x)))
         x = torch.relu(x + self.body(x))
         return self.head(self.dropout(x.mean((2, 3))))
+
+
+def imported(folder: Path, name: str, text: str) -> types.ModuleType:
+    """Write a module and import it under a name, dotted or not."""
+    path = folder / f"{name.rpartition('.')[2]}.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

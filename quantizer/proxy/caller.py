@@ -15,7 +15,8 @@ from pathlib import PurePath
 from typing import Any
 
 from quantizer.proxy.classes import REWRITER
-from quantizer.source.catalogue import CATALOGUE
+from quantizer.source.catalogue import METHODS
+from quantizer.source.catalogue import OPERATORS
 from quantizer.source.catalogue import Operation
 from quantizer.source.catalogue import operation_of
 
@@ -24,9 +25,6 @@ __all__ = ["Caller", "callers", "innermost_frame"]
 # Between a function's text and the dispatch mode, these only hand a call on.
 _HANDS_ON = ("torch._dynamo", "torch._ops", "torch._compile", "torch.utils", "torch.overrides", "quantizer.proxy")
 _RUNS_A_MODULE = ("_call_impl", "torch.nn.modules.module")
-
-_METHODS = {method: entry for entry in CATALOGUE for method in entry.methods}
-_OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operators}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +100,11 @@ def _called(frame: types.FrameType) -> tuple[str, Operation | None, bool]:
         renamed = entry is not None and _root(node.func) in frame.f_locals
         if entry is None and isinstance(node.func, ast.Attribute):
             base = _resolve(node.func.value, frame)
-            entry = None if isinstance(base, types.ModuleType) else _METHODS.get(node.func.attr)
+            entry = None if isinstance(base, types.ModuleType) else METHODS.get(node.func.attr)
         return ast.unparse(node.func), entry, renamed
     if isinstance(node, ast.BinOp | ast.AugAssign):
         name = type(node.op).__name__
-        return {"MatMult": "@", "Add": "+"}.get(name, name), _OPERATORS.get(name), False
+        return {"MatMult": "@", "Add": "+"}.get(name, name), OPERATORS.get(name), False
     return "", None, False
 
 

@@ -17,6 +17,8 @@ from quantizer.source import geometry
 
 __all__ = [
     "CATALOGUE",
+    "METHODS",
+    "OPERATORS",
     "Kind",
     "Operand",
     "Operation",
@@ -155,6 +157,13 @@ CATALOGUE: tuple[Operation, ...] = (
 def kind_of(entry: Operation, *, weighted: bool) -> Kind:
     """The kind of a site, once its operands were seen: a matrix product by a weight is a linear."""
     return "linear" if weighted and entry.kind == "matmul" else entry.kind
+
+
+METHODS = {method: entry for entry in CATALOGUE for method in entry.methods}
+"""Entries by name of a ``Tensor`` method."""
+
+OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operators}
+"""Entries by name of an operator's class in ``ast``."""
 
 
 def operation(name: str) -> Operation:

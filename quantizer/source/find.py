@@ -10,7 +10,8 @@ from typing import Any
 from typing import Literal
 
 from quantizer.source import einsum
-from quantizer.source.catalogue import CATALOGUE
+from quantizer.source.catalogue import METHODS
+from quantizer.source.catalogue import OPERATORS
 from quantizer.source.catalogue import Operation
 from quantizer.source.catalogue import is_fast_path_switch
 from quantizer.source.catalogue import operation_of
@@ -32,8 +33,6 @@ from quantizer.source.splice import find_symbol
 
 __all__ = ["Form", "FunctionSource", "SiteSource", "find_functions"]
 
-_METHODS = {method: entry for entry in CATALOGUE for method in entry.methods}
-_OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operators}
 _SYMBOLS = {"MatMult": b"@", "Add": b"+"}
 # Methods that loop over the children of a module.
 _CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})
@@ -187,10 +186,10 @@ class _Finder(ast.NodeVisitor):
         entry = operation_of(self._resolve(node.func))
         if entry is not None:
             self._record_call(node, entry)
-        elif isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
             base = self._resolve(node.func.value)
             if not isinstance(base, types.ModuleType):
-                self._record_method(node, node.func, _METHODS[node.func.attr])
+                self._record_method(node, node.func, METHODS[node.func.attr])
         else:
             if isinstance(node.func, ast.Attribute) and node.func.attr == "get":
                 self._note_item(node, node.func.value)
@@ -206,19 +205,19 @@ class _Finder(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         operator = type(node.op).__name__
-        if operator in _OPERATORS and not (_is_literal(node.left) or _is_literal(node.right)):
+        if operator in OPERATORS and not (_is_literal(node.left) or _is_literal(node.right)):
             start, end = self.index.end(node.left), self.index.start(node.right)
             symbol = _SYMBOLS[operator]
             gap = find_symbol(self.index.data, symbol, start, end)
             if gap is not None:
                 spaced = self.index.data[max(gap - 1, start) : min(gap + 2, end)] == b" " + symbol + b" "
                 comma = Edit.replacing(gap - 1, 3, ", ") if spaced else Edit.replacing(gap, len(symbol), ",")
-                self._record(_OPERATORS[operator], "operator", node, (comma,))
+                self._record(OPERATORS[operator], "operator", node, (comma,))
         self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         operator = type(node.op).__name__
-        if operator in _OPERATORS and not _is_literal(node.value):
+        if operator in OPERATORS and not _is_literal(node.value):
             self._record_inplace(node, operator)
         self.generic_visit(node)
 
@@ -288,7 +287,7 @@ class _Finder(ast.NodeVisitor):
 
     def _record_inplace(self, node: ast.AugAssign, operator: str) -> None:
         """``x += y`` becomes ``x = host.site(x, y)``; the site applies the in-place operator, so aliases stay true."""
-        entry = _OPERATORS[operator]
+        entry = OPERATORS[operator]
         if not isinstance(node.target, ast.Name):
             self._record(entry, "inplace", node, (), "in-place on an attribute or an item")
             return

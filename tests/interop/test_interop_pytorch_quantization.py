@@ -56,6 +56,20 @@ def built() -> Net:
         quant_modules.deactivate()
 
 
+def calibrated() -> Net:
+    model = built()
+    for module in model.modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.enable_calib()
+            module.disable_quant()
+    model(X)
+    for module in model.modules():
+        if isinstance(module, quant_nn.TensorQuantizer):
+            module.load_calib_amax()
+            module.enable()
+    return model
+
+
 def input_quantizers(model: nn.Module) -> dict[str, quant_nn.TensorQuantizer]:
     return {
         name: module
@@ -90,16 +104,7 @@ def test_the_loop() -> None:
 
 
 def test_it_rounds_as_quantize_does_with_max() -> None:
-    model = built()
-    for module in model.modules():
-        if isinstance(module, quant_nn.TensorQuantizer):
-            module.enable_calib()
-            module.disable_quant()
-    model(X)
-    for module in model.modules():
-        if isinstance(module, quant_nn.TensorQuantizer):
-            module.load_calib_amax()
-            module.enable()
+    model = calibrated()
     quantizer = Quantizer(backend="openvino", activations={"calibrator": "max"}, sites={"residual_add": False})
     float_model = Net().eval()
     quantizer.calibrate(float_model, [(X,)], progress=False)
@@ -108,12 +113,12 @@ def test_it_rounds_as_quantize_does_with_max() -> None:
 
 def test_without_ranges_it_rounds_with_the_range_at_hand() -> None:
     model = built()
-    calibrated = model(X)
-    assert not torch.equal(calibrated, Net().eval()(X))
+    rounded = model(X)
+    assert not torch.equal(rounded, Net().eval()(X))
     for module in input_quantizers(model).values():
         module.disable()
     weights_only = model(X)
-    assert not torch.equal(weights_only, calibrated)
+    assert not torch.equal(weights_only, rounded)
     for module in model.modules():
         if isinstance(module, quant_nn.TensorQuantizer):
             module.disable()
@@ -162,16 +167,7 @@ def test_it_exports(tmp_path: Path) -> None:
     pytest.importorskip("openvino", reason="needs quantizer[openvino]")
     from quantizer.engines import load_engine
 
-    model = built()
-    for module in model.modules():
-        if isinstance(module, quant_nn.TensorQuantizer):
-            module.enable_calib()
-            module.disable_quant()
-    model(X)
-    for module in model.modules():
-        if isinstance(module, quant_nn.TensorQuantizer):
-            module.load_calib_amax()
-            module.enable()
+    model = calibrated()
     path = Quantizer(backend="openvino").export(model, tmp_path / "net.onnx", (X,))
     (got,) = load_engine("openvino", path)({"x": X.numpy()}).values()
     assert np.allclose(got, model(X).detach().numpy(), atol=0.05)

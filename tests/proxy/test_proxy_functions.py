@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import linecache
 import pickle
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import pytest
 import torch
 from helpers import Snapshot
 from helpers import assert_same
+from helpers import imported
 from nets import NETS
 from torch import Tensor
 from torch import nn
@@ -180,25 +178,13 @@ class Made(nn.Module):
 _MADE = ("linear.forward.linear_0", "attend.matmul_0")
 
 
-def _import(folder: Path, name: str, text: str = _TEXT) -> types.ModuleType:
-    path = folder / f"{name.rpartition('.')[2]}.py"
-    path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _reasons(q: Quantizer) -> dict[str, str]:
     return {row.name: row.reason for row in q.coverage if not row.quantized and row.kind != "residual_add"}
 
 
 def test_a_class_of_remote_code(tmp_path: Path) -> None:
     """What ``trust_remote_code`` does: a file under a dotted name that no package on disk has."""
-    _check(_import(tmp_path, "transformers_modules.user.repo_0123.modeling").Made(), *_MADE)
+    _check(imported(tmp_path, "transformers_modules.user.repo_0123.modeling", _TEXT).Made(), *_MADE)
 
 
 @pytest.mark.parametrize("name", ["<ipython-input-7-functions>", "<made by exec>"])
@@ -210,7 +196,7 @@ def test_a_class_with_its_source_in_linecache(name: str) -> None:
 
 
 def test_a_helper_without_source_is_reported(tmp_path: Path) -> None:
-    module = _import(tmp_path, "sample_no_source")
+    module = imported(tmp_path, "sample_no_source", _TEXT)
     exec(compile("def attend(q, k): return q @ k.T", "<nowhere>", "exec"), vars(module))
     q = _check(module.Made(), "linear.forward.linear_0")
     assert _reasons(q) == {"(the model)": "<nowhere>: the source cannot be read, so its functions stay as they are"}
@@ -227,7 +213,7 @@ def test_builtins_stay_as_they_are() -> None:
 
 
 def test_a_file_that_changed_since_import(tmp_path: Path) -> None:
-    module = _import(tmp_path, "sample_file_changed")
+    module = imported(tmp_path, "sample_file_changed", _TEXT)
     path = Path(str(module.__file__))
     path.write_text(_TEXT.replace("k.T)", "k.T) * 7"))
     q = _check(module.Made(), "linear.forward.linear_0")
@@ -236,7 +222,7 @@ def test_a_file_that_changed_since_import(tmp_path: Path) -> None:
 
 
 def test_lines_that_moved_since_import(tmp_path: Path) -> None:
-    module = _import(tmp_path, "sample_lines_moved")
+    module = imported(tmp_path, "sample_lines_moved", _TEXT)
     path = Path(str(module.__file__))
     path.write_text("import math\n" + _TEXT)
     q = _check(module.Made(), "linear.forward.linear_0")
@@ -247,7 +233,7 @@ def test_code_that_was_replaced(tmp_path: Path) -> None:
     def other(self: Any, x: Tensor) -> Any:
         return self.linear(x) * 3
 
-    module = _import(tmp_path, "sample_code_replaced")
+    module = imported(tmp_path, "sample_code_replaced", _TEXT)
     code = module.Made.forward.__code__
     for replaced in (code.replace(co_consts=(*code.co_consts, 1)), other.__code__):
         module.Made.forward.__code__ = replaced
@@ -257,7 +243,7 @@ def test_code_that_was_replaced(tmp_path: Path) -> None:
 
 
 def test_a_helper_that_is_patched_after_the_proxy_was_made(tmp_path: Path) -> None:
-    module = _import(tmp_path, "sample_patched_helper")
+    module = imported(tmp_path, "sample_patched_helper", _TEXT)
     model = module.Made().eval()
     assert_same(Quantizer().proxy(model)(X), model(X))
     module.attend = lambda q, k: (q @ k.T) * 2

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same
+from helpers import imported
 from torch import Tensor
 from torch import nn
 
@@ -26,24 +27,11 @@ from quantizer import Quantizer
 X = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
 
 
-def _load(folder: Path, name: str, text: str) -> types.ModuleType:
-    """Write a module and import it."""
-    path = folder / f"{name}.py"
-    path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def load(tmp_path: Path) -> Iterator[Callable[[str, str], types.ModuleType]]:
     """``load(name, text)``: a module of this text, forgotten afterwards."""
     before = set(sys.modules)
-    yield lambda name, text: _load(tmp_path, name, text)
+    yield lambda name, text: imported(tmp_path, name, text)
     for name in set(sys.modules) - before:
         if name.startswith("sample_"):
             del sys.modules[name]
