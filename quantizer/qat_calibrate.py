@@ -11,6 +11,7 @@ from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.proxy.attention import use_eager_attention
+from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
@@ -125,7 +126,8 @@ class QATCalibrate:
         """
         for known, plan, products in self._plans:
             if known is model:
-                return Coverage.from_plan(plan, list(skipped_sources(model)), products)
+                skipped = list(skipped_sources(model))
+                return Coverage.from_plan(plan, skipped, products, patches=applied_patches(model))
         raise CalibrationError("the ranges of this model were not loaded yet: they are when the block closes")
 
     def _load_ranges(self, model: nn.Module, observation: Observation, refused: dict[str, str]) -> None:

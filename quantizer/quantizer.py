@@ -21,6 +21,7 @@ from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import SensitivityError
 from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
@@ -43,6 +44,7 @@ from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
 from quantizer.settings import plan_settings
 from quantizer.settings import refused_sites
+from quantizer.source.operator_patches import OperatorPatch
 from quantizer.targets import profile
 from quantizer.views import Coverage
 from quantizer.views import Ranges
@@ -79,6 +81,7 @@ class Quantizer:
         self._observation: Observation | None = None
         self._refused: dict[str, str] = {}
         self._skipped: list[SkippedSource] = []
+        self._patches: tuple[OperatorPatch, ...] = ()
         self._loaded: Plan | None = None
         self._loaded_products: tuple[CountedProduct, ...] = ()
         self._amp: tuple[nn.Module, Measurement] | None = None
@@ -293,14 +296,14 @@ class Quantizer:
         refused = refused_sites(self.config, proxy)
         observation = observation_of(self.config, proxy, refused)
         plan = decide(proxy, list(sites_of(proxy)), observation, refused, plan_settings(self.config))
-        return Coverage.from_plan(plan, list(skipped_sources(model)))
+        return Coverage.from_plan(plan, list(skipped_sources(model)), patches=applied_patches(model))
 
     @property
     def coverage(self) -> Coverage:
         """Every site found: quantized, or why not; and every matrix product that calibration saw torch compute."""
         plan, final = self._plan(), self._final_plan()
         put_back = [path for path, entry in plan.items() if entry.quantized and not final[path].quantized]
-        return Coverage.from_plan(final, self._skipped, self._products(), put_back)
+        return Coverage.from_plan(final, self._skipped, self._products(), put_back, self._patches)
 
     @property
     def ranges(self) -> Ranges:
@@ -359,6 +362,7 @@ class Quantizer:
         if isinstance(model, nn.Module):
             self._model = weakref.ref(model)
             self._skipped = list(skipped_sources(model))
+            self._patches = applied_patches(model)
 
     def _plan(self) -> Plan:
         """What calibration decided, before any fallback."""

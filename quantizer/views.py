@@ -19,6 +19,7 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
 from quantizer.report.plots import sensitivity_bars
 from quantizer.report.tables import Column
+from quantizer.source.operator_patches import OperatorPatch
 from quantizer.table_view import View
 
 __all__ = ["BarPlot", "Coverage", "CoverageRow", "Escaped", "RangeRow", "Ranges", "Sensitivity", "SensitivityRow"]
@@ -93,6 +94,7 @@ class Coverage(View[CoverageRow]):
             calibration, is in low precision: 0 to 1; None where nothing was counted.
         multiply_adds: all of them.
         escaped: those that are not, by module and operation, each with its reason.
+        patches: operator patches that the rewritten source holds.
     """
 
     columns = (
@@ -108,6 +110,7 @@ class Coverage(View[CoverageRow]):
         self.share: float | None = None
         self.multiply_adds = 0
         self.escaped = Escaped(products)
+        self.patches: tuple[OperatorPatch, ...] = ()
 
     @classmethod
     def from_plan(
@@ -116,6 +119,7 @@ class Coverage(View[CoverageRow]):
         skipped: Sequence[SkippedSource],
         products: Sequence[CountedProduct] = (),
         put_back: Collection[str] = (),
+        patches: Sequence[OperatorPatch] = (),
     ) -> Coverage:
         """The coverage of a plan.
 
@@ -124,10 +128,12 @@ class Coverage(View[CoverageRow]):
             skipped: what could not be rewritten.
             products: what calibration counted, site or none.
             put_back: the sites that fallback moved.
+            patches: operator patches that were applied.
         """
         rows = [*map(_row_of_site, plan.values()), *map(_row_of_source, skipped)]
         made = cls(rows, escaped_products(products, plan, put_back))
         made.share = covered_share(products, plan)
+        made.patches = tuple(patches)
         made.multiply_adds = sum(product.multiply_adds for product in products)
         return made
 
@@ -148,15 +154,17 @@ class Coverage(View[CoverageRow]):
         return {kind: (held[kind], total[kind]) for kind in sorted(total)}
 
     def title(self) -> str:
+        named = ", ".join(f"{patch.name} (for {patch.target})" for patch in self.patches)
+        patched = f"; operator patches: {named}" if named else ""
         if any(row.reason == NOT_CALIBRATED for row in self.rows):
             totals = ", ".join(f"{kind} {total}" for kind, (_, total) in self.by_kind().items())
-            return f"sites found: {totals}; calibration decides which of them are quantized"
+            return f"sites found: {totals}; calibration decides which of them are quantized{patched}"
         parts = [f"{kind} {held} of {total}" for kind, (held, total) in self.by_kind().items()]
         quiet = sum(row.quiet for row in self.rows if row.kind == "residual_add")
         tail = f"; {quiet} additions that join no branches are not shown" if quiet else ""
         if self.share is not None:
             tail += f"; {_percent(self.share)} of {_count(self.multiply_adds)} multiply-adds in low precision"
-        return f"sites quantized: {', '.join(parts) or 'none found'}{tail}"
+        return f"sites quantized: {', '.join(parts) or 'none found'}{tail}{patched}"
 
     def text(self, limit: int | None = None) -> str:
         """The table as plain text, then the products that are not in low precision."""

@@ -23,8 +23,20 @@ from quantizer.proxy.sharing import share
 from quantizer.proxy.site import Site
 from quantizer.source.catalogue import operation
 from quantizer.source.find import SiteSource
+from quantizer.source.operator_patches import OperatorPatch
+from quantizer.source.text import Key
+from quantizer.source.text import SourceFile
 
-__all__ = ["SkippedSource", "build_proxy", "instrument", "is_proxy", "sites_of", "skipped_sources", "source_diff"]
+__all__ = [
+    "SkippedSource",
+    "applied_patches",
+    "build_proxy",
+    "instrument",
+    "is_proxy",
+    "sites_of",
+    "skipped_sources",
+    "source_diff",
+]
 
 _MARK = "_quantizer_proxy"
 
@@ -117,15 +129,17 @@ def sites_of(proxy: nn.Module) -> Iterator[Site]:
 
 
 def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
-    """Sites of a model or proxy that stay outside, because of their text."""
+    """Sites of a model or proxy that stay outside, because of their text; and operator patches that were refused."""
     reachable = reachable_in(model)
+    refused: set[str] = set()
     for path, module in model.named_modules():
         rewritten = REWRITER.rewrite(original_class(module), reachable)
         name = rewritten.original.__name__
         for source in rewritten.sites:
             if source.reason is not None:
                 yield SkippedSource(path=_join(path, source.name), host_type=name, source=source, reason=source.reason)
-        problems = list(rewritten.problems)
+        problems = [*rewritten.problems, *(message for message in rewritten.refused if message not in refused)]
+        refused.update(rewritten.refused)
         if "forward" in vars(module).keys() - kept_methods(module).keys():
             problems.append("its forward was replaced on this module, so what runs there is not rewritten")
         for attribute, value in vars(module).items():
@@ -137,11 +151,24 @@ def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
 
 def source_diff(model: nn.Module) -> str:
     """A unified diff, original source to rewritten source, of all functions that a proxy of ``model`` replaces."""
+    return "".join(file.diff(keys) for file, keys in _rewritten_functions(model))
+
+
+def applied_patches(model: nn.Module) -> tuple[OperatorPatch, ...]:
+    """The operator patches that the source of a proxy of ``model`` holds, by name."""
+    patches = {
+        patch for file, keys in _rewritten_functions(model) for key in keys for patch in file.functions[key].patches
+    }
+    return tuple(sorted(patches, key=lambda patch: patch.name))
+
+
+def _rewritten_functions(model: nn.Module) -> Iterator[tuple[SourceFile, list[Key]]]:
+    """The functions that a proxy of ``model`` replaces, by file."""
     reachable = reachable_in(model)
     keys = {key for module in model.modules() for key in REWRITER.rewrite(original_class(module), reachable).keys}
     files = {file.rewritten_name: file for file in REWRITER.files()}
-    names = sorted({name for name, _ in keys})
-    return "".join(files[name].diff([key for owner, key in keys if owner == name]) for name in names)
+    for name in sorted({name for name, _ in keys}):
+        yield files[name], sorted(key for owner, key in keys if owner == name)
 
 
 def _shared_tensors(model: nn.Module) -> dict[int, Any]:

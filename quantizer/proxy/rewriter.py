@@ -21,6 +21,7 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 from quantizer.source.found import SiteSource
 from quantizer.source.lend import HOSTS
+from quantizer.source.operator_patches import changes
 from quantizer.source.rebuild import Rebuilder
 from quantizer.source.rebuild import Rebuilt
 from quantizer.source.text import Key
@@ -42,13 +43,15 @@ _Derive = Callable[[type[nn.Module], tuple[type, ...], dict[str, Any], frozenset
 
 @dataclass(kw_only=True, slots=True)
 class Rewritten:
-    """What became of one class: the generated class (the class itself where nothing changed), its sites, problems."""
+    """What became of one class: the generated class (the class itself where nothing changed), its sites, problems, and
+    why operator patches were refused."""
 
     cls: type[nn.Module]
     original: type[nn.Module]
     sites: tuple[SiteSource, ...]
     keys: frozenset[tuple[str, Key]]
     problems: tuple[str, ...]
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,12 +101,21 @@ class ClassRewriter:
     """
 
     def __init__(self, derive: _Derive) -> None:
+        self._derive = derive
+        self._start()
+
+    def _start(self) -> None:
         self.rebuilder = Rebuilder(_SITES)
         self.qualified = Rebuilder(_SITES, qualified=True)
         self.done: dict[Any, Rewritten] = {}
         self.chosen: dict[Any, _Choice] = {}
         self.read: dict[Any, set[str]] = {}
-        self._derive = derive
+        self._patches = changes()
+
+    def _renew(self) -> None:
+        """Start afresh where operator patches were registered since: proxies that exist keep what they have."""
+        if self._patches != changes():
+            self._start()
 
     def refresh(self) -> None:
         """Bring the globals of rewritten functions up to date."""
@@ -122,6 +134,7 @@ class ClassRewriter:
         attribute name that a function found so far mentions. That leaves out construction, resizing, saving and the
         like, whose arithmetic is none of ours.
         """
+        self._renew()
         classes = {cls for module in model.modules() for cls in original(module).__mro__ if _is_ours(cls)}
         names = {"forward", *kept} | {name for name in vars(original(model)) if not name.startswith("_")}
         reached: set[str] = set()
@@ -143,6 +156,7 @@ class ClassRewriter:
 
     def rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
         """The generated class of a module class, with those of its functions rewritten that are ``reachable``."""
+        self._renew()
         key = self._key(cls, reachable)
         if key not in self.chosen:
             self.chosen[key] = self._choose(cls, reachable)
@@ -227,6 +241,7 @@ class ClassRewriter:
         sites: dict[SiteSource, None] = {}
         keys: set[tuple[str, Key]] = set()
         problems: dict[str, None] = {}
+        refused: dict[str, None] = {}
         for name, attribute in vars(cls).items():
             if name not in reachable:
                 continue
@@ -237,6 +252,7 @@ class ClassRewriter:
             sites.update(dict.fromkeys(rebuilt.sites))
             keys |= rebuilt.keys
             problems.update(dict.fromkeys(rebuilt.problems))
+            refused.update(dict.fromkeys(rebuilt.refusals))
             if rebuilt.function is not None and not rebuilt.borrows:
                 namespace[name] = rebuilt.function
         parents = [self._rewrite(base, reachable, choice) for base in cls.__bases__]
@@ -244,13 +260,19 @@ class ClassRewriter:
             sites.update(dict.fromkeys(parent.sites))
             keys |= parent.keys
             problems.update(dict.fromkeys(parent.problems))
+            refused.update(dict.fromkeys(parent.refused))
         generated = [parent.cls for parent in parents if parent.cls is not parent.original]
         made = cls
         if namespace or generated:
             namespace[HOSTS] = frozenset(site.mark for site in sites if site.reason is None)
             made = self._derive(cls, (cls, *generated), namespace, reachable)
         return Rewritten(
-            cls=made, original=cls, sites=_each_once(sites), keys=frozenset(keys), problems=tuple(problems)
+            cls=made,
+            original=cls,
+            sites=_each_once(sites),
+            keys=frozenset(keys),
+            problems=tuple(problems),
+            refused=tuple(refused),
         )
 
     def _rebuild(self, cls: type, name: str, attribute: Any, choice: _Choice) -> Rebuilt:

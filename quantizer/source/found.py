@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dataclasses import field
 from typing import Literal
 
+from quantizer.source.operator_patches import OperatorPatch
 from quantizer.source.splice import Edit
 
 __all__ = ["Form", "FunctionSource", "HelperCall", "SiteSource"]
@@ -74,6 +75,7 @@ class FunctionSource:
         sites: quantizable calls.
         calls: calls of possible helpers.
         views: edits that hide the sites from a loop over the children of a module, or keep torch in Python.
+        patches: operator patches that its text holds already.
         globals_read: global names that its text mentions.
         values_read: dotted names that its text mentions without calling them.
         attributes_read: attribute names that its text mentions.
@@ -88,6 +90,7 @@ class FunctionSource:
     sites: list[SiteSource] = field(default_factory=list)
     calls: list[HelperCall] = field(default_factory=list)
     views: list[Edit] = field(default_factory=list)
+    patches: list[OperatorPatch] = field(default_factory=list)
     globals_read: set[str] = field(default_factory=set)
     values_read: set[tuple[str, ...]] = field(default_factory=set)
     attributes_read: set[str] = field(default_factory=set)
@@ -99,6 +102,11 @@ class FunctionSource:
         yield from (edit for site in self.sites for edit in site.edits)
         yield from (edit for call in self.calls if call.active for edit in call.edits)
         yield from self.views
+
+    @property
+    def changed(self) -> bool:
+        """Whether its text, as it stands now, differs from the original."""
+        return bool(self.patches) or any(True for _ in self.edits())
 
     @property
     def takes_host(self) -> bool:

@@ -59,6 +59,7 @@ class Rebuilt:
         lends_to: names of static and class methods to which it lends its host.
         key: which function of which file was rewritten.
         problem: why it could not be rewritten.
+        refused: why operator patches were not applied to its file.
     """
 
     function: Any = None
@@ -70,6 +71,7 @@ class Rebuilt:
     lends_to: set[str] = field(default_factory=set)
     key: tuple[str, Key] | None = None
     problem: str | None = None
+    refused: list[str] = field(default_factory=list)
 
     def reached(self) -> Iterator[Rebuilt]:
         """This one and all helpers reached from it, each once; they may call each other in a circle."""
@@ -103,6 +105,11 @@ class Rebuilt:
     def problems(self) -> list[str]:
         """Why functions could not be rewritten."""
         return list(dict.fromkeys(rebuilt.problem for rebuilt in self.reached() if rebuilt.problem is not None))
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why operator patches were not applied to the files that take part."""
+        return list(dict.fromkeys(message for rebuilt in self.reached() for message in rebuilt.refused))
 
     @property
     def lends(self) -> set[str]:
@@ -283,7 +290,8 @@ class Rebuilder:
                 is_item = found is not value
                 if id(found) not in borrowers and (is_item or self.needs_host(found, names[-1], lent)):
                     result.passed_on.append(self.rebuild(found, None if is_item else names[-1], lent))
-        if not replaced and not any(True for _ in source.edits()):
+        result.refused = file.refused
+        if not replaced and not source.changed:
             return None
         code = file.code(source.key)
         if code.co_freevars != function.__code__.co_freevars:

@@ -15,6 +15,8 @@ from quantizer.errors import SourceError
 from quantizer.source.find import find_functions
 from quantizer.source.found import FunctionSource
 from quantizer.source.found import HelperCall
+from quantizer.source.operator_patches import apply_operator_patches
+from quantizer.source.operator_patches import changes
 from quantizer.source.splice import LineIndex
 from quantizer.source.splice import apply_edits
 
@@ -31,6 +33,7 @@ class SourceFile:
         module_name: the ``__name__`` in the globals of its functions.
         text: the original text.
         functions: every function found, with its sites, by (qualified name, first line).
+        refused: why operator patches for this file were not applied.
         rewritten_name: the synthetic file name under which the rewritten text is compiled and listed.
 
     With ``qualified``, names of sites carry the class or module of their function: for a module that has two sites of
@@ -42,14 +45,21 @@ class SourceFile:
         self._flags = flags
         self.module_name = str(namespace.get("__name__", "?"))
         self.text = read_source(path, namespace)
-        name = self.module_name if self.module_name != "__main__" else path
-        self.rewritten_name = f"<quantizer {name}{', qualified' if qualified else ''}>"
         try:
             tree = _compiled(self.text, path, ast.PyCF_ONLY_AST)
         except SyntaxError as error:
             raise SourceError(f"{path}: cannot be parsed: {error}") from error
-        self._index = LineIndex(self.text)
+        patched = apply_operator_patches(self.text, tree, self.module_name)
+        if patched.applied:
+            tree = _compiled(patched.text, path, ast.PyCF_ONLY_AST)
+        name = self.module_name if self.module_name != "__main__" else path
+        variant = f"{', qualified' if qualified else ''}{f', patches {changes()}' if patched.applied else ''}"
+        self.rewritten_name = f"<quantizer {name}{variant}>"
+        self._index = LineIndex(patched.text)
         self.functions: dict[Key, FunctionSource] = find_functions(tree, self._index, namespace, path, qualified)
+        for key, patches in patched.applied.items():
+            self.functions[key].patches = patches
+        self.refused = patched.refused
         self._loaded = _by_key(_compiled(self.text, path, flags))
         self._codes: dict[Key, types.CodeType] | None = None
 
