@@ -20,9 +20,8 @@ from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import decide
+from quantizer.ranges import plan_of
 from quantizer.settings import observation_of
-from quantizer.settings import plan_settings
 from quantizer.settings import refused_sites
 from quantizer.source.patched import Source
 from quantizer.source.patched import patched
@@ -30,7 +29,8 @@ from quantizer.views import Coverage
 
 __all__ = ["QATCalibrate"]
 
-_CALIBRATORS = {"histogram": "percentile", "percentile": "percentile", "max": "max", "mse": "mse"}
+_METHODS = {"histogram": "percentile"}
+"""Names of NVIDIA's toolkit; others are those of our calibrators."""
 
 
 class QATCalibrate:
@@ -45,7 +45,7 @@ class QATCalibrate:
     Args:
         sources: the modelling modules whose models are meant: modules, their names, or one of their classes; none:
             every imported module.
-        method: ``histogram`` (a percentile), ``max`` or ``mse``.
+        method: ``histogram`` (a percentile) or another calibrator.
         percentile: percent of the absolute values that a range covers; used by ``histogram``.
         settings: other fields of ``QuantizerConfig``, such as ``exclude``.
 
@@ -60,11 +60,11 @@ class QATCalibrate:
     def __init__(
         self,
         *sources: Source,
-        method: Literal["histogram", "percentile", "max", "mse"] = "histogram",
+        method: Literal["histogram", "percentile", "max", "mse", "entropy", "auto"] = "histogram",
         percentile: float = 99.99,
         **settings: Any,
     ) -> None:
-        activations = {"calibrator": _CALIBRATORS.get(method, method), "percentile": percentile}
+        activations = {"calibrator": _METHODS.get(method, method), "percentile": percentile}
         self.config = quantizer_config(None, activations=activations, **settings)
         self._patch = patched(*sources, built=instrument)
         self._open = 0
@@ -131,7 +131,7 @@ class QATCalibrate:
         raise CalibrationError("the ranges of this model were not loaded yet: they are when the block closes")
 
     def _load_ranges(self, model: nn.Module, observation: Observation, refused: dict[str, str]) -> None:
-        plan = decide(model, list(sites_of(model)), observation, refused, plan_settings(self.config))
+        plan = plan_of(self.config, model, observation, refused)
         apply_plan(model, plan, self.config.dtype)
         for site in sites_of(model):
             site.active = plan[site.path].quantized

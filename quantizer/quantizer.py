@@ -33,16 +33,15 @@ from quantizer.proxy.freeze import freeze
 from quantizer.proxy.freeze import store_weights
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import decide
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.state import load_state
 from quantizer.proxy.state import save_state
+from quantizer.ranges import plan_of
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import Measurement
 from quantizer.sensitivity import choose
 from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
-from quantizer.settings import plan_settings
 from quantizer.settings import refused_sites
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.targets import profile
@@ -295,7 +294,7 @@ class Quantizer:
         proxy = build_proxy(model, eager_attention=True).eval()
         refused = refused_sites(self.config, proxy)
         observation = observation_of(self.config, proxy, refused)
-        plan = decide(proxy, list(sites_of(proxy)), observation, refused, plan_settings(self.config))
+        plan = plan_of(self.config, proxy, observation, refused)
         return Coverage.from_plan(plan, list(skipped_sources(model)), patches=applied_patches(model))
 
     @property
@@ -372,8 +371,7 @@ class Quantizer:
             raise CalibrationError(
                 "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
             )
-        settings = plan_settings(self.config)
-        return decide(self._calib, list(sites_of(self._calib)), self._observation, self._refused, settings)
+        return plan_of(self.config, self._calib, self._observation, self._refused)
 
     def _products(self) -> tuple[CountedProduct, ...]:
         """What torch computed in calibration."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
@@ -22,7 +23,7 @@ from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import refusals
 from quantizer.targets import profile
 
-__all__ = ["float_dtype", "observation_of", "plan_settings", "refused_sites"]
+__all__ = ["float_dtype", "observation_of", "plan_settings", "refused_sites", "searches_ranges"]
 
 
 def observation_of(
@@ -31,17 +32,27 @@ def observation_of(
     """What watches the sites of ``proxy``, still to be attached; ``skipped``: calls that are no sites, and why."""
     # What a switch turns off need not be observed either.
     off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
-    return Observation(sites_of(proxy), refused, partial(_calibrator, config), off, skipped)
+    keep = searches_ranges(config)
+    return Observation(sites_of(proxy), refused, partial(_calibrator, config), off, skipped, keep=keep)
+
+
+def searches_ranges(config: QuantizerConfig) -> bool:
+    """Whether ranges are found by running the model again: a few batches are kept for that."""
+    activations = config.activations
+    several = activations.calibrator == "percentile" and len(activations.percentiles) > 1
+    return several or activations.calibrator == "auto"
 
 
 def _calibrator(config: QuantizerConfig, histogram: bool) -> Calibrator:
     activations = config.activations
+    # Until ranges are chosen: the estimate that needs nothing but the values.
+    name = "mse" if activations.calibrator == "auto" else activations.calibrator
     options: dict[str, Any] = {}
-    if activations.calibrator == "percentile":
-        options["percentile"] = activations.percentile
-    elif activations.calibrator == "mse":
+    if name == "percentile":
+        options["percentile"] = activations.percentiles[0]
+    elif name in OF_FORMAT:
         options["dtype"] = config.dtype
-    return make_calibrator(activations.calibrator, histogram=histogram, **options)
+    return make_calibrator(name, histogram=histogram, **options)
 
 
 def refused_sites(config: QuantizerConfig, proxy: nn.Module) -> dict[str, str]:

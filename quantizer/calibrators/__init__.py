@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from quantizer.calibrators.base import Calibrator
 from quantizer.calibrators.base import make_calibrator
+from quantizer.calibrators.entropy import EntropyCalibrator
 from quantizer.calibrators.max import MaxCalibrator
 from quantizer.calibrators.mse import MseCalibrator
 from quantizer.calibrators.percentile import PercentileCalibrator
 
-__all__ = ["Calibrator", "MaxCalibrator", "MseCalibrator", "PercentileCalibrator", "make_calibrator"]
+__all__ = [
+    "OF_FORMAT",
+    "Calibrator",
+    "EntropyCalibrator",
+    "MaxCalibrator",
+    "MseCalibrator",
+    "PercentileCalibrator",
+    "make_calibrator",
+]
+
+OF_FORMAT = frozenset({"mse", "entropy"})
+"""The calibrators that weigh rounding errors, and so take the ``dtype`` of the operand."""

@@ -15,14 +15,15 @@ from quantizer.registry import Registry
 __all__ = ["CALIBRATORS", "Calibrator", "make_calibrator"]
 
 CALIBRATORS: Registry[type[Calibrator]] = Registry("calibrator")
-"""Add a calibrator: subclass ``Calibrator``, give it ``amax()``, and put ``@CALIBRATORS.add("name")`` above it."""
+"""Add a calibrator: subclass ``Calibrator``, give it ``estimate()``, and put ``@CALIBRATORS.add("name")`` above it."""
 
 
 class Calibrator:
     """Collects the values that one operand takes, in bounded memory, and gives its range.
 
     The base class checks the data and keeps what every method and target needs: the minimum and maximum (an
-    asymmetric target is served from the same pass) and, where asked, a histogram. A subclass is one formula, ``amax``.
+    asymmetric target is served from the same pass) and, where asked, a histogram. A subclass is one formula,
+    ``estimate``.
 
     Args:
         histogram: keep a histogram of |x|; the range of a residual operand is judged by it whatever the calibrator.
@@ -33,6 +34,7 @@ class Calibrator:
         self.maximum = -math.inf
         self.count = 0
         self.histogram = Histogram() if histogram else None
+        self._estimated: tuple[int, float] | None = None
 
     def observe(self, x: Tensor) -> None:
         """Take in the values of x [*] (any floating dtype and device).
@@ -71,8 +73,29 @@ class Calibrator:
         """The largest magnitude seen; 0 before any value."""
         return max(abs(self.minimum), abs(self.maximum)) if self.count else 0.0
 
+    def seen_as(self, name: str, **options: Any) -> Calibrator:
+        """A calibrator of the registered ``name`` over the values that this one has seen.
+
+        Its histogram is this one's: observe no more data with either.
+
+        Raises:
+            CalibrationError: ``name`` needs a histogram, and none was kept.
+        """
+        other = make_calibrator(name, **options)
+        if other.histogram is not None and self.histogram is None:
+            raise CalibrationError(f"calibrator {name!r} needs a histogram of the values, and none was kept")
+        other.minimum, other.maximum, other.count = self.minimum, self.maximum, self.count
+        other.histogram = self.histogram
+        return other
+
     def amax(self) -> float:
-        """The magnitude that maps to the largest step of the format."""
+        """The magnitude that maps to the largest step of the format; computed again only where data came since."""
+        if self._estimated is None or self._estimated[0] != self.count:
+            self._estimated = (self.count, self.estimate())
+        return self._estimated[1]
+
+    def estimate(self) -> float:
+        """The formula behind ``amax``."""
         raise NotImplementedError
 
 

@@ -12,5 +12,5 @@ __all__ = ["MaxCalibrator"]
 class MaxCalibrator(Calibrator):
     """Nothing is clipped."""
 
-    def amax(self) -> float:
+    def estimate(self) -> float:
         return self.largest

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from quantizer.calibrators.base import CALIBRATORS
 from quantizer.calibrators.base import Calibrator
 from quantizer.calibrators.histogram import Histogram
 from quantizer.numerics.qtype import qtype
 
-__all__ = ["MseCalibrator"]
-
-_STRIDE = 8
-"""Bins between two candidates: at most 1/128 of the largest value, a rounding step of INT8."""
+__all__ = ["MseCalibrator", "squared_errors"]
 
 
 @CALIBRATORS.add("mse")
 class MseCalibrator(Calibrator):
     """The amax for which sum over bins of count * (x - Q(x))**2 is least, x at the bins' centres.
 
-    Clipping a few outliers buys a finer step for all other values; this weighs the one against the other.
+    Clipping a few outliers buys a finer step for all other values; this weighs the one against the other. Candidates
+    are the upper edges of all bins up to the largest value.
 
     Args:
         dtype: the format that the operand will be held in.
@@ -28,13 +29,37 @@ class MseCalibrator(Calibrator):
         super().__init__(histogram=True)
         self.dtype = qtype(dtype)
 
-    def amax(self) -> float:
+    def estimate(self) -> float:
         histogram = self.histogram
         assert isinstance(histogram, Histogram)
         if histogram.exponent is None:
             return self.largest
-        last = int(histogram.counts.nonzero().max()) + 1
-        width = 2.0**histogram.exponent
-        candidates = [min(edge * width, self.largest) for edge in range(last, 0, -_STRIDE)]
-        low, high = self.dtype.qmin, self.dtype.qmax
-        return min(candidates, key=lambda amax: histogram.noise(amax / high, low, high))
+        errors = squared_errors(histogram.counts, torch.arange(self.dtype.qmax + 1))
+        used = int(histogram.counts.nonzero().max()) + 1
+        best = int(errors[:used].argmin()) + 1
+        return min(best * 2.0**histogram.exponent, self.largest)
+
+
+def squared_errors(counts: Tensor, levels: Tensor) -> Tensor:
+    """The sum of squared errors for the range of the first 1, 2, .. bins, in squared bin widths: float64 [bins].
+
+    Legend: counts [bins]; levels [L] the magnitudes that the format holds, ascending from 0; a range of i bins puts
+    level l at l * i / max(levels) bin widths.
+
+    The bins nearest to a level are neighbours, so their error follows from prefix sums of count, count * x and
+    count * x**2: a range costs L steps and not all bins.
+    """
+    bins = len(counts)
+    counts, levels = counts.double(), levels.double()
+    centres = torch.arange(bins, dtype=torch.float64) + 0.5
+    scales = torch.arange(1, bins + 1, dtype=torch.float64) / levels[-1]
+    borders = (levels[1:] + levels[:-1]) / 2
+    # The first bin whose centre lies at or above the border between two levels.
+    starts = torch.ceil(borders[None, :] * scales[:, None] - 0.5).long().clamp(0, bins)
+    starts = torch.nn.functional.pad(torch.nn.functional.pad(starts, (1, 0)), (0, 1), value=bins)
+    held, first, second = (
+        torch.cat([values.new_zeros(1), values.cumsum(0)])[starts].diff(dim=1)
+        for values in (counts, counts * centres, counts * centres**2)
+    )
+    values = levels[None, :] * scales[:, None]
+    return (second - 2 * values * first + values**2 * held).sum(1)

@@ -24,7 +24,7 @@ class PercentileCalibrator(Calibrator):
             raise ValueError(f"percentile is {percentile}; expected a number in (0, 100]")
         self.percentile = percentile
 
-    def amax(self) -> float:
+    def estimate(self) -> float:
         assert isinstance(self.histogram, Histogram)
         if self.percentile == 100:
             return self.largest

@@ -8,26 +8,52 @@ from typing import Literal
 
 from pydantic import BeforeValidator
 from pydantic import Field
+from pydantic import PlainValidator
 from pydantic_core import PydanticCustomError
 
+from quantizer.config.section import Expects
 from quantizer.config.section import Section
 from quantizer.config.section import TextList
+from quantizer.config.section import reject
 
 __all__ = ["ActivationsConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
+
+
+def _percentile(value: Any) -> float | tuple[float, ...]:
+    if isinstance(value, list | tuple):
+        if not value:
+            reject(("", "is an empty list; expected at least one number"))
+        return tuple(_percentile_number(entry) for entry in value)
+    return _percentile_number(value)
+
+
+def _percentile_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 100:
+        raise PydanticCustomError("percentile", "Input should be a number above 0 and at most 100")
+    return float(value)
 
 
 class ActivationsConfig(Section):
     """How the ranges of activations are found."""
 
-    calibrator: Literal["percentile", "max", "mse"] = Field(
-        default="percentile", description="How a range is taken from the values seen in calibration."
+    calibrator: Literal["percentile", "max", "mse", "entropy", "auto"] = Field(
+        default="percentile",
+        description="How a range is taken from the values seen in calibration; 'auto' tries the others on each site.",
     )
-    percentile: float = Field(
+    percentile: Annotated[
+        float | tuple[float, ...],
+        PlainValidator(_percentile),
+        Expects("a number, above 0 and at most 100, or a list of such numbers"),
+    ] = Field(
         default=99.99,
-        gt=0,
-        le=100,
-        description="Percent of the absolute values that the range covers; used by calibrator 'percentile'.",
+        description="Percent of the absolute values that the range covers; used by calibrator 'percentile'. Of a list "
+        "the one is taken with which the model's output comes out best.",
     )
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        """All that are to be tried; one where none is searched for."""
+        return self.percentile if isinstance(self.percentile, tuple) else (self.percentile,)
 
 
 class WeightsConfig(Section):

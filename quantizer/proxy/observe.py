@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
@@ -25,6 +27,7 @@ from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import ProductCounter
+from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
 from quantizer.proxy.site import Site
@@ -34,7 +37,16 @@ from quantizer.source.catalogue import Kind
 from quantizer.source.catalogue import kind_of
 from quantizer.source.geometry import Call
 
-__all__ = ["EMPTY", "OF_PARAMETERS", "Observation", "OperandRecord", "RangeGroup", "SiteRecord", "padding_mask"]
+__all__ = [
+    "EMPTY",
+    "OF_PARAMETERS",
+    "Observation",
+    "OperandRecord",
+    "RangeGroup",
+    "SiteRecord",
+    "padding_mask",
+    "without_padding",
+]
 
 EMPTY = "an operand was empty in every call"
 OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
@@ -44,10 +56,19 @@ _PRODUCT = 2  # operands of a product
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RangeGroup:
-    """Operands that read one tensor, with their one calibrator."""
+    """Operands that read one tensor, with their one calibrator.
+
+    ``chosen`` is an amax that was taken instead of the calibrator's own, and the name of the estimate.
+    """
 
     calibrator: Calibrator
     operands: list[str] = field(default_factory=list)
+    chosen: tuple[float, str] | None = None
+
+    @property
+    def amax(self) -> float:
+        """The magnitude that maps to the largest step of the format."""
+        return self.calibrator.amax() if self.chosen is None else self.chosen[0]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,7 +110,7 @@ def padding_mask(keywords: Mapping[str, Any]) -> Tensor | None:
     return None if bool(real.all()) else real
 
 
-def _without_padding(value: Tensor, mask: Tensor | None) -> Tensor:
+def without_padding(value: Tensor, mask: Tensor | None) -> Tensor:
     """The real positions of an operand [B, .., S, ..]; all of it where no axis, or more than one, has the length S.
 
     What the network computes at padding is read by nobody, yet it can set the range of everything else.
@@ -108,6 +129,8 @@ class Observation:
         batches: forward passes of the whole proxy so far.
         provenance: origins of tensors in the pass that is running.
         counter: the products of all passes.
+        kept: batches to run again (None: none are kept).
+        chosen_at: how many batches had been seen when ranges were chosen last.
     """
 
     def __init__(
@@ -117,6 +140,8 @@ class Observation:
         make: Callable[[bool], Calibrator],
         off: Collection[str] = (),
         skipped: Iterable[SkippedSource] = (),
+        *,
+        keep: bool = False,
     ) -> None:
         """
         Args:
@@ -125,11 +150,14 @@ class Observation:
             make: makes a calibrator; its argument asks for a histogram.
             off: kinds of site that are counted, not observed; which kind a site is, its operands say.
             skipped: calls and functions that could not be rewritten.
+            keep: keep a few batches.
         """
         self.records = {site.path: SiteRecord() for site in sites}
         self.batches = 0
         self.counter = ProductCounter(skipped)
         self.provenance = Provenance(self.counter)
+        self.kept = KeptBatches() if keep else None
+        self.chosen_at = 0
         self._refused = refused
         self._make = make
         self._off = off
@@ -146,7 +174,7 @@ class Observation:
         self._handles = [
             proxy.register_forward_pre_hook(self._begin, with_kwargs=True),
             proxy.register_forward_hook(self._end, always_call=True),
-            proxy.register_forward_hook(self._count),
+            proxy.register_forward_hook(self._count, with_kwargs=True),
         ]
 
     def detach(self, sites: Iterable[Site]) -> None:
@@ -156,6 +184,24 @@ class Observation:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    @contextmanager
+    def paused(self, sites: Iterable[Site]) -> Iterator[None]:
+        """Let the sites run without being observed; for passes that begin with ``proxy.forward``."""
+        watched = [site for site in sites if site.observer is self]
+        for site in watched:
+            site.observer = None
+        try:
+            yield
+        finally:
+            for site in watched:
+                site.observer = self
+
+    @property
+    def groups(self) -> Iterator[RangeGroup]:
+        """Every group of operands that share a range, each once."""
+        seen = (record.group for site in self.records.values() for record in site.operands.values())
+        yield from dict.fromkeys(group for group in seen if group is not None)
 
     # -- the whole pass --------------------------------------------------------------------------------------------
 
@@ -183,9 +229,11 @@ class Observation:
         if torch.utils._python_dispatch._get_current_dispatch_mode() is self.provenance:
             self.provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _count(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+    def _count(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         # A pass that fails is not counted: what it saw is no calibration.
         self.batches += 1
+        if self.kept is not None:
+            self.kept.offer(args, keywords)
 
     # -- one site --------------------------------------------------------------------------------------------------
 
@@ -311,12 +359,12 @@ class Observation:
         if known is not None and known[0] == version:
             self._join(record, known[1], name)
             if residual:
-                known[1].calibrator.start_histogram(_without_padding(value, self._mask))
+                known[1].calibrator.start_histogram(without_padding(value, self._mask))
             return
         if record.group is None:
             record.group = RangeGroup(calibrator=self._make(residual), operands=[name])
         try:
-            record.group.calibrator.observe(_without_padding(value, self._mask))
+            record.group.calibrator.observe(without_padding(value, self._mask))
         except CalibrationError as error:
             raise CalibrationError(f"batch {self.batches} of the calibration data: {name}: {error}") from error
         self._seen[value] = (version, record.group)

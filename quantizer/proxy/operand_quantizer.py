@@ -48,6 +48,11 @@ class OperandQuantizer(nn.Module):
         self.axis = axis
         self.enabled = True
 
+    def reset(self) -> None:
+        """Back to passing the operand through, without a range."""
+        self.scale = None
+        self.enabled = False
+
     def store(self, weight: Tensor) -> None:
         """Keep the weight as integers; from now on the operand that arrives is ignored."""
         assert self.scale is not None

@@ -56,8 +56,9 @@ class OperandPlan:
 
     ``amax`` [] or [C] is the range before the target's float type rounds the scale; ``scale`` [] or [C] is what the
     quantizer uses. ``range_group`` names the operands that share one range; ``clipped`` is the share of values beyond
-    it; ``axis`` the output channels of a weight (None: per tensor), ``parameter`` the weight's path in the model
-    and ``view`` how the operand shows it (None: as it is).
+    it; ``estimate`` the calibrator that was chosen for it among several (None: there was no choice); ``axis`` the
+    output channels of a weight (None: per tensor), ``parameter`` the weight's path in the model and ``view`` how the
+    operand shows it (None: as it is).
     """
 
     name: str
@@ -72,6 +73,7 @@ class OperandPlan:
     sqnr_db: float | None = None
     clipped: float | None = None
     range_group: str | None = None
+    estimate: str | None = None
     group: str | None = None
     parameter: str | None = None
     view: WeightView | None = None
@@ -254,7 +256,7 @@ def _weight(operand: Operand, seen: Weight, axis: int | None, settings: PlanSett
 def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings) -> OperandPlan:
     assert seen.group is not None
     calibrator = seen.group.calibrator
-    amax = torch.tensor(calibrator.amax(), dtype=torch.float32)
+    amax = torch.tensor(seen.group.amax, dtype=torch.float32)
     scale = scale_of(amax, settings)
     histogram = calibrator.histogram
     sqnr = histogram.sqnr_db(float(scale), settings.dtype.qmin, settings.dtype.qmax) if histogram is not None else None
@@ -275,6 +277,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         sqnr_db=sqnr,
         clipped=histogram.share_above(float(amax)) if histogram is not None else None,
         range_group=seen.group.operands[0],
+        estimate=seen.group.chosen[1] if seen.group.chosen is not None else None,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from typing import Protocol
@@ -18,7 +20,7 @@ from quantizer.source.catalogue import Operation
 from quantizer.source.catalogue import operation
 from quantizer.source.find import SiteSource
 
-__all__ = ["Observer", "Site"]
+__all__ = ["Judge", "Observer", "Site"]
 
 
 class Observer(Protocol):
@@ -29,6 +31,13 @@ class Observer(Protocol):
 
     def after(self, site: Site, result: Any) -> None:
         """What the float operation gave."""
+
+
+class Judge(Protocol):
+    """Who makes the calls of a site itself, to see what they would give with other ranges."""
+
+    def __call__(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+        """The float result of ``function(*args, **keywords)``."""
 
 
 def _call_method(name: str) -> Callable[..., Any]:
@@ -55,6 +64,7 @@ class Site(nn.Module):
         source: where it stands in the source.
         path: its name: the host module's path and the source's name.
         observer: told of each call (None: nobody).
+        judge: makes each call in the site's place (None: nobody does).
         active: at least one operand is rounded.
         quantizers: names of the child modules that hold the operand quantizers, in the catalogue's order.
     """
@@ -64,6 +74,7 @@ class Site(nn.Module):
         self.source = source
         self.path = path
         self.observer: Observer | None = None
+        self.judge: Judge | None = None
         self.active = False
         entry = operation(source.operation)
         # The names that users of NVIDIA's toolkit know end in _input_quantizer and _weight_quantizer.
@@ -99,21 +110,37 @@ class Site(nn.Module):
             function, *rest = args
         else:
             function, rest = self._implied, list(args)
-        if self.active and self._fused:
-            names = (operand.name for operand in self.operation.operands)
-            return attention({name: self.quantizer_of(name) for name in names}, *rest, **keywords)
         if self.active:
-            target = rest[0] if self.source.form == "inplace" else None
-            self._round(rest, keywords)
-            if target is not None and rest[0] is not target and self.operation.name == "add":
-                # Other names for the tensor must see the sum, and its rounded copy has no other name.
-                return target.copy_(operator.add(*rest))
-        elif self.observer is not None:
-            self.observer.before(self, self._operands(rest, keywords), partial(observed_probabilities, rest, keywords))
-            result = function(*rest, **keywords)
-            self.observer.after(self, result)
-            return result
-        return function(*rest, **keywords)
+            return self._active(function, rest, keywords)
+        if self.judge is not None:
+            return self.judge(self, function, rest, keywords)
+        if self.observer is None:
+            return function(*rest, **keywords)
+        self.observer.before(self, self._operands(rest, keywords), partial(observed_probabilities, rest, keywords))
+        result = function(*rest, **keywords)
+        self.observer.after(self, result)
+        return result
+
+    def rounded(self, function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """What the call gives with the operands rounded whose quantizers are on; no tensor of the caller changes."""
+        if self._fused:
+            names = (operand.name for operand in self.operation.operands)
+            return attention({name: self.quantizer_of(name) for name in names}, *args, **keywords)
+        args, keywords = list(args), dict(keywords)
+        self._round(args, keywords)
+        if self.source.form == "inplace":
+            function = _FORMS["operator", self.operation.name]
+        return function(*args, **keywords)
+
+    def _active(self, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+        if self.source.form != "inplace":
+            return self.rounded(function, args, keywords)
+        target = args[0]
+        self._round(args, keywords)
+        if args[0] is not target and self.operation.name == "add":
+            # Other names for the tensor must see the sum, and its rounded copy has no other name.
+            return target.copy_(operator.add(*args))
+        return function(*args, **keywords)
 
     def _operands(self, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
         return [

@@ -26,7 +26,7 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.site import Site
 
-__all__ = ["GroupError", "Measurement"]
+__all__ = ["GroupError", "Measurement", "flat_output"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class Measurement:
         if proxy.training:
             raise SensitivityError("the proxy is in train mode, where dropout hides the errors; call .eval() first")
         mask = padding_mask(keywords)
-        float_output = _flat(result, mask)
+        float_output = flat_output(result, mask)
         power = float(float_output.square().sum())
         if power == 0:
             raise SensitivityError("the model's output is all zeros on this batch: no relative error can be taken")
@@ -104,7 +104,7 @@ class Measurement:
             for group, members in tqdm(self._members.items(), "sensitivity", unit="group", leave=False, disable=None):
                 try:
                     _switch(members, on=True)
-                    output = _flat(proxy.forward(*args, **keywords), mask)
+                    output = flat_output(proxy.forward(*args, **keywords), mask)
                 finally:
                     _switch(members, on=False)
                 errors[group] = float((output - float_output).square().sum()) / power
@@ -120,7 +120,7 @@ def _switch(members: list[tuple[Site, OperandQuantizer]], *, on: bool) -> None:
         site.active = on
 
 
-def _flat(output: Any, mask: Tensor | None) -> Tensor:
+def flat_output(output: Any, mask: Tensor | None) -> Tensor:
     """All floating tensors of an output, of whatever structure, as one float64 vector without padding."""
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not tensors:

@@ -247,8 +247,6 @@ def test_percentile_out_of_bounds(percentile: float) -> None:
         PercentileCalibrator(percentile=percentile)
 
 
-# -- both ----------------------------------------------------------------------------------------------------------
-
 # -- mse ---------------------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +284,7 @@ def test_mse_clips_what_is_rare_and_keeps_what_weighs() -> None:
 
 # -- all of them -------------------------------------------------------------------------------------------------------
 
-KINDS = ["max", "mse", "percentile"]
+KINDS = ["entropy", "max", "mse", "percentile"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -372,7 +370,7 @@ def test_the_base_class_has_no_formula() -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="unknown calibrator 'entropi'; known: max, mse, percentile"):
+    with pytest.raises(ConfigError, match="unknown calibrator 'entropi'; known: entropy, max, mse, percentile"):
         make_calibrator("entropi")
 
 

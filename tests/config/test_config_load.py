@@ -142,7 +142,10 @@ def test_an_opset_without_half_scales(write: Write, setting: str) -> None:
         ("activations: {percentile: .nan}", "got the number nan; expected a number, above 0"),
         ("activations: {percentile: true}", "got true; expected a number, above 0"),
         ("activations: {percentile: 1e1}", "write 10.0, without quotes"),
-        ("activations: {calibrator: entropie}", "got the text 'entropie'; expected 'percentile', 'max' or 'mse'$"),
+        (
+            "activations: {calibrator: entropie}",
+            "got the text 'entropie'; expected 'percentile', 'max', 'mse', 'entropy' or 'auto'; did you mean 'entropy'\\?$",
+        ),
         ("weights: {granularity: per_chanel}", "did you mean 'per_channel'"),
         ("exclude: {names: classifier}", r"quantizer.exclude.names: got the text 'classifier'; .*write \[classifier\]"),
         ("exclude: {names: [a, 3]}", r"quantizer.exclude.names\[1\]: got the whole number 3; expected text"),

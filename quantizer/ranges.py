@@ -1,0 +1,119 @@
+"""From what calibration saw to a plan: ranges that need the model once more are chosen first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch import nn
+from tqdm.auto import tqdm
+
+from quantizer.config import QuantizerConfig
+from quantizer.proxy.auto_range import Trial
+from quantizer.proxy.auto_range import choose_ranges
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.freeze import apply_plan
+from quantizer.proxy.kept_batches import Batch
+from quantizer.proxy.observe import Observation
+from quantizer.proxy.observe import padding_mask
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.plan import PlanSettings
+from quantizer.proxy.plan import decide
+from quantizer.proxy.plan import scale_of
+from quantizer.sensitivity.measure import flat_output
+from quantizer.settings import plan_settings
+from quantizer.settings import searches_ranges
+
+__all__ = ["plan_of"]
+
+
+def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Observation, refused: Mapping[str, str]) -> Plan:
+    """Decide every site of a calibrated proxy; where the config asks for it, choose its ranges first.
+
+    Ranges are chosen once for what was seen, and again when more data came since.
+    """
+    settings = plan_settings(config)
+
+    def decided() -> Plan:
+        return decide(proxy, list(sites_of(proxy)), observation, refused, settings)
+
+    plan = decided()
+    if not searches_ranges(config) or observation.batches in (0, observation.chosen_at):
+        return plan
+    with observation.paused(sites_of(proxy)), torch.no_grad():
+        if config.activations.calibrator == "auto":
+            assert observation.kept is not None
+            choose_ranges(proxy, _trials(proxy, plan, observation, settings), observation.kept)
+        else:
+            _choose_percentile(config.activations.percentiles, proxy, observation, decided, config.dtype)
+    observation.chosen_at = observation.batches
+    return decided()
+
+
+def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: PlanSettings) -> Iterator[Trial]:
+    """The activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
+    for site in sites_of(proxy):
+        for operand in plan[site.path].operands:
+            group = observation.records[site.path].operands[operand.name].group
+            if group is not None and operand.scale is not None:
+                yield Trial(
+                    site=site,
+                    operand=operand.name,
+                    group=group,
+                    dtype=settings.dtype,
+                    scale=partial(scale_of, settings=settings),
+                )
+
+
+def _choose_percentile(
+    percentiles: Sequence[float], proxy: nn.Module, observation: Observation, decided: Callable[[], Plan], dtype: str
+) -> None:
+    """Give every range the percentile with which the model's output, everything quantized, comes out best."""
+    assert observation.kept is not None
+    expected = [(batch, _output(proxy, batch)) for batch in observation.kept]
+    errors: dict[float, float] = {}
+    for percentile in tqdm(percentiles, "choosing a percentile", leave=False, disable=None):
+        _take_percentile(observation, percentile)
+        with _quantized(proxy, decided(), dtype):
+            errors[percentile] = sum(_error(_output(proxy, batch), output) for batch, output in expected)
+    # Of equal errors, the larger range.
+    _take_percentile(observation, min(errors, key=lambda percentile: (errors[percentile], -percentile)))
+
+
+def _take_percentile(observation: Observation, percentile: float) -> None:
+    for group in observation.groups:
+        estimate = group.calibrator.seen_as("percentile", percentile=percentile)
+        group.chosen = (estimate.amax(), f"percentile {percentile:g}")
+
+
+@contextmanager
+def _quantized(proxy: nn.Module, plan: Plan, dtype: str) -> Iterator[None]:
+    """The proxy with a plan carried out, its weights still float parameters; as it was afterwards."""
+    sites = list(sites_of(proxy))
+    apply_plan(proxy, plan, dtype)
+    try:
+        for site in sites:
+            site.active = plan[site.path].quantized
+        yield
+    finally:
+        for site in sites:
+            site.active = False
+            for place in range(len(site.quantizers)):
+                site.quantizer(place).reset()
+
+
+def _output(proxy: nn.Module, batch: Batch) -> Tensor:
+    args, keywords = batch
+    # Not the module itself: its hooks belong to calibration.
+    return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords))
+
+
+def _error(output: Tensor, expected: Tensor) -> float:
+    power = float(expected.square().sum())
+    return float((output - expected).square().sum()) / power if power else 0.0
