@@ -68,6 +68,7 @@ def export_onnx(
     exported = copy.deepcopy(model).eval().to(dtype)
     args, keywords = _split(example, dtype)
     names = _output_names(model, example)
+    _name_inputs(exported, keywords)
     program = _export(exported, args, keywords, opset, _dynamic_shapes(exported, args, keywords, axes), names)
     ir_model = program.model
     if ir_model.opset_imports[""] != opset:
@@ -108,6 +109,23 @@ def _split(example: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str,
     if isinstance(example, tuple | list):
         return tuple(map(convert, example)), {}
     return (convert(example),), {}
+
+
+def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Let forward name what it takes only through its ``**kwargs``: the exporter gives dynamic axes to named inputs."""
+    forward = model.forward
+    named = inspect.signature(forward).parameters
+    unnamed = [name for name in keywords if name not in named]
+    kept = [parameter for parameter in named.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    if not unnamed or len(kept) == len(named):
+        return
+
+    def with_names(*args: Any, **inputs: Any) -> Any:
+        return forward(*args, **inputs)
+
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in unnamed]
+    vars(with_names)["__signature__"] = inspect.Signature([*kept, *more])
+    vars(model)["forward"] = with_names
 
 
 def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], axes: Axes | None) -> Any:

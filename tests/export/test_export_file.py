@@ -486,3 +486,32 @@ def test_only_a_frozen_proxy_is_exported(tmp_path: Path, which: str) -> None:
     with pytest.raises(ProxyError, match=r"export\(\) takes the model that quantize\(\) returned"):
         quantizer.export(proxies[which], tmp_path / "m.onnx", x)
     assert not list(tmp_path.iterdir())
+
+
+class _Masked(nn.Module):
+    """Takes its mask only through keywords that it does not name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, **kwargs: Tensor) -> Tensor:
+        """The rows that the mask keeps."""
+        return self.linear(x) * kwargs["mask"][:, :, None]
+
+
+def test_an_input_that_comes_through_kwargs_has_dynamic_axes(tmp_path: Path) -> None:
+    example = {"x": torch.randn(2, 3, 4), "mask": torch.ones(2, 3, dtype=torch.long)}
+    path = export_onnx(
+        _Masked(),
+        tmp_path / "m.onnx",
+        example,
+        opset=20,
+        dtype=torch.float32,
+        axes={"x": {1: "rows"}, "mask": {1: "rows"}},
+    )
+    inputs = {
+        value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in onnx.load(path).graph.input
+    }
+    assert inputs == {"x": [2, "rows", 4], "mask": [2, "rows"]}
