@@ -1,4 +1,4 @@
-"""Models as other libraries hand them out: adapters, hooks around forward, remote code, data parallel processes."""
+"""Models as other libraries hand them out: adapters, hooks around forward, remote code, checkpoints, caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from helpers import batch
 from helpers import tiny
 from torch import Tensor
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from quantizer import Quantizer
 
@@ -62,7 +61,10 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 # What each model wraps: linears with a bias, and GPT-2's Conv1D, whose weight stands the other way round.
 ADAPTED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "bert": (lambda: tiny("bert", "sdpa"), {"target_modules": ["query", "value", "dense"]}),
+    "bert": (
+        lambda: tiny("bert", "sdpa"),
+        {"target_modules": ["query", "value", "dense"], "task_type": "FEATURE_EXTRACTION"},
+    ),
     "gpt2": (_gpt2, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}),
 }
 
@@ -342,59 +344,6 @@ def test_remote_code(remote: Path) -> None:
     # What was rewritten stays, also where the file that it came from has gone.
     shutil.rmtree(remote)
     assert_same(_run(copy.deepcopy(frozen), inputs), found)
-
-
-# -- processes in step ---------------------------------------------------------------------------------------------
-
-
-class Mixed(nn.Module):
-    """A part that was frozen beside one that trains."""
-
-    def __init__(self, frozen: nn.Module, trained: nn.Module) -> None:
-        super().__init__()
-        self.frozen = frozen
-        self.trained = trained
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.trained(self.frozen(x))
-
-
-def _parts() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    return Mlp().eval(), Mlp()
-
-
-def _one_of_two(rank: int, folder: str) -> None:
-    """A process of two: its rows, its gradients and its output, in a file."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    calibrated, trained = _parts()
-    q = _calibrated_by_position(calibrated, _rows())
-    model = DistributedDataParallel(Mixed(q.quantize(calibrated), Quantizer().proxy(trained)))
-    output = model(_rows()[rank::2])
-    output.square().mean().backward()
-    gradients = {name: parameter.grad for name, parameter in model.module.trained.named_parameters()}
-    torch.save((output.detach(), gradients), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def _rows() -> Tensor:
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-
-
-def test_two_processes_share_gradients(tmp_path: Path) -> None:
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path),), nprocs=2)
-    (even, first), (odd, second) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert_same(first, second)
-
-    calibrated, trained = _parts()
-    whole = Mixed(_calibrated_by_position(calibrated, _rows()).quantize(calibrated), trained)
-    output = whole(_rows())
-    torch.testing.assert_close(torch.stack([even, odd], 1).flatten(0, 1), output)
-    output.square().mean().backward()
-    torch.testing.assert_close(first, {name: parameter.grad for name, parameter in trained.named_parameters()})
 
 
 # -- checkpointing and caches --------------------------------------------------------------------------------------
