@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,11 @@ from quantizer.errors import ProxyError
 from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.classes import REWRITER
 from quantizer.proxy.classes import as_sharer
-from quantizer.proxy.classes import kept_methods
+from quantizer.proxy.classes import leads_to_forward
 from quantizer.proxy.classes import original_class
 from quantizer.proxy.classes import reachable_in
+from quantizer.proxy.classes import rebind_kept
+from quantizer.proxy.classes import rewritten_method
 from quantizer.proxy.sharing import share
 from quantizer.proxy.site import Site
 from quantizer.source.catalogue import operation
@@ -82,13 +83,18 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
     for path, module in model.named_modules():
         if is_proxy(module) or isinstance(module, Site):
             raise ProxyError(f"{path} belongs to a proxy already; put the float module there that it was made from")
+    copies = _shared_tensors(model)
     try:
-        proxy = copy.deepcopy(model, _shared_tensors(model))
+        proxy = copy.deepcopy(model, copies)
     except (TypeError, RuntimeError) as error:
         raise ProxyError(
             f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies "
             "what modules keep as attributes, tensors apart; give the class a __deepcopy__ that leaves this one out"
         ) from error
+    twins = {id(module): copies[id(module)] for module in model.modules() if id(module) in copies}
+    for module in proxy.modules():
+        # Copying leaves functions as they are: one that holds a module would go on with the user's.
+        rebind_kept(module, lambda value: twins.get(id(value)))
     instrument(proxy)
     for module in proxy.modules():
         if next(itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)), None) is not None:
@@ -115,9 +121,7 @@ def instrument(model: nn.Module) -> None:
             if source.reason is None:
                 _attach(module, path, source)
     for module in model.modules():
-        for name, method in kept_methods(module).items():
-            rewritten_function = getattr(type(method.__self__), method.__name__)
-            vars(module)[name] = types.MethodType(rewritten_function, method.__self__)
+        rebind_kept(module, rewritten_method)
     model.__dict__[_MARK] = True
 
 
@@ -140,10 +144,10 @@ def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
                 yield SkippedSource(path=_join(path, source.name), host_type=name, source=source, reason=source.reason)
         problems = [*rewritten.problems, *(message for message in rewritten.refused if message not in refused)]
         refused.update(rewritten.refused)
-        if "forward" in vars(module).keys() - kept_methods(module).keys():
-            problems.append("its forward was replaced on this module, so what runs there is not rewritten")
         for attribute, value in vars(module).items():
-            if attribute != "forward" and REWRITER.rebuilder.holds_sites(value):
+            if attribute == "forward" and not leads_to_forward(value, module):
+                problems.append("its forward was replaced on this module, so what runs there is not rewritten")
+            elif REWRITER.rebuilder.holds_sites(value):
                 problems.append(f"the function kept as {attribute} holds products, and no module is lent to it")
         for problem in problems:
             yield SkippedSource(path=path, host_type=name, source=None, reason=problem)

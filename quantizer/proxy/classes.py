@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +14,23 @@ from torch import nn
 from quantizer.proxy.rewriter import ClassRewriter
 from quantizer.proxy.sharing import end_sharing
 from quantizer.proxy.site import Site
+from quantizer.source.closures import held
+from quantizer.source.closures import rebound
 
 __all__ = [
     "REWRITER",
     "as_sharer",
     "kept_methods",
+    "leads_to_forward",
     "original_class",
     "reachable_in",
+    "rebind_kept",
     "restore",
+    "rewritten_method",
     "with_stored_weight",
 ]
+
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def _own_children(container: nn.Module) -> dict[str, nn.Module]:
@@ -75,21 +84,44 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def reachable_in(model: nn.Module) -> frozenset[str]:
     """Names of the functions that a forward pass of a model or proxy may run."""
-    kept = [value.__name__ for module in model.modules() for value in kept_methods(module).values()]
+    kept = [method.__name__ for module in model.modules() for method in kept_methods(module)]
     return REWRITER.reachable(model, original_class, kept)
 
 
-def kept_methods(module: nn.Module) -> dict[str, types.MethodType]:
-    """Methods of modules that a module keeps as attributes, by attribute."""
-    kept = {name: value for name, value in vars(module).items() if isinstance(value, types.MethodType)}
-    return {name: method for name, method in kept.items() if _is_own(method)}
+def kept_methods(module: nn.Module) -> Iterator[types.MethodType]:
+    """Methods of modules that a module keeps in an attribute or hook, also where a function there holds them."""
+    for kept in vars(module).values():
+        for value in kept.values() if isinstance(kept, dict) else (kept,):
+            yield from (part for part in held(value) if _is_own(part))
 
 
-def _is_own(method: types.MethodType) -> bool:
-    owner = method.__self__
-    if not isinstance(owner, nn.Module):
+def leads_to_forward(value: Any, module: nn.Module) -> bool:
+    """Whether a function kept on a module leads to the forward of its class: it stands around it."""
+    return any(_is_own(part) and part.__self__ is module and part.__name__ == "forward" for part in held(value))
+
+
+def rebind_kept(module: nn.Module, twin: Callable[[Any], Any]) -> None:
+    """Let the functions that a module keeps in attributes and hooks hold ``twin(x)`` instead of x."""
+    for attribute, kept in vars(module).items():
+        if isinstance(kept, dict):
+            kept.update({key: rebound(value, twin) for key, value in kept.items() if isinstance(value, _CALLABLES)})
+        elif isinstance(kept, _CALLABLES):
+            vars(module)[attribute] = rebound(kept, twin)
+
+
+def rewritten_method(value: Any) -> types.MethodType | None:
+    """The rewritten method for a module's own one; None for anything else."""
+    if not _is_own(value):
+        return None
+    function = getattr(type(value.__self__), value.__name__)
+    return None if function is value.__func__ else types.MethodType(function, value.__self__)
+
+
+def _is_own(value: Any) -> bool:
+    if not isinstance(value, types.MethodType) or not isinstance(value.__self__, nn.Module):
         return False
-    return getattr(original_class(owner), method.__name__, None) is method.__func__
+    owner, name = value.__self__, value.__name__
+    return value.__func__ in (getattr(original_class(owner), name, None), getattr(type(owner), name, None))
 
 
 def as_sharer(module: nn.Module) -> None:

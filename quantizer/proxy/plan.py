@@ -48,6 +48,7 @@ docs/architecture.md shows the measurement behind the figure.
 
 NEVER_RAN = "never ran in calibration"
 NOT_CALIBRATED = "not calibrated yet"
+_OFFLOADED = "the weight is offloaded: it is loaded for each call, and the model holds none to store as integers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -141,13 +142,13 @@ def decide(
         reason, rule = _refusal(site, record, refused, settings)
         if reason == NEVER_RAN and observation.batches == 0:
             reason = NOT_CALIBRATED
-        operands = () if reason else _operands(site, record, refused, settings)
+        host = proxy.get_submodule(site.host_path)
+        operands = () if reason else _operands(site, host, record, refused, settings)
         if not reason:
             reason = _whole(site, operands)
         quantized = reason is None
         if not quantized:
             operands = tuple(replace(operand, quantized=False) for operand in operands)
-        host = proxy.get_submodule(site.host_path)
         plan[site.path] = SitePlan(
             name=site.path,
             operation=site.source.operation,
@@ -216,23 +217,24 @@ def _refusal(
 
 
 def _operands(
-    site: Site, record: SiteRecord, refused: Mapping[str, str], settings: PlanSettings
+    site: Site, host: nn.Module, record: SiteRecord, refused: Mapping[str, str], settings: PlanSettings
 ) -> tuple[OperandPlan, ...]:
     plans = []
+    offloaded = any(parameter.is_meta for parameter in host.parameters(recurse=False))
     for operand in site.operation.operands:
         seen = record.operands.get(operand.name, OperandRecord())
         if f"{site.path}.{operand.name}" in refused:
             plans.append(OperandPlan(name=operand.name, role="activation", quantized=False, reason="excluded by rule"))
         elif seen.weight is not None:
-            plans.append(_weight(operand, seen.weight, seen.axis, settings))
+            plans.append(_weight(operand, seen.weight, seen.axis, settings, offloaded))
         elif seen.group is not None:
             plans.append(_activation(site, operand.name, seen, settings))
     return tuple(plans)
 
 
-def _weight(operand: Operand, seen: Weight, axis: int | None, settings: PlanSettings) -> OperandPlan:
+def _weight(operand: Operand, seen: Weight, axis: int | None, settings: PlanSettings, offloaded: bool) -> OperandPlan:
     if seen.path is None:
-        reason = "the weight is a parameter that no module of the model has registered"
+        reason = _OFFLOADED if offloaded else "the weight is a parameter that no module of the model has registered"
         return OperandPlan(name=operand.name, role="weight", quantized=False, reason=reason)
     weight = seen.tensor().float()
     if axis is None or not settings.per_channel:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["clone_chain", "hand_on_keywords", "innermost", "transplant"]
+from quantizer.source.closures import cells
+from quantizer.source.closures import copy_attributes
+from quantizer.source.closures import rebound
 
-_EMPTY = object()
+__all__ = ["clone_chain", "hand_on_keywords", "innermost", "transplant"]
 
 
 def innermost(function: types.FunctionType, name: str | None = None) -> types.FunctionType:
@@ -36,31 +37,11 @@ def clone_chain(
     wrapper: types.FunctionType, inner: types.FunctionType, replacement: types.FunctionType
 ) -> types.FunctionType | None:
     """The same wrappers around ``replacement``; None where no closure cell leads to ``inner``."""
-    clones = {id(inner): replacement}
-
-    def clone(function: types.FunctionType) -> types.FunctionType:
-        if id(function) in clones:
-            return clones[id(function)]
-        # Cells are filled after the clone is known: a wrapper may hold itself.
-        cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        copied = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-        )
-        clones[id(function)] = copied
-        _copy_attributes(function, copied)
-        for old, new in zip(function.__closure__ or (), cells, strict=True):
-            value = _contents(old)
-            if value is not _EMPTY:
-                new.cell_contents = clone(value) if _leads_to(value, inner) else value
-        wrapped = getattr(function, "__wrapped__", None)
-        if isinstance(wrapped, types.FunctionType) and _leads_to(wrapped, inner):
-            copied.__wrapped__ = clone(wrapped)  # type: ignore[attr-defined]
-        return copied
-
     # A wrapper that knows the function as __wrapped__ only calls it through something that was not cloned.
-    if not any(_leads_to(value, inner, cells_only=True) for value in _cells(wrapper)):
+    if not any(_leads_to(value, inner, cells_only=True) for value in cells(wrapper)):
         return None
-    return clone(wrapper)
+    clone: types.FunctionType = rebound(wrapper, lambda value: replacement if value is inner else None)
+    return clone
 
 
 def hand_on_keywords(wrapper: types.FunctionType, inner: types.FunctionType) -> bool:
@@ -82,17 +63,8 @@ def _hands_on(code: types.CodeType) -> bool:
 def transplant(original: types.FunctionType, code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:
     """A function with the code ``code`` and all else as in ``original``."""
     function = types.FunctionType(code, namespace, original.__name__, original.__defaults__, original.__closure__)
-    _copy_attributes(original, function)
+    copy_attributes(original, function)
     return function
-
-
-def _copy_attributes(original: types.FunctionType, function: types.FunctionType) -> None:
-    function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
-    function.__annotations__ = dict(original.__annotations__)
-    function.__doc__ = original.__doc__
-    function.__qualname__ = original.__qualname__
-    function.__module__ = original.__module__
-    function.__dict__.update(original.__dict__)
 
 
 def _reached(function: types.FunctionType, cells_only: bool = False) -> list[types.FunctionType]:
@@ -102,7 +74,7 @@ def _reached(function: types.FunctionType, cells_only: bool = False) -> list[typ
     while waiting:
         current = waiting.pop()
         wrapped = () if cells_only else (getattr(current, "__wrapped__", None),)
-        for value in (*_cells(current), *wrapped):
+        for value in (*cells(current), *wrapped):
             if isinstance(value, types.FunctionType) and id(value) not in found:
                 found[id(value)] = value
                 waiting.append(value)
@@ -113,17 +85,3 @@ def _leads_to(value: Any, inner: types.FunctionType, cells_only: bool = False) -
     if not isinstance(value, types.FunctionType):
         return False
     return value is inner or any(found is inner for found in _reached(value, cells_only))
-
-
-def _cells(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        value = _contents(cell)
-        if value is not _EMPTY:
-            yield value
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell: the name was never bound
-        return _EMPTY

@@ -11,7 +11,6 @@ half.
 from __future__ import annotations
 
 import ast
-import fnmatch
 import textwrap
 import warnings
 from collections.abc import Mapping
@@ -37,8 +36,7 @@ class OperatorPatch:
 
     Attributes:
         name: how reports and refusals call it.
-        function: ``package.module:function`` or ``package.module:Class.method``; ``*`` stands for any characters, for a
-            function that a library copies from file to file.
+        function: ``package.module:function`` or ``package.module:Class.method``.
         before: text that stands exactly once in the function, with the indentation of its second and further lines.
         after: what stands there instead, in as many lines: tracebacks stay true.
         target: who rejects the original (``tensorrt-rtx``, ``openvino``, ``onnxruntime``, ``onnx`` for the exporter).
@@ -118,21 +116,20 @@ def changes() -> int:
 
 def apply_operator_patches(text: str, tree: ast.Module, module_name: str) -> PatchedText:
     """The text of a module's file, and its tree, with the patches of its functions applied to the text."""
-    patches = [patch for patch in _REGISTERED.patches.values() if fnmatch.fnmatchcase(module_name, _split(patch)[0])]
+    patches = [patch for patch in _REGISTERED.patches.values() if _split(patch)[0] == module_name]
     result = PatchedText(text=text)
     functions = _functions(tree) if patches else []
     for patch in patches:
-        found = [(qualname, node) for qualname, node in functions if fnmatch.fnmatchcase(qualname, _split(patch)[1])]
-        if not found and "*" not in patch.function:
-            result.refused.append(f"operator patch {patch.name!r} is refused: there is no {patch.function}")
-        for qualname, node in found:
-            try:
-                result.text = _replaced(result.text, node, patch)
-            except SourceError as error:
-                result.refused.append(f"operator patch {patch.name!r} is refused in {qualname}: {error}")
-            else:
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                result.applied.setdefault((qualname, first), []).append(patch)
+        found = [node for qualname, node in functions if qualname == _split(patch)[1]]
+        try:
+            if len(found) != 1:
+                raise SourceError(f"there are {len(found)} functions of this name, and 1 is expected")
+            result.text = _replaced(result.text, found[0], patch)
+        except SourceError as error:
+            result.refused.append(f"operator patch {patch.name!r} is refused in {patch.function}: {error}")
+        else:
+            first = min([found[0].lineno, *(decorator.lineno for decorator in found[0].decorator_list)])
+            result.applied.setdefault((_split(patch)[1], first), []).append(patch)
     return result
 
 

@@ -12,6 +12,7 @@ import __future__
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ _NOT_LENT = "the function is passed on as a value here and not called, so no mod
 
 
 _TORCH_PRODUCTS = "torch.nn.functional"
+_NO_PRODUCTS = sys.stdlib_module_names | {"torch"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -321,11 +323,12 @@ class Rebuilder:
 
 
 def _may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
-    """Whether a global is a function to look into. Of torch's own, those that call the products of modules."""
+    """Whether a global is a function to look into: none of Python's own, of torch's those that modules call."""
     if not isinstance(helper, types.FunctionType):
         return False
     module = helper.__module__ or ""
-    return module.partition(".")[0] != "torch" or module == _TORCH_PRODUCTS
+    package = module.partition(".")[0]
+    return package not in _NO_PRODUCTS or module == _TORCH_PRODUCTS
 
 
 def _plain(attribute: Any) -> types.FunctionType | None:

@@ -221,6 +221,45 @@ class Mixed(nn.Module):
         return self.head(self.frozen(x))
 
 
+def _partly_frozen() -> nn.Module:
+    """One part frozen, one that trains, one an off proxy that trains; the same in every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(Mixed(), Quantizer().proxy(Mlp(4)))
+
+
+def _rows() -> Tensor:
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _one_of_two(rank: int, folder: str) -> None:
+    """A process of two: the output of its rows, and its gradients, in a file."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = _partly_frozen()
+    output = nn.parallel.DistributedDataParallel(model)(_rows()[rank::2])
+    output.square().mean().backward()
+    torch.save((output.detach(), _gradients(model)), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_share_their_gradients(tmp_path: Path) -> None:
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path),), nprocs=2)
+    (even, first), (odd, second) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert len(first) == 2 + 2 + 4  # the biases of the frozen part, the head, the off proxy
+    assert_same(first, second)
+    whole = _partly_frozen()
+    output = whole(_rows())
+    output.square().mean().backward()
+    torch.testing.assert_close(torch.stack([even, odd], 1).flatten(0, 1), output.detach())
+    torch.testing.assert_close(first, _gradients(whole))
+
+
 # -- generation ----------------------------------------------------------------------------------------------------
 
 

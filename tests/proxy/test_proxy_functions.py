@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import copy
 import functools
 import linecache
@@ -159,6 +160,15 @@ def test_copies_and_compiled_proxies_lend_as_well(name: str) -> None:
         for strict in (False, True):
             assert_same(torch.export.export(frozen, inputs, strict=strict).module()(*inputs), expected)
         assert_same(torch.jit.trace(frozen, inputs)(*inputs), expected)
+
+
+def test_pythons_own_functions_are_not_searched() -> None:
+    class Dated(nets.Net):
+        def mix(self, x: Tensor) -> Tensor:
+            return x @ x.T * calendar.leapdays(2000, 2005)  # which adds
+
+    q = _check(Dated(), "linear.forward.linear_0", "mix.matmul_0")
+    assert [row.name for row in q.coverage] == ["linear.forward.linear_0", "mix.matmul_0"]
 
 
 # -- source that is not in a file, or not what runs ----------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""Operator patches for models of ``transformers``: what TensorRT's parser or torch's ONNX exporter refuses of them.
+
+Importing this file registers them. Each is exact: the floats that the model computes stay what they were.
+"""
+
+from __future__ import annotations
+
+from quantizer.source.operator_patches import OperatorPatch
+from quantizer.source.operator_patches import register_operator_patch
+
+__all__ = ["TRANSFORMERS_PATCHES"]
+
+
+def _patch(name: str, function: str, before: str, after: str, target: str, reason: str) -> OperatorPatch:
+    where = f"transformers.models.{function}"
+    patch = OperatorPatch(name=name, function=where, before=before, after=after, target=target, reason=reason)
+    return register_operator_patch(patch)
+
+
+def _masked_assignments() -> list[OperatorPatch]:
+    """``x[~mask] = 0`` exports as NonZero and ScatterND; the same zeros come from Where."""
+    reason = "NonZero plugin creator not found: an assignment by mask exports as NonZero and ScatterND"
+    before = "hidden_states[~expand_attention_mask] = 0"
+    after = "hidden_states = hidden_states.masked_fill(~expand_attention_mask, 0)"
+    encoders = {
+        "data2vec.modeling_data2vec_audio": ["Data2VecAudioEncoder"],
+        "hubert.modeling_hubert": ["HubertEncoder", "HubertEncoderStableLayerNorm"],
+        "unispeech.modeling_unispeech": ["UniSpeechEncoder", "UniSpeechEncoderStableLayerNorm"],
+        "unispeech_sat.modeling_unispeech_sat": ["UniSpeechSatEncoder", "UniSpeechSatEncoderStableLayerNorm"],
+        "wav2vec2.modeling_wav2vec2": ["Wav2Vec2Encoder", "Wav2Vec2EncoderStableLayerNorm"],
+        "wavlm.modeling_wavlm": ["WavLMEncoder", "WavLMEncoderStableLayerNorm"],
+    }
+    return [
+        _patch(f"masked assignment in {encoder}", f"{module}:{encoder}.forward", before, after, "tensorrt-rtx", reason)
+        for module, names in encoders.items()
+        for encoder in names
+    ]
+
+
+def _einsum_letters() -> list[OperatorPatch]:
+    """Upper-case letters, which ONNX allows."""
+    reason = "Invalid character(s) in Einsum equation: the parser takes lower-case letters alone"
+    of_global = ["BHGF,BHXF->BHGX", "BHGX,BHXF->BHGF"]
+    of_local = ["BHNKF,BHGF->BHNKG", "BHNKF,BHNXF->BHNKX", "BHNKG,BHGF->BHNKF", "BHNKX,BHNXF->BHNKF"]
+    attention = "pegasus_x.modeling_pegasus_x:PegasusXGlobalLocalAttention.compute_{}_attention_representations"
+    return [
+        _patch(
+            f"einsum letters {equation}",
+            attention.format(part),
+            f'"{equation}"',
+            f'"{equation.lower()}"',
+            "tensorrt-rtx",
+            reason,
+        )
+        for part, equations in (("global", of_global), ("local", of_local))
+        for equation in equations
+    ]
+
+
+TRANSFORMERS_PATCHES = (
+    *_masked_assignments(),
+    *_einsum_letters(),
+    _patch(
+        "first token of a table cell",
+        "tapas.modeling_tapas:TapasEmbeddings.forward",
+        """first_position_per_segment = reduce_min(position_ids, full_index)[0]
+                # ? shape (batch_size, seq_len). First absolute position of the cell for every token
+                first_position = gather(first_position_per_segment, full_index)""",
+        """same_cell = full_index.indices[:, :, None] == full_index.indices[:, None, :]
+                # ? shape (batch_size, seq_len). First absolute position of the cell for every token
+                first_position = torch.where(same_cell, position_ids[:, None, :], seq_length).amin(-1)""",
+        "tensorrt-rtx",
+        "Unsupported reduction type: ScatterElements with the reduction min",
+    ),
+    _patch(
+        "float minus an integer mask",
+        "xlnet.modeling_xlnet:XLNetModel.forward",
+        "input_mask = 1.0 - attention_mask",
+        "input_mask = 1.0 - attention_mask.float()",
+        "onnx",
+        "aten.sub of a float and an int64 tensor has no translation in torch's ONNX exporter",
+    ),
+)
+"""All of them."""

@@ -1,0 +1,103 @@
+"""What functions hold: cells of a closure, the self of a method, arguments of a partial; and holding something else."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["cells", "copy_attributes", "held", "rebound"]
+
+_EMPTY = object()
+
+
+def cells(function: types.FunctionType) -> Iterator[Any]:
+    """What stands in the closure of a function."""
+    for cell in function.__closure__ or ():
+        value = _contents(cell)
+        if value is not _EMPTY:
+            yield value
+
+
+def held(value: Any) -> list[Any]:
+    """Everything that a function, a method or a ``functools.partial`` leads to, itself included, each once."""
+    found: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        current = waiting.pop()
+        if id(current) not in found:
+            found[id(current)] = current
+            waiting += _parts(current)
+    return list(found.values())
+
+
+def rebound(value: Any, twin: Callable[[Any], Any]) -> Any:
+    """The same function, method or partial, holding ``twin(x)`` for each x that has one (None: it has none).
+
+    What leads to nothing that has a twin comes back as it is.
+    """
+    clones: dict[int, Any] = {}
+
+    def clone(part: Any) -> Any:
+        if id(part) in clones:
+            return clones[id(part)]
+        other = twin(part)
+        if other is not None:
+            return other
+        if all(twin(inner) is None for inner in held(part)):
+            return part
+        if isinstance(part, types.MethodType):
+            return types.MethodType(clone(part.__func__), clone(part.__self__))
+        if isinstance(part, functools.partial):
+            keywords = {name: clone(argument) for name, argument in part.keywords.items()}
+            partial = functools.partial(clone(part.func), *map(clone, part.args), **keywords)
+            vars(partial).update({name: clone(attribute) for name, attribute in vars(part).items()})
+            return partial
+        return clone_function(part)
+
+    def clone_function(function: types.FunctionType) -> types.FunctionType:
+        # Cells are filled after the clone is known: a function may hold itself.
+        new_cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        copied = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, new_cells
+        )
+        clones[id(function)] = copied
+        copy_attributes(function, copied)
+        for old, new in zip(function.__closure__ or (), new_cells, strict=True):
+            contents = _contents(old)
+            if contents is not _EMPTY:
+                new.cell_contents = clone(contents)
+        if hasattr(function, "__wrapped__"):
+            copied.__wrapped__ = clone(function.__wrapped__)  # type: ignore[attr-defined]
+        return copied
+
+    return clone(value)
+
+
+def copy_attributes(original: types.FunctionType, function: types.FunctionType) -> None:
+    """Give ``function`` what ``original`` has beside its code, globals, defaults and closure."""
+    function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
+    function.__annotations__ = dict(original.__annotations__)
+    function.__doc__ = original.__doc__
+    function.__qualname__ = original.__qualname__
+    function.__module__ = original.__module__
+    function.__dict__.update(original.__dict__)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, types.FunctionType):
+        return [*cells(value), *([value.__wrapped__] if hasattr(value, "__wrapped__") else ())]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values(), *vars(value).values()]
+    return []
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell: the name was never bound
+        return _EMPTY
