@@ -240,7 +240,8 @@ def _one_of_two(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model = _partly_frozen()
-    output = nn.parallel.DistributedDataParallel(model)(_rows()[rank::2])
+    wrapped = nn.parallel.DistributedDataParallel(model)  # its hooks live as long as it does
+    output = wrapped(_rows()[rank::2])
     output.square().mean().backward()
     torch.save((output.detach(), _gradients(model)), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
