@@ -20,6 +20,7 @@ from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import SensitivityError
+from quantizer.interop import transformers_patches as _patches
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from quantizer.engines import BuildResult
 
 __all__ = ["Quantizer", "call"]
+
+# Importing the file registers them.
+del _patches
 
 Dynamic = Mapping[str, tuple[int, int, int]]
 
