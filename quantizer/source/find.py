@@ -25,6 +25,7 @@ from quantizer.source.lend import VISIBLE
 from quantizer.source.lend import function_source
 from quantizer.source.lend import hands_on
 from quantizer.source.names import bound_names
+from quantizer.source.names import constant_texts
 from quantizer.source.names import dotted
 from quantizer.source.names import is_own
 from quantizer.source.splice import Edit
@@ -110,6 +111,7 @@ class _Finder(ast.NodeVisitor):
         self.namespace = namespace
         self.file = file
         self.locals = bound_names(node)
+        self._texts = constant_texts(node)
         self.counts: dict[str, int] = {}
         self.depth = 0
         self.blocked: str | None = None
@@ -266,11 +268,18 @@ class _Finder(ast.NodeVisitor):
         if any(keyword.arg == "out" for keyword in node.keywords):
             reason = "out= writes into a tensor of the caller"
         elif entry.equation:
-            reason = einsum.problem(node)
+            reason = einsum.problem(node, self._equation(node))
         opening = find_symbol(self.index.data, b"(", self.index.end(node.func), self.index.end(node))
         if opening is None or not (node.args or node.keywords):
             return
-        self._record(entry, "call", node, (Edit.replacing(opening, 1, ", "),), reason, closed=True)
+        inner: tuple[Edit, ...] = (Edit.replacing(opening, 1, ", "),)
+        if entry.equation and reason is None and len(node.args) == 2:
+            # Both operands stand in one list: ``f(e, (a, b))`` becomes ``host.site(f, e, *(a, b))``.
+            comma = find_symbol(self.index.data, b",", self.index.end(node.args[0]), self.index.start(node.args[1]))
+            assert comma is not None
+            spaced = self.index.data[comma + 1 : comma + 2] == b" "
+            inner = (*inner, Edit.opening(comma + 1 + spaced, "*", self.depth))
+        self._record(entry, "call", node, inner, reason, closed=True)
 
     def _record_method(self, node: ast.Call, func: ast.Attribute, entry: Operation) -> None:
         """``a.matmul(b)`` becomes ``host.site(a, b)``."""
@@ -328,11 +337,20 @@ class _Finder(ast.NodeVisitor):
 
     def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
         made = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno)
-        return replace(made, equation=einsum.equation_of(node)) if entry.equation else made
+        return replace(made, equation=self._equation(node)) if entry.equation else made
 
     def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
         reason = reason or self.blocked or self.source.why_no_host
         self.source.sites.append(replace(site, reason=reason, edits=() if reason else edits))
+
+    def _equation(self, node: ast.expr | ast.stmt) -> str:
+        """The text that a call's first argument is: one that stands there, or in a constant; empty where neither."""
+        first = node.args[0] if isinstance(node, ast.Call) and node.args else None
+        if isinstance(first, ast.Name):
+            value = self._texts.get(first.id) if first.id in self.locals else self.namespace.get(first.id)
+        else:
+            value = first.value if isinstance(first, ast.Constant) else None
+        return value if isinstance(value, str) else ""
 
     def _resolve(self, node: ast.expr) -> object:
         """The object that a dotted name stands for; None where that cannot be told from the text."""
