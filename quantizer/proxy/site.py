@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch import nn
 
@@ -72,7 +73,7 @@ class Site(nn.Module):
             self.add_module(name, OperandQuantizer())
         # An operand of its own inside: the call must be taken apart to round it.
         self._fused = any(operand.index is None for operand in entry.operands)
-        self._implied = None if source.form == "call" else _implied(source.form, entry)
+        self._implied = None if source.form == "call" else _implied(source, entry)
 
     @property
     def host_path(self) -> str:
@@ -103,11 +104,11 @@ class Site(nn.Module):
             names = (operand.name for operand in self.operation.operands)
             return attention({name: self.quantizer_of(name) for name in names}, *rest, **keywords)
         if self.active:
-            target = rest[0] if self.source.form == "inplace" else None
+            target = rest[0] if self.source.in_place else None
             self._round(rest, keywords)
             if target is not None and rest[0] is not target and self.operation.name == "add":
                 # Other names for the tensor must see the sum, and its rounded copy has no other name.
-                return target.copy_(operator.add(*rest))
+                return target.copy_(torch.add(*rest, **keywords))
         elif self.observer is not None:
             self.observer.before(self, self._operands(rest, keywords), partial(observed_probabilities, rest, keywords))
             result = function(*rest, **keywords)
@@ -135,8 +136,8 @@ class Site(nn.Module):
         return f"{self.source.operation}, line {self.source.line}"
 
 
-def _implied(form: str, entry: Operation) -> Callable[..., Any]:
-    return _call_method(entry.methods[0]) if form == "method" else _FORMS[form, entry.name]
+def _implied(source: SiteSource, entry: Operation) -> Callable[..., Any]:
+    return _call_method(source.called) if source.form == "method" else _FORMS[source.form, entry.name]
 
 
 def _quantizer_name(operand: str) -> str:

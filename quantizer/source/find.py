@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 from typing import Literal
 
+from torch import Tensor
+
 from quantizer.source import einsum
 from quantizer.source.catalogue import METHODS
 from quantizer.source.catalogue import OPERATORS
@@ -188,10 +190,8 @@ class _Finder(ast.NodeVisitor):
         entry = operation_of(self._resolve(node.func))
         if entry is not None:
             self._record_call(node, entry)
-        elif isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
-            base = self._resolve(node.func.value)
-            if not isinstance(base, types.ModuleType):
-                self._record_method(node, node.func, METHODS[node.func.attr])
+        elif isinstance(node.func, ast.Attribute) and self._may_be_of_tensor(node, node.func):
+            self._record_method(node, node.func, METHODS[node.func.attr])
         else:
             if isinstance(node.func, ast.Attribute) and node.func.attr == "get":
                 self._note_item(node, node.func.value)
@@ -203,6 +203,19 @@ class _Finder(ast.NodeVisitor):
                 self._hide_sites(node)
             elif self.source.is_method and is_fast_path_switch(self._resolve(node.func)):
                 self._stay_in_python(node)
+        self.generic_visit(node)
+
+    def _may_be_of_tensor(self, node: ast.Call, func: ast.Attribute) -> bool:
+        """Whether a method of the catalogue is called, and not one of a module or a set by the same name."""
+        if func.attr not in METHODS or id(node) in self.known or is_own(func.value, self._first):
+            return False
+        return not isinstance(self._resolve(func.value), types.ModuleType)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr == "add" and operation_of(self._resolve(called)) is None:
+            # A sum that nobody takes is none: something is added to a set.
+            self.known.add(id(node.value))
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
@@ -336,7 +349,8 @@ class _Finder(ast.NodeVisitor):
         return f"{self.name}.{entry.name}_{ordinal}"
 
     def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
-        made = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno)
+        called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        made = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno, called=called)
         return replace(made, equation=self._equation(node)) if entry.equation else made
 
     def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
@@ -358,6 +372,8 @@ class _Finder(ast.NodeVisitor):
             return None if node.id in self.locals else self.namespace.get(node.id)
         if isinstance(node, ast.Attribute):
             base = self._resolve(node.value)
+            if isinstance(base, type) and issubclass(base, Tensor):
+                return getattr(base, node.attr, None)
             # The module's own dictionary: getattr on a lazy module would import half a library.
             return base.__dict__.get(node.attr) if isinstance(base, types.ModuleType) else None
         return None

@@ -123,7 +123,7 @@ class _Strip(ast.NodeTransformer):
                 rest[-1] = rest[-1].value
             return ast.Call(func=first, args=rest, keywords=node.keywords)
         if site.form == "method":
-            called = ast.Attribute(value=first, attr=site.operation, ctx=ast.Load())
+            called = ast.Attribute(value=first, attr=site.called, ctx=ast.Load())
             return ast.Call(func=called, args=rest, keywords=node.keywords)
         assert len(node.args) == 2
         assert not node.keywords
