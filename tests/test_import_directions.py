@@ -27,6 +27,7 @@ ORDER = (
     ("tasks", "report"),
     ("table_view",),
     ("views", "settings"),
+    ("ranges",),
     ("pipeline", "quantizer", "qat_calibrate"),
     ("cli",),
     ("__main__",),

@@ -23,7 +23,15 @@ from quantizer.source.catalogue import operation_of
 __all__ = ["Caller", "callers", "innermost_frame"]
 
 # Between a function's text and the dispatch mode, these only hand a call on.
-_HANDS_ON = ("torch._dynamo", "torch._ops", "torch._compile", "torch.utils", "torch.overrides", "quantizer.proxy")
+_HANDS_ON = (
+    "torch._dynamo",
+    "torch._ops",
+    "torch._compile",
+    "torch.functional",
+    "torch.utils",
+    "torch.overrides",
+    "quantizer.proxy",
+)
 _RUNS_A_MODULE = ("_call_impl", "torch.nn.modules.module")
 
 

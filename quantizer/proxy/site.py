@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch import nn
 
@@ -83,7 +84,7 @@ class Site(nn.Module):
             self.add_module(name, OperandQuantizer())
         # An operand of its own inside: the call must be taken apart to round it.
         self._fused = any(operand.index is None for operand in entry.operands)
-        self._implied = None if source.form == "call" else _implied(source.form, entry)
+        self._implied = None if source.form == "call" else _implied(source, entry)
 
     @property
     def host_path(self) -> str:
@@ -127,19 +128,20 @@ class Site(nn.Module):
             names = (operand.name for operand in self.operation.operands)
             return attention({name: self.quantizer_of(name) for name in names}, *args, **keywords)
         args, keywords = list(args), dict(keywords)
+        target = args[0]
         self._round(args, keywords)
-        if self.source.form == "inplace":
-            function = _FORMS["operator", self.operation.name]
+        if self.source.in_place and args[0] is target:
+            args[0] = target.clone()
         return function(*args, **keywords)
 
     def _active(self, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-        if self.source.form != "inplace":
+        if not self.source.in_place:
             return self.rounded(function, args, keywords)
         target = args[0]
         self._round(args, keywords)
         if args[0] is not target and self.operation.name == "add":
             # Other names for the tensor must see the sum, and its rounded copy has no other name.
-            return target.copy_(operator.add(*args))
+            return target.copy_(torch.add(*args, **keywords))
         return function(*args, **keywords)
 
     def _operands(self, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
@@ -162,8 +164,8 @@ class Site(nn.Module):
         return f"{self.source.operation}, line {self.source.line}"
 
 
-def _implied(form: str, entry: Operation) -> Callable[..., Any]:
-    return _call_method(entry.methods[0]) if form == "method" else _FORMS[form, entry.name]
+def _implied(source: SiteSource, entry: Operation) -> Callable[..., Any]:
+    return _call_method(source.called) if source.form == "method" else _FORMS[source.form, entry.name]
 
 
 def _quantizer_name(operand: str) -> str:

@@ -13,6 +13,8 @@ from functools import lru_cache
 from typing import Any
 from typing import Literal
 
+from torch import Tensor
+
 from quantizer.source import geometry
 
 __all__ = [
@@ -48,9 +50,10 @@ class Operand:
 class Operation:
     """A quantizable operation and all the ways Python code spells it.
 
-    ``functions`` are dotted names of callables, ``methods`` names of ``Tensor`` methods, ``operators`` names of
-    classes in ``ast`` (``MatMult`` for ``@``). ``geometry`` says how large the product of a call is (None: it is no
-    product). With ``equation`` its first argument says what it computes, and must stand in the text.
+    ``functions`` are dotted names of callables, ``methods`` names of ``Tensor`` methods (those with a trailing ``_``
+    work in place), ``operators`` names of classes in ``ast`` (``MatMult`` for ``@``). ``geometry`` says how large the
+    product of a call is (None: it is no product). With ``equation`` its first argument says what it computes, and must
+    stand in the text.
     """
 
     name: str
@@ -90,8 +93,8 @@ def _product(
 
 
 def _added(name: str, first: str, second: str) -> Operation:
-    """``f(input, first, second)``: a matrix product with something added, as a function and as a method."""
-    return _product(name, first, second, 1, functions=(f"torch.{name}",), methods=(name,))
+    """``f(input, first, second)``: a matrix product with something added, as a function and as methods."""
+    return _product(name, first, second, 1, functions=(f"torch.{name}",), methods=(name, f"{name}_"))
 
 
 def _weighted(name: str, kind: Kind, size: geometry.GeometryOf, *functions: str) -> Operation:
@@ -149,6 +152,7 @@ CATALOGUE: tuple[Operation, ...] = (
         kind="residual_add",
         operands=(Operand(name="lhs", index=0, keyword="input"), Operand(name="rhs", index=1, keyword="other")),
         functions=("torch.add",),
+        methods=("add", "add_"),
         operators=("Add",),
     ),
 )
@@ -184,7 +188,8 @@ def _resolve(dotted: str) -> Callable[..., Any]:
 
 @lru_cache(maxsize=1)
 def _by_identity() -> dict[int, Operation]:
-    return {id(_resolve(dotted)): entry for entry in CATALOGUE for dotted in entry.functions}
+    functions = {id(_resolve(dotted)): entry for entry in CATALOGUE for dotted in entry.functions}
+    return functions | {id(getattr(Tensor, method)): entry for method, entry in METHODS.items()}
 
 
 def operation_of(function: object) -> Operation | None:

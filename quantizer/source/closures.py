@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["cells", "copy_attributes", "held", "rebound"]
+__all__ = ["cells", "contents", "copy_attributes", "held", "rebound"]
 
 _EMPTY = object()
 
@@ -16,7 +16,7 @@ _EMPTY = object()
 def cells(function: types.FunctionType) -> Iterator[Any]:
     """What stands in the closure of a function."""
     for cell in function.__closure__ or ():
-        value = _contents(cell)
+        value = contents(cell)
         if value is not _EMPTY:
             yield value
 
@@ -66,9 +66,9 @@ def rebound(value: Any, twin: Callable[[Any], Any]) -> Any:
         clones[id(function)] = copied
         copy_attributes(function, copied)
         for old, new in zip(function.__closure__ or (), new_cells, strict=True):
-            contents = _contents(old)
-            if contents is not _EMPTY:
-                new.cell_contents = clone(contents)
+            value = contents(old)
+            if value is not _EMPTY:
+                new.cell_contents = clone(value)
         if hasattr(function, "__wrapped__"):
             copied.__wrapped__ = clone(function.__wrapped__)  # type: ignore[attr-defined]
         return copied
@@ -96,7 +96,8 @@ def _parts(value: Any) -> list[Any]:
     return []
 
 
-def _contents(cell: types.CellType) -> Any:
+def contents(cell: types.CellType) -> Any:
+    """What stands in a cell; a mark of our own where the name was never bound."""
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell: the name was never bound

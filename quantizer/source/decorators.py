@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
 import types
 from typing import Any
 
 from quantizer.source.closures import cells
+from quantizer.source.closures import contents
 from quantizer.source.closures import copy_attributes
 from quantizer.source.closures import rebound
 
-__all__ = ["clone_chain", "hand_on_keywords", "innermost", "transplant"]
+__all__ = ["between", "clone_chain", "innermost", "transplant", "variables_that_lead_to"]
 
 
 def innermost(function: types.FunctionType, name: str | None = None) -> types.FunctionType:
@@ -44,20 +43,15 @@ def clone_chain(
     return clone
 
 
-def hand_on_keywords(wrapper: types.FunctionType, inner: types.FunctionType) -> bool:
-    """Whether all wrappers around ``inner`` take keyword arguments that they do not know."""
-    between = [wrapper, *(found for found in _reached(wrapper) if found is not inner and _leads_to(found, inner))]
-    return all(_hands_on(function.__code__) for function in between)
+def between(wrapper: types.FunctionType, inner: types.FunctionType) -> list[types.FunctionType]:
+    """The functions around ``inner``, from ``wrapper`` on."""
+    return [wrapper, *(found for found in _reached(wrapper) if found is not inner and _leads_to(found, inner))]
 
 
-def _hands_on(code: types.CodeType) -> bool:
-    """Whether code takes any keyword and does one thing with them: a wrapper that looks at them may drop some."""
-    if not code.co_flags & inspect.CO_VARKEYWORDS:
-        return False
-    positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-    name = code.co_varnames[positional]
-    uses = [i for i in dis.get_instructions(code) if i.argval == name and i.opname != "MAKE_CELL"]
-    return len(uses) <= 1
+def variables_that_lead_to(inner: types.FunctionType, wrapper: types.FunctionType) -> set[str]:
+    """The closure variables of a wrapper through which it knows ``inner``."""
+    named = zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)
+    return {name for name, cell in named if _leads_to(contents(cell), inner)}
 
 
 def transplant(original: types.FunctionType, code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:

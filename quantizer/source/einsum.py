@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Labels", "equation_of", "labels", "problem", "volume"]
+__all__ = ["Labels", "labels", "problem", "volume"]
 
 _DOTS = "..."
 
@@ -48,24 +48,18 @@ class Labels:
         return max(axes, key=lambda axis: shape[axis], default=None)
 
 
-def equation_of(node: ast.AST) -> str:
-    """The equation that stands in the text of a call; empty where none does."""
-    first = node.args[0] if isinstance(node, ast.Call) and node.args else None
-    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+def problem(node: ast.Call, equation: str) -> str | None:
+    """Why a call in the text is not the product of two operands whose channels can be told; None where it is.
 
-
-def problem(node: ast.Call) -> str | None:
-    """Why a call in the text is not the product of two operands whose channels can be told; None where it is."""
+    ``equation`` is what its first argument says; empty where the text does not tell.
+    """
     if any(isinstance(argument, ast.Starred) for argument in node.args):
         return "an einsum with starred arguments"
-    equation = equation_of(node)
     if not equation:
-        return "an einsum whose equation does not stand in the call"
+        return "an einsum whose equation does not stand in the text"
     inputs = equation.replace(" ", "").partition("->")[0].split(",")
     if len(inputs) != 2:
         return f"an einsum of {len(inputs)} operand{'s' if len(inputs) > 1 else ''}: a product has two"
-    if len(node.args) != 3:
-        return "an einsum whose operands stand in a list"
     for names in inputs:
         single = names.replace(_DOTS, "")
         if len(set(single)) < len(single):

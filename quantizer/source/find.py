@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 from typing import Literal
 
+from torch import Tensor
+
 from quantizer.source import einsum
 from quantizer.source.catalogue import METHODS
 from quantizer.source.catalogue import OPERATORS
@@ -25,6 +27,7 @@ from quantizer.source.lend import VISIBLE
 from quantizer.source.lend import function_source
 from quantizer.source.lend import hands_on
 from quantizer.source.names import bound_names
+from quantizer.source.names import constant_texts
 from quantizer.source.names import dotted
 from quantizer.source.names import is_own
 from quantizer.source.splice import Edit
@@ -110,6 +113,7 @@ class _Finder(ast.NodeVisitor):
         self.namespace = namespace
         self.file = file
         self.locals = bound_names(node)
+        self._texts = constant_texts(node)
         self.counts: dict[str, int] = {}
         self.depth = 0
         self.blocked: str | None = None
@@ -186,10 +190,8 @@ class _Finder(ast.NodeVisitor):
         entry = operation_of(self._resolve(node.func))
         if entry is not None:
             self._record_call(node, entry)
-        elif isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
-            base = self._resolve(node.func.value)
-            if not isinstance(base, types.ModuleType):
-                self._record_method(node, node.func, METHODS[node.func.attr])
+        elif isinstance(node.func, ast.Attribute) and self._may_be_of_tensor(node, node.func):
+            self._record_method(node, node.func, METHODS[node.func.attr])
         else:
             if isinstance(node.func, ast.Attribute) and node.func.attr == "get":
                 self._note_item(node, node.func.value)
@@ -201,6 +203,19 @@ class _Finder(ast.NodeVisitor):
                 self._hide_sites(node)
             elif self.source.is_method and is_fast_path_switch(self._resolve(node.func)):
                 self._stay_in_python(node)
+        self.generic_visit(node)
+
+    def _may_be_of_tensor(self, node: ast.Call, func: ast.Attribute) -> bool:
+        """Whether a method of the catalogue is called, and not one of a module or a set by the same name."""
+        if func.attr not in METHODS or id(node) in self.known or is_own(func.value, self._first):
+            return False
+        return not isinstance(self._resolve(func.value), types.ModuleType)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr == "add" and operation_of(self._resolve(called)) is None:
+            # A sum that nobody takes is none: something is added to a set.
+            self.known.add(id(node.value))
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
@@ -266,11 +281,18 @@ class _Finder(ast.NodeVisitor):
         if any(keyword.arg == "out" for keyword in node.keywords):
             reason = "out= writes into a tensor of the caller"
         elif entry.equation:
-            reason = einsum.problem(node)
+            reason = einsum.problem(node, self._equation(node))
         opening = find_symbol(self.index.data, b"(", self.index.end(node.func), self.index.end(node))
         if opening is None or not (node.args or node.keywords):
             return
-        self._record(entry, "call", node, (Edit.replacing(opening, 1, ", "),), reason, closed=True)
+        inner: tuple[Edit, ...] = (Edit.replacing(opening, 1, ", "),)
+        if entry.equation and reason is None and len(node.args) == 2:
+            # Both operands stand in one list: ``f(e, (a, b))`` becomes ``host.site(f, e, *(a, b))``.
+            comma = find_symbol(self.index.data, b",", self.index.end(node.args[0]), self.index.start(node.args[1]))
+            assert comma is not None
+            spaced = self.index.data[comma + 1 : comma + 2] == b" "
+            inner = (*inner, Edit.opening(comma + 1 + spaced, "*", self.depth))
+        self._record(entry, "call", node, inner, reason, closed=True)
 
     def _record_method(self, node: ast.Call, func: ast.Attribute, entry: Operation) -> None:
         """``a.matmul(b)`` becomes ``host.site(a, b)``."""
@@ -327,12 +349,22 @@ class _Finder(ast.NodeVisitor):
         return f"{self.name}.{entry.name}_{ordinal}"
 
     def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
-        made = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno)
-        return replace(made, equation=einsum.equation_of(node)) if entry.equation else made
+        called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        made = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno, called=called)
+        return replace(made, equation=self._equation(node)) if entry.equation else made
 
     def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
         reason = reason or self.blocked or self.source.why_no_host
         self.source.sites.append(replace(site, reason=reason, edits=() if reason else edits))
+
+    def _equation(self, node: ast.expr | ast.stmt) -> str:
+        """The text that a call's first argument is: one that stands there, or in a constant; empty where neither."""
+        first = node.args[0] if isinstance(node, ast.Call) and node.args else None
+        if isinstance(first, ast.Name):
+            value = self._texts.get(first.id) if first.id in self.locals else self.namespace.get(first.id)
+        else:
+            value = first.value if isinstance(first, ast.Constant) else None
+        return value if isinstance(value, str) else ""
 
     def _resolve(self, node: ast.expr) -> object:
         """The object that a dotted name stands for; None where that cannot be told from the text."""
@@ -340,6 +372,8 @@ class _Finder(ast.NodeVisitor):
             return None if node.id in self.locals else self.namespace.get(node.id)
         if isinstance(node, ast.Attribute):
             base = self._resolve(node.value)
+            if isinstance(base, type) and issubclass(base, Tensor):
+                return getattr(base, node.attr, None)
             # The module's own dictionary: getattr on a lazy module would import half a library.
             return base.__dict__.get(node.attr) if isinstance(base, types.ModuleType) else None
         return None

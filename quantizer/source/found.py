@@ -21,7 +21,7 @@ class SiteSource:
 
     ``name`` is ``FUNCTION.OPERATION_N``, counted in the order of the text, so that saved ranges survive an update of
     the library that moves lines. ``reason`` says why the text cannot be rewritten here (None: it can); ``equation``
-    is that of an einsum.
+    is that of an einsum, ``called`` the last name of what is called (empty for an operator).
     """
 
     name: str
@@ -32,6 +32,12 @@ class SiteSource:
     reason: str | None = None
     edits: tuple[Edit, ...] = ()
     equation: str = ""
+    called: str = ""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the result is written into the first argument, as torch's trailing ``_`` says."""
+        return self.form == "inplace" or self.called.endswith("_")
 
     @property
     def attribute(self) -> str:

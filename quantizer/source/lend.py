@@ -19,6 +19,7 @@ from typing import Any
 from quantizer.source.found import FunctionSource
 from quantizer.source.splice import Edit
 from quantizer.source.splice import LineIndex
+from quantizer.source.splice import first_line
 
 __all__ = [
     "EAGER",
@@ -112,12 +113,11 @@ def hands_on(function: Any) -> bool:
 
 def function_source(node: _FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
     """What is known of a function before its body is searched; ``owner`` is the class around it."""
-    first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     host, why = _host_and_reason(node, owner is not None)
     borrows = host == HOST
     parameter = _host_parameter(node, index) if borrows else None
     return FunctionSource(
-        key=(qualname, first_line),
+        key=(qualname, first_line(node)),
         host=host,
         borrows=borrows,
         why_no_host=why,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 
-__all__ = ["bound_names", "dotted", "is_own"]
+__all__ = ["bound_names", "constant_texts", "dotted", "is_own"]
 
 # Nodes that bind a name without a Name node.
 _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
@@ -22,25 +23,37 @@ def dotted(node: ast.expr) -> tuple[str, ...] | None:
 
 def bound_names(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     """Names bound anywhere in a function, its arguments included."""
-    bound: set[str] = set()
-    declared: set[str] = set()
+    inside = [inner for inner in ast.walk(node) if inner is not node]
+    declared = {name for inner in inside if isinstance(inner, ast.Global) for name in inner.names}
+    return {name for inner in inside for name in _bound_by(inner)} - declared
+
+
+def _bound_by(node: ast.AST) -> list[str]:
+    """The names that one node binds, those of the nodes in it apart."""
+    if isinstance(node, ast.Name):
+        return [] if isinstance(node.ctx, ast.Load) else [node.id]
+    if isinstance(node, ast.arg):
+        return [node.arg]
+    if isinstance(node, _NAMED):
+        return [] if node.name is None else [node.name]
+    if isinstance(node, ast.MatchMapping):
+        return [] if node.rest is None else [node.rest]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    return []
+
+
+def constant_texts(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, str]:
+    """Local names that are bound once, to a text that stands there."""
+    bindings: Counter[str] = Counter()
+    texts: dict[str, str] = {}
     for inner in ast.walk(node):
-        if isinstance(inner, ast.Name):
-            if not isinstance(inner.ctx, ast.Load):
-                bound.add(inner.id)
-        elif isinstance(inner, ast.arg):
-            bound.add(inner.arg)
-        elif isinstance(inner, _NAMED):
-            if inner.name is not None and inner is not node:
-                bound.add(inner.name)
-        elif isinstance(inner, ast.MatchMapping):
-            if inner.rest is not None:
-                bound.add(inner.rest)
-        elif isinstance(inner, ast.Import | ast.ImportFrom):
-            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in inner.names}
-        elif isinstance(inner, ast.Global):
-            declared |= set(inner.names)
-    return bound - declared
+        bindings.update(_bound_by(inner))
+        if isinstance(inner, ast.Assign | ast.AnnAssign) and isinstance(inner.value, ast.Constant):
+            targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
+            if isinstance(inner.value.value, str):
+                texts.update({target.id: inner.value.value for target in targets if isinstance(target, ast.Name)})
+    return {name: text for name, text in texts.items() if bindings[name] == 1}
 
 
 def is_own(node: ast.expr, first: str | None) -> bool:

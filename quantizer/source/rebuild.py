@@ -8,7 +8,6 @@ stand in the place of theirs. The synthetic module is in ``sys.modules`` under i
 """
 
 from __future__ import annotations
-import __future__
 
 import functools
 import inspect
@@ -24,15 +23,16 @@ from typing import TypeGuard
 
 from quantizer.errors import SourceError
 from quantizer.source.decorators import clone_chain
-from quantizer.source.decorators import hand_on_keywords
 from quantizer.source.decorators import innermost
 from quantizer.source.decorators import transplant
 from quantizer.source.found import FunctionSource
 from quantizer.source.found import HelperCall
 from quantizer.source.found import SiteSource
+from quantizer.source.keywords import hand_on_keywords
 from quantizer.source.synthetic import SyntheticModules
 from quantizer.source.text import Key
 from quantizer.source.text import SourceFile
+from quantizer.source.text import future_flags
 
 __all__ = ["Lent", "Rebuilt", "Rebuilder"]
 
@@ -149,8 +149,7 @@ class Rebuilder:
         Raises:
             SourceError: the text cannot be read or parsed.
         """
-        # A notebook compiles a cell with the __future__ imports of earlier ones.
-        flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+        flags = future_flags(function.__code__)
         key = (function.__code__.co_filename, id(function.__globals__), flags)
         if key not in self.files or not self.files[key].holds(function):
             # Read again: a module may have been reloaded.
@@ -265,8 +264,8 @@ class Rebuilder:
                 raise SourceError(f"the decorators of {inner.__qualname__} hold it in a way that cannot be cloned")
             if result.borrows and not hand_on_keywords(function, inner):
                 raise SourceError(
-                    f"{inner.__qualname__} has no module argument, and its decorators hand none on to it: they take no "
-                    f"further keyword arguments"
+                    f"{inner.__qualname__} has no module argument, and its decorators cannot be relied on to hand one "
+                    f"on to it"
                 )
             rewritten = clone
         result.function = rewritten

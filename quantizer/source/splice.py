@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Edit", "LineIndex", "apply_edits", "find_symbol"]
+__all__ = ["Edit", "LineIndex", "apply_edits", "find_symbol", "first_line"]
 
 _CLOSE = 0
 _REPLACE = 1
@@ -68,6 +68,11 @@ class LineIndex:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self._starts[node.end_lineno - 1] + node.end_col_offset
+
+
+def first_line(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The line on which a function begins, as its code object has it: that of its first decorator."""
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def find_symbol(data: bytes, symbol: bytes, start: int, end: int) -> int | None:

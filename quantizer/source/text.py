@@ -1,6 +1,7 @@
 """One source file: read, parsed, searched, rewritten, compiled."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import difflib
@@ -19,8 +20,9 @@ from quantizer.source.operator_patches import apply_operator_patches
 from quantizer.source.operator_patches import changes
 from quantizer.source.splice import LineIndex
 from quantizer.source.splice import apply_edits
+from quantizer.source.splice import first_line
 
-__all__ = ["SourceFile", "read_source"]
+__all__ = ["SourceFile", "definition_of", "future_flags", "read_source"]
 
 Key = tuple[str, int]
 
@@ -131,6 +133,30 @@ def read_source(path: str, namespace: dict[str, Any]) -> str:
     if not lines:
         raise SourceError(f"{path}: the source cannot be read, so its functions stay as they are")
     return "".join(lines)
+
+
+def definition_of(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The ``def`` of a loaded function; None where it is a lambda, or the text is not that of the loaded code.
+
+    Raises:
+        SourceError: there is no text.
+    """
+    code = function.__code__
+    text = read_source(code.co_filename, function.__globals__)
+    try:
+        tree = _compiled(text, code.co_filename, ast.PyCF_ONLY_AST)
+        loaded = _by_key(_compiled(text, code.co_filename, future_flags(code)))
+    except SyntaxError:
+        return None
+    if loaded.get((code.co_qualname, code.co_firstlineno)) != code:
+        return None
+    definitions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return next((node for node in definitions if first_line(node) == code.co_firstlineno), None)
+
+
+def future_flags(code: types.CodeType) -> int:
+    """What compiling needs besides the text: a notebook compiles a cell with the __future__ imports of earlier ones."""
+    return code.co_flags & __future__.annotations.compiler_flag
 
 
 def _compiled(text: str, name: str, flags: int) -> Any:

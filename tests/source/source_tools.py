@@ -119,9 +119,11 @@ class _Strip(ast.NodeTransformer):
             return node
         first, *rest = node.args
         if site.form == "call":
+            if site.operation == "einsum" and isinstance(rest[-1], ast.Starred):
+                rest[-1] = rest[-1].value
             return ast.Call(func=first, args=rest, keywords=node.keywords)
         if site.form == "method":
-            called = ast.Attribute(value=first, attr=site.operation, ctx=ast.Load())
+            called = ast.Attribute(value=first, attr=site.called, ctx=ast.Load())
             return ast.Call(func=called, args=rest, keywords=node.keywords)
         assert len(node.args) == 2
         assert not node.keywords

@@ -57,6 +57,8 @@ def _call(draw: st.DrawFn, inner: st.SearchStrategy[str]) -> str:
                 f"({left}).addmm({right},{space}{left})",
                 f"torch.baddbmm(({left})[None], ({left})[None], batch2=({right})[None])[0]",
                 f"torch.einsum('ij,jk->ik',{space}{left}, {right})",
+                f"torch.einsum('ij,jk->ik',{space}({left}, {right}))",
+                f"torch.einsum('ij,jk->ik', ([{left}, {right}]))",
                 f"torch.einsum('ij,jk,kl->il', {left}, {right}, {left})",
                 f"F.scaled_dot_product_attention({left}, {right}, value={left}{space})",
                 f"(lambda y: y @ {right})({left})",

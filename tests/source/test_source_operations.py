@@ -40,6 +40,22 @@ from quantizer.source.geometry import Geometry
         ("return F.embedding(a, b)", "return s.embedding_0(F.embedding, a, b)"),
         ("return F.embedding(input=a, weight=b)", "return s.embedding_0(F.embedding, input=a, weight=b)"),
         ("return torch.einsum('ij,jk->ik', a, b)", "return s.einsum_0(torch.einsum, 'ij,jk->ik', a, b)"),
+        ("return torch.einsum('ij,jk->ik', (a, b))", "return s.einsum_0(torch.einsum, 'ij,jk->ik', *(a, b))"),
+        (
+            "return torch.einsum('ij,jk', ([a, b @ c]))",
+            "return s.einsum_0(torch.einsum, 'ij,jk', *([a, s.matmul_0(b, c)]))",
+        ),
+        ("return torch.einsum('ij,jk', a)", "return s.einsum_0(torch.einsum, 'ij,jk', *a)"),
+        ("return a.addmm_(b, c)", "return s.addmm_0(a, b, c)"),
+        ("return a.baddbmm_(b, c)", "return s.baddbmm_0(a, b, c)"),
+        ("a.add_(b, alpha=2)", "s.add_0(a, b, alpha=2)"),
+        ("return a.add(b)", "return s.add_0(a, b)"),
+        ("a.add(b)", "a.add(b)"),
+        ("self.add(b); self.matmul(b)", "self.add(b); self.matmul(b)"),
+        ("return torch.Tensor.matmul(a, b)", "return s.matmul_0(torch.Tensor.matmul, a, b)"),
+        ("return torch.Tensor.addmm_(a, b, c)", "return s.addmm_0(torch.Tensor.addmm_, a, b, c)"),
+        ("return torch.einsum(GRAM, a, b)", "return s.einsum_0(torch.einsum, GRAM, a, b)"),
+        ("e = 'ij,jk'; return torch.einsum(e, a, b)", "e = 'ij,jk'; return s.einsum_0(torch.einsum, e, a, b)"),
         (
             "return F.scaled_dot_product_attention(a, b, c)",
             "return s.scaled_dot_product_attention_0(F.scaled_dot_product_attention, a, b, c)",
@@ -57,7 +73,7 @@ from quantizer.source.geometry import Geometry
     ids=lambda text: text.removeprefix("return ") if "s." not in text else "",
 )
 def test_forms(tmp_path: Path, body: str, expected: str) -> None:
-    names = {"sdpa": functional.scaled_dot_product_attention, "times": torch.addmm, "es": torch.einsum}
+    names = {"sdpa": functional.scaled_dot_product_attention, "times": torch.addmm, "es": torch.einsum, "GRAM": "ij,ik"}
     assert rewritten_body(tmp_path, body, **names) == expected
 
 
@@ -67,11 +83,12 @@ def test_forms(tmp_path: Path, body: str, expected: str) -> None:
         ("torch.mm(a, b, out=c)", "out= writes into a tensor of the caller"),
         ("torch.addmm(a, b, c, out=a)", "out= writes into a tensor of the caller"),
         ("torch.baddbmm(a, b, c, out=a)", "out= writes into a tensor of the caller"),
-        ("torch.einsum(a, b, c)", "an einsum whose equation does not stand in the call"),
-        ("torch.einsum(f'{a},jk', b, c)", "an einsum whose equation does not stand in the call"),
+        ("torch.einsum(a, b, c)", "an einsum whose equation does not stand in the text"),
+        ("torch.einsum(f'{a},jk', b, c)", "an einsum whose equation does not stand in the text"),
+        ("torch.einsum(a + 'jk', b, c)", "an einsum whose equation does not stand in the text"),
+        ("torch.einsum(self.e, b, c)", "an einsum whose equation does not stand in the text"),
         ("torch.einsum('ij,jk', *a)", "an einsum with starred arguments"),
         ("torch.einsum(*a)", "an einsum with starred arguments"),
-        ("torch.einsum('ij,jk', [a, b])", "an einsum whose operands stand in a list"),
         ("torch.einsum('ij->ji', a)", "an einsum of 1 operand: a product has two"),
         ("torch.einsum('ij,jk,kl', a, b, c)", "an einsum of 3 operands: a product has two"),
         ("torch.einsum('ii,ij', a, b)", "an einsum with a label twice in one operand"),
@@ -82,6 +99,22 @@ def test_calls_that_are_left_alone(tmp_path: Path, expression: str, reason: str)
     file = source_file(tmp_path, text)
     assert [site.reason for site in sites_of(file)] == [reason]
     assert file.rewritten_text() == text
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["e = 'ij,jk'; e = 'ij,kj'", "e = 'ij,jk'; e += a", "e: str = c", "e, f = 'ij'", "def e(): ...", "global e"],
+)
+def test_an_equation_that_is_not_constant(tmp_path: Path, before: str) -> None:
+    text = f"def forward(self, a, b, c):\n    {before}; return torch.einsum(e, a, b)\n".replace("...; ", "...\n    ")
+    (site,) = [site for site in sites_of(source_file(tmp_path, text)) if site.operation == "einsum"]
+    assert site.reason == "an einsum whose equation does not stand in the text"
+
+
+def test_an_equation_in_a_constant_is_kept_with_its_site(tmp_path: Path) -> None:
+    text = "def forward(self, a, b):\n    e = 'ij,kj'\n    return torch.einsum(GRAM, a, b) @ torch.einsum(e, (a, b))\n"
+    sites = sites_of(source_file(tmp_path, text, {"GRAM": "ij,ik"}))
+    assert [site.equation for site in sites] == ["", "ij,ik", "ij,kj"]
 
 
 def test_an_equation_is_kept_with_its_site(tmp_path: Path) -> None:
