@@ -25,7 +25,6 @@ from quantizer.export.passes import PASSES
 from quantizer.export.passes import UnsignedActivations
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
-from quantizer.proxy.build import is_proxy
 
 __all__ = ["export_onnx"]
 
@@ -176,7 +175,7 @@ def _export(
                 opset_version=opset,
                 dynamic_shapes=dynamic,
                 output_names=output_names,
-                custom_translation_table=translations(opset) if is_proxy(model) else None,
+                custom_translation_table=translations(opset),
                 verbose=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:

@@ -57,7 +57,7 @@ class OperandQuantizer(nn.Module):
         """The stored weight in the scale's dtype."""
         assert self.scale is not None
         assert self.stored is not None
-        result: Tensor = ops.dequantize(self.stored, self.scale, self.axis)
+        result: Tensor = ops.dequantize(self.stored, self.scale, self.dtype, self.axis)
         return result
 
     def forward(self, x: Any) -> Any:
