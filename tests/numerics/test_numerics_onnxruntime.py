@@ -1,7 +1,11 @@
 """Every format, granularity and float type against ONNX Runtime's QuantizeLinear and DequantizeLinear.
 
-ONNX Runtime 1.31 runs all of them on a CPU, but for bfloat16: its steps are those of the same values in float32. It
-divides half by half in float32, as we do, so that nothing differs anywhere.
+ONNX Runtime 1.31 runs all of them on a CPU, but for bfloat16: the reference is then that of the same values in float32.
+It divides half by half in float32, as we do. What it does otherwise, and what is left out here for that reason:
+
+- quotients of 2**31 and more overflow a 32-bit integer on the way to an integer step and become the lowest step, where
+  ONNX has the highest: with float16 inputs, and for the last element of an odd number in INT4;
+- an empty tensor in blocks ends the process; one block of a tensor with one axis is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -72,10 +77,17 @@ class Case:
         steps, values = self._reference()
         ours = ops.quantize(self.x, *arguments)
         assert ours.dtype == qtype(self.dtype).storage
-        assert torch.equal(ours.float(), steps)
+        known = self._does_not_overflow()
+        assert torch.equal(ours.float()[known], steps[known])
         for result in (ops.dequantize(ours, *arguments), ops.fake_quantize(self.x, *arguments)):
             assert result.dtype == self.x.dtype
-            assert torch.equal(result, values)
+            assert torch.equal(result[known], values[known])
+
+    def _does_not_overflow(self) -> Tensor:
+        """Where ONNX Runtime's 32-bit integers hold the quotient."""
+        x = in_blocks(self.x.float(), self.axis, self.block_size)
+        quotient = x / beside(self.scale, self.x.dim(), self.axis, self.block_size)
+        return (quotient < 2.0**31).reshape(self.x.shape) | qtype(self.dtype).is_float
 
     def _reference(self) -> tuple[Tensor, Tensor]:
         wide = torch.float32 if self.x.dtype == torch.bfloat16 else self.x.dtype
@@ -90,14 +102,16 @@ def cases(draw: st.DrawFn) -> Case:
     """Any format, float type, shape with empty axes too, granularity, range, and zero point."""
     kind = qtype(draw(st.sampled_from(sorted(QTYPES))))
     element = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    shape = draw(st.lists(st.integers(0, 5), min_size=0, max_size=4))
-    granularity = draw(st.sampled_from(["tensor", "axis", "block"])) if shape else "tensor"
+    granularity = draw(st.sampled_from(["tensor", "axis", "block"]))
+    size = st.integers(1 if granularity == "block" else 0, 5)
+    shape = draw(st.lists(size, min_size=0 if granularity == "tensor" else 1, max_size=4))
     axis = None if granularity == "tensor" else draw(st.integers(-len(shape), len(shape) - 1))
     block_size = draw(st.integers(1, 4)) if granularity == "block" else None
     if axis is not None and block_size is not None:
         shape[axis] *= block_size
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     scale = torch.rand(scale_shape(shape, axis, block_size), generator=generator) + 0.5
+    assume(granularity != "block" or scale.shape != (1,))
     # From the smallest subnormal of each type up.
     lowest = {torch.float32: -148, torch.float16: -23, torch.bfloat16: -132}[element]
     scale = (scale.double() * 2.0 ** draw(st.integers(lowest, 5))).to(element)
@@ -117,7 +131,7 @@ def steps_near(qmax: int, shape: list[int], generator: torch.Generator) -> Tenso
     return torch.where(torch.rand(shape, generator=generator) < 0.5, ties, small)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(case=cases())
 def test_any_case(case: Case) -> None:
     case.check()

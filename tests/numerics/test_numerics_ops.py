@@ -16,6 +16,7 @@ from quantizer.numerics import ops
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import qtype
 
+
 def formula(x: Tensor, scale: Tensor, axis: int | None) -> Tensor:
     """The definition, in float64: exact for float32 but for a rounding of the quotient, which float32 does too."""
     shaped = scale if axis is None else scale.reshape([-1 if d == axis else 1 for d in range(x.dim())])
