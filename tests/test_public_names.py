@@ -42,7 +42,8 @@ def test_the_public_names() -> None:
 def test_public_names_are_documented(name: str) -> None:
     value = getattr(quantizer, name)
     assert inspect.getdoc(value)
-    for member, attribute in vars(value).items():
+    for member in value.__all__ if inspect.ismodule(value) else vars(value):
+        attribute = vars(value)[member]
         if not member.startswith("_") and (callable(attribute) or isinstance(attribute, property | classmethod)):
             assert inspect.getdoc(attribute), f"{name}.{member} has no docstring"
 

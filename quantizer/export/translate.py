@@ -39,7 +39,8 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
     ) -> Any:
         kind, where = spelling.format(dtype, axis, block_size)
         wide, wide_scale = spelling.in_one_type(x, scale)
-        steps = spelling.quantize_linear(wide, wide_scale, kind, zero_point, where)
+        zero = spelling.zeros(scale, kind) if zero_point is None else zero_point
+        steps = spelling.op.QuantizeLinear(wide, wide_scale, zero, **where)
         return spelling.like(x, spelling.op.DequantizeLinear(steps, wide_scale, zero_point, **where), wide)
 
     def quantize(
@@ -51,7 +52,8 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         zero_point: Any = None,
     ) -> Any:
         kind, where = spelling.format(dtype, axis, block_size)
-        steps = spelling.quantize_linear(*spelling.in_one_type(x, scale), kind, zero_point, where)
+        zero = spelling.zeros(scale, kind) if zero_point is None else zero_point
+        steps = spelling.op.QuantizeLinear(*spelling.in_one_type(x, scale), zero, **where)
         return spelling.op.Cast(steps, to=_element(INT8)) if kind.is_packed else steps
 
     def dequantize(
@@ -115,23 +117,16 @@ class _Spelling:
         """The result in the type that ``original`` had before it became ``wide``."""
         return result if wide is original else self.op.Cast(result, to=original.dtype)
 
-    def quantize_linear(self, x: Any, scale: Any, kind: QType, zero_point: Any, where: dict[str, int]) -> Any:
-        """Q with a zero point of its format."""
-        zero = self._zeros(scale, kind) if zero_point is None else zero_point
-        return self.op.QuantizeLinear(x, scale, zero, **where)
-
-    def _zeros(self, scale: Any, kind: QType) -> Any:
+    def zeros(self, scale: Any, kind: QType) -> Any:
         """Zero points of a format, of the scale's shape: a constant where that is known."""
         import onnx
 
-        def zeros(*shape: int) -> Any:
-            count = math.prod(shape)
-            raw = bytes(-(-count * kind.bits // 8))
-            return onnx.helper.make_tensor("zero", _element(kind), shape, raw, raw=True)
-
-        if scale.shape.is_static():
-            return self.op.Constant(value=zeros(*scale.shape.numpy()))
-        return self.op.ConstantOfShape(self.op.Shape(scale), value=zeros(1))
+        if not scale.shape.is_static():
+            # Not ConstantOfShape, which ONNX Runtime 1.31 has for neither FP8 nor INT4.
+            return self.op.Cast(self.op.Sub(scale, scale), to=_element(kind))
+        shape = scale.shape.numpy()
+        raw = bytes(-(-math.prod(shape) * kind.bits // 8))
+        return self.op.Constant(value=onnx.helper.make_tensor("zero", _element(kind), shape, raw, raw=True))
 
 
 def _element(kind: QType) -> int:

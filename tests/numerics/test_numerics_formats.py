@@ -56,10 +56,10 @@ def test_the_worked_shapes_of_the_granularities(
 
 
 def e4m3() -> list[float]:
-    """The finite numbers of E4M3 from 0 up, from its bits: 4 of exponent with bias 7, 3 of mantissa, 7 * 16 + 15 NaN."""
+    """The finite numbers of E4M3 from 0 up, from its bits: 4 of exponent, with bias 7, and 3 of mantissa."""
     subnormal = [mantissa / 8 * 2.0**-6 for mantissa in range(8)]
     normal = [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)]
-    return (subnormal + normal)[:-1]
+    return (subnormal + normal)[:-1]  # the last is NaN
 
 
 def nearest(value: float) -> float:
