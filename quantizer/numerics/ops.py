@@ -46,6 +46,7 @@ def _steps(
     steps = in_blocks(result, axis, block_size)
     torch.div(in_blocks(x.float(), axis, block_size), beside(scale, x.dim(), axis, block_size), out=steps)
     if kind.is_float:
+        # Clamped first: a cast need not saturate.
         return result.clamp_(kind.qmin, kind.qmax).to(kind.storage).float()
     steps.round_()
     if zero_point is not None:
