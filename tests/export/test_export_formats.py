@@ -151,6 +151,8 @@ def test_a_weight_is_stored_in_its_format(
     assert operators(tmp_path / "m.onnx") == ["DequantizeLinear", "MatMul"]
     weights = [item for item in initializers(tmp_path / "m.onnx").values() if list(item.dims) == [64, 48]]
     assert [onnx.TensorProto.DataType.Name(item.data_type) for item in weights] == [QTYPES[dtype].onnx_type]
+    read = {name for node in onnx.load(tmp_path / "m.onnx").graph.node for name in node.input}
+    assert set(initializers(tmp_path / "m.onnx")) <= read
     assert len(weights[0].raw_data) == 64 * 48 * QTYPES[dtype].bits // 8
     got = run(tmp_path / "m.onnx", x)[0]
     assert np.allclose(expected.numpy(), got, rtol=1e-5, atol=1e-5)

@@ -86,8 +86,9 @@ def _steps(node: Any, kind: QType) -> np.ndarray:
 
 
 def _remove(model: Any, node: Any) -> None:
-    """Take the node out, and the float weight where nothing else reads it."""
-    weight = node.inputs[0]
+    """Take the node out, and the float weight and the zero point where nothing else reads them."""
+    inputs = list(node.inputs)
     model.graph.remove(node, safe=True)
-    if weight.is_initializer() and not weight.uses():
-        del model.graph.initializers[weight.name]
+    for value in inputs:
+        if value.is_initializer() and not value.uses():
+            del model.graph.initializers[value.name]
