@@ -25,13 +25,14 @@ from quantizer.export.passes import PASSES
 from quantizer.export.passes import UnsignedActivations
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
-from quantizer.proxy.build import is_proxy
+from quantizer.numerics.qtype import QTYPES
 
 __all__ = ["export_onnx"]
 
 Axes = Mapping[str, Mapping[int, str]]
 
 _HALF_SCALES_OPSET = 19
+_STORAGE = {kind.storage for kind in QTYPES.values()}
 
 
 def export_onnx(
@@ -65,7 +66,7 @@ def export_onnx(
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
         raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
     # A copy is converted, and put in eval mode: in place it would change what the caller holds.
-    exported = copy.deepcopy(model).eval().to(dtype)
+    exported = _converted(copy.deepcopy(model).eval(), dtype)
     args, keywords = _split(example, dtype)
     names = _output_names(model, example)
     _name_inputs(exported, keywords)
@@ -92,6 +93,16 @@ def _check_folder(path: Path) -> None:
         raise ExportError(f"{path}: the folder {path.parent} does not exist; make it first")
     if not os.access(path.parent, os.W_OK):
         raise ExportError(f"{path}: the folder {path.parent} cannot be written")
+
+
+def _converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model in another float type, in place. ``Module.to`` would convert stored steps of FP8 as well."""
+
+    def convert(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() and value.dtype not in _STORAGE else value
+
+    converted: nn.Module = model._apply(convert)  # type: ignore[no-untyped-call]
+    return converted
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -194,7 +205,7 @@ def _export(
                 opset_version=opset,
                 dynamic_shapes=dynamic,
                 output_names=output_names,
-                custom_translation_table=translations(opset) if is_proxy(model) else None,
+                custom_translation_table=translations(opset),
                 verbose=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:

@@ -62,8 +62,19 @@ class OperandQuantizer(nn.Module):
         """The stored weight in the scale's dtype."""
         assert self.scale is not None
         assert self.stored is not None
-        result: Tensor = ops.dequantize(self.stored, self.scale, self.axis)
+        result: Tensor = ops.dequantize(self.stored, self.scale, self.dtype, self.axis)
         return result
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What ``.to()`` and ``.half()`` do. Steps follow to a device; those of FP8 are no floats to convert."""
+        stored = self.stored
+        if stored is not None:
+            self.stored = stored.view(torch.uint8)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if stored is not None:
+            assert self.stored is not None
+            self.stored = self.stored.view(stored.dtype)
+        return self
 
     def forward(self, x: Any) -> Any:
         # A sum that starts from the number 0 meets a tensor only in its later calls.
