@@ -132,7 +132,7 @@ class QATCalibrate:
 
     def _load_ranges(self, model: nn.Module, observation: Observation, refused: dict[str, str]) -> None:
         plan = plan_of(self.config, model, observation, refused)
-        apply_plan(model, plan, self.config.dtype)
+        apply_plan(model, plan)
         for site in sites_of(model):
             site.active = plan[site.path].quantized
         self._plans.append((model, plan, observation.counter.products()))

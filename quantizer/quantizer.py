@@ -154,7 +154,7 @@ class Quantizer:
         self._serve(model)
         plan = self._plan()
         proxy = build_proxy(model, eager_attention=True).eval()
-        apply_plan(proxy, plan, self.config.dtype)
+        apply_plan(proxy, plan)
         store_weights(proxy, plan)
         measurement = Measurement(sites_of(proxy), plan)
         measurement.attach(proxy)
@@ -188,7 +188,7 @@ class Quantizer:
         self._serve(model)
         plan = self._final_plan()
         proxy = build_proxy(model, eager_attention=True).eval()
-        apply_plan(proxy, plan, self.config.dtype)
+        apply_plan(proxy, plan)
         freeze(proxy, plan)
         return proxy
 

@@ -15,6 +15,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from quantizer.config import QuantizerConfig
+from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import qtype
 from quantizer.proxy.auto_range import Trial
 from quantizer.proxy.auto_range import choose_ranges
 from quantizer.proxy.build import sites_of
@@ -38,7 +40,7 @@ def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Observation,
 
     Ranges are chosen once for what was seen, and again when more data came since.
     """
-    settings = plan_settings(config)
+    settings = plan_settings(config, proxy)
 
     def decided() -> Plan:
         return decide(proxy, list(sites_of(proxy)), observation, refused, settings)
@@ -51,7 +53,7 @@ def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Observation,
             assert observation.kept is not None
             choose_ranges(proxy, _trials(proxy, plan, observation, settings), observation.kept)
         else:
-            _choose_percentile(config.activations.percentiles, proxy, observation, decided, config.dtype)
+            _choose_percentile(config.activations.percentiles, proxy, observation, decided)
     observation.chosen_at = observation.batches
     return decided()
 
@@ -61,18 +63,15 @@ def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: Pl
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
             group = observation.records[site.path].operands[operand.name].group
+            # A zero point follows from the range: it is judged as if it were symmetric.
+            dtype = INT8 if operand.zero_point is not None else qtype(operand.dtype)
             if group is not None and operand.scale is not None:
-                yield Trial(
-                    site=site,
-                    operand=operand.name,
-                    group=group,
-                    dtype=settings.dtype,
-                    scale=partial(scale_of, settings=settings),
-                )
+                scale = partial(scale_of, dtype=dtype, scale_dtype=settings.scale_dtype)
+                yield Trial(site=site, operand=operand.name, group=group, dtype=dtype, scale=scale)
 
 
 def _choose_percentile(
-    percentiles: Sequence[float], proxy: nn.Module, observation: Observation, decided: Callable[[], Plan], dtype: str
+    percentiles: Sequence[float], proxy: nn.Module, observation: Observation, decided: Callable[[], Plan]
 ) -> None:
     """Give every range the percentile with which the model's output, everything quantized, comes out best."""
     assert observation.kept is not None
@@ -80,7 +79,7 @@ def _choose_percentile(
     errors: dict[float, float] = {}
     for percentile in tqdm(percentiles, "choosing a percentile", leave=False, disable=None):
         _take_percentile(observation, percentile)
-        with _quantized(proxy, decided(), dtype):
+        with _quantized(proxy, decided()):
             errors[percentile] = sum(_error(_output(proxy, batch), output) for batch, output in expected)
     # Of equal errors, the larger range.
     _take_percentile(observation, min(errors, key=lambda percentile: (errors[percentile], -percentile)))
@@ -93,10 +92,10 @@ def _take_percentile(observation: Observation, percentile: float) -> None:
 
 
 @contextmanager
-def _quantized(proxy: nn.Module, plan: Plan, dtype: str) -> Iterator[None]:
+def _quantized(proxy: nn.Module, plan: Plan) -> Iterator[None]:
     """The proxy with a plan carried out, its weights still float parameters; as it was afterwards."""
     sites = list(sites_of(proxy))
-    apply_plan(proxy, plan, dtype)
+    apply_plan(proxy, plan)
     try:
         for site in sites:
             site.active = plan[site.path].quantized

@@ -14,9 +14,14 @@ from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
+from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.formats import Format
+from quantizer.proxy.formats import FormatRule
+from quantizer.proxy.formats import Formats
+from quantizer.proxy.formats import formats_for
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import PlanSettings
 from quantizer.proxy.rules import Rules
@@ -74,12 +79,39 @@ def float_dtype(config: QuantizerConfig) -> torch.dtype:
     return dtype
 
 
-def plan_settings(config: QuantizerConfig) -> PlanSettings:
-    """What a plan depends on besides the data."""
+def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
+    """What a plan for ``proxy`` depends on besides the data.
+
+    Raises:
+        ConfigError: a rule of ``formats`` matches nothing in it, or asks for what the target cannot compute in.
+    """
     return PlanSettings(
-        dtype=qtype(config.dtype),
+        formats=_formats(config, proxy),
         per_channel=config.weights.granularity == "per_channel",
         switches=config.sites.model_dump(),
         scale_dtype=float_dtype(config),
         profile=profile(config.backend),
     )
+
+
+def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
+    usual = qtype(config.dtype)
+    rules = []
+    for number, rule in enumerate(config.formats):
+        activations: QType | None = usual if rule.activations is None else None
+        if rule.activations not in (None, "float"):
+            activations = qtype(str(rule.activations))
+        rules.append(
+            FormatRule(
+                format=Format(
+                    activations=activations,
+                    weights=qtype(rule.weights) if rule.weights is not None else usual,
+                    block_size=rule.block_size,
+                    rule=f"formats[{number}]",
+                ),
+                kinds=rule.kinds,
+                sites=Rules(module_types=rule.module_types, names=rule.names, sites=rule.sites),
+            )
+        )
+    default = Format(activations=usual, weights=usual)
+    return formats_for(proxy, sites_of(proxy), default, rules, profile(config.backend))

@@ -88,6 +88,10 @@ class Calibrator:
         other.histogram = self.histogram
         return other
 
+    def for_format(self, dtype: str) -> Calibrator:
+        """The same estimate for another format; itself where the estimate does not depend on one."""
+        return self
+
     def amax(self) -> float:
         """The magnitude that maps to the largest step of the format; computed again only where data came since."""
         if self._estimated is None or self._estimated[0] != self.count:

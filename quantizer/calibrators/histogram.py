@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from quantizer.numerics.ops import fake_quantize
+
 __all__ = ["BINS", "Histogram"]
 
 BINS = 2048
@@ -87,18 +89,19 @@ class Histogram:
         first = math.ceil(amax * 2.0**-self.exponent)
         return int(self.counts[first:].sum()) / self.total
 
-    def noise(self, scale: float, qmin: int, qmax: int) -> float:
-        """The sum of squared errors if all values were rounded with ``scale``, from the bin centres."""
-        centres = self.centres()
-        rounded = (centres / scale).round().clamp(qmin, qmax) * scale
-        return float((self.counts.double() * (centres - rounded) ** 2).sum())
+    def sqnr_db(self, scale: float, dtype: str) -> float:
+        """Signal to quantization-noise ratio in dB if all values were rounded with ``scale``, from the bin centres.
 
-    def sqnr_db(self, scale: float, qmin: int, qmax: int) -> float:
-        """Signal to quantization-noise ratio in dB if all values were rounded with ``scale``, from the bin centres."""
+        Args:
+            scale: the size of a step.
+            dtype: the format of the steps.
+        """
         if self.exponent is None:
             return math.inf
-        noise = self.noise(scale, qmin, qmax)
-        signal = float((self.counts.double() * self.centres() ** 2).sum())
+        centres = self.centres().float()
+        rounded = fake_quantize(centres, torch.tensor(scale, dtype=torch.float32), dtype)
+        noise = float((self.counts.double() * (centres.double() - rounded.double()) ** 2).sum())
+        signal = float((self.counts.double() * centres.double() ** 2).sum())
         return 10 * math.log10(signal / noise) if noise > 0 else math.inf
 
     def _grow(self, exponent: int) -> None:

@@ -9,14 +9,16 @@ from typing import Literal
 from pydantic import BeforeValidator
 from pydantic import Field
 from pydantic import PlainValidator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from quantizer.config.section import Expects
 from quantizer.config.section import Section
 from quantizer.config.section import TextList
 from quantizer.config.section import reject
+from quantizer.config.section import tuple_from_list
 
-__all__ = ["ActivationsConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
+__all__ = ["ActivationsConfig", "FormatConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
 
 
 def _percentile(value: Any) -> float | tuple[float, ...]:
@@ -101,13 +103,43 @@ class SelectionConfig(Section):
     )
 
 
+class FormatConfig(SelectionConfig):
+    """Formats for some sites: those of ``kinds`` that the patterns match; what is left out matches every site."""
+
+    kinds: Annotated[
+        tuple[Literal["linear", "conv", "matmul", "residual_add", "embedding"], ...], BeforeValidator(tuple_from_list)
+    ] = Field(default=(), description="Kinds of site; empty: all.")
+    activations: Literal["int8", "uint8", "fp8", "float"] | None = Field(
+        default=None, description="Number format of activations; 'float': weights alone are quantized; null: dtype."
+    )
+    weights: Literal["int8", "fp8", "int4"] | None = Field(
+        default=None, description="Number format of weights; null: dtype."
+    )
+    block_size: int | None = Field(
+        default=None, ge=2, description="Weights in int4: how many input channels share a scale; null: all of a row."
+    )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> FormatConfig:
+        if self.activations is None and self.weights is None:
+            reject(("", "sets no format; expected activations, weights or both, such as weights: int4"))
+        if self.block_size is not None and self.weights != "int4":
+            reject(
+                ("block_size", f"got {self.block_size}; expected null, or weights: int4, the format that has blocks")
+            )
+        return self
+
+
 class QuantizerConfig(Section):
     """The settings of a ``Quantizer``."""
 
     backend: Literal["tensorrt", "tensorrt-rtx", "openvino", "onnxruntime"] = Field(
         default="tensorrt", description="The engine that will run the quantized model."
     )
-    dtype: Literal["int8"] = Field(default="int8", description="Number format of what is quantized.")
+    dtype: Literal["int8", "fp8"] = Field(default="int8", description="Number format of what is quantized.")
+    formats: Annotated[tuple[FormatConfig, ...], BeforeValidator(tuple_from_list)] = Field(
+        default=(), description="Other formats for some sites; of the rules that match a site the last decides."
+    )
     fallback_dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
         default=None, description="Number format of what is not quantized; null: what the backend wants."
     )
@@ -122,3 +154,11 @@ class QuantizerConfig(Section):
     exclude: SelectionConfig = Field(
         default=SelectionConfig(), description="Never quantize what these rules match; stronger than include."
     )
+
+    @model_validator(mode="after")
+    def _entropy_counts_equal_steps(self) -> QuantizerConfig:
+        fp8 = self.dtype == "fp8" or any(rule.activations == "fp8" for rule in self.formats)
+        if fp8 and self.activations.calibrator == "entropy":
+            text = "got 'entropy', which counts equal steps, and those of fp8 are not; expected another calibrator"
+            reject(("activations.calibrator", text))
+        return self

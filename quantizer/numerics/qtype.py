@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 __all__ = ["FP8", "INT4", "INT8", "QTYPES", "UINT8", "QType", "qtype"]
 
@@ -38,6 +39,16 @@ class QType:
     has_zero_point: bool = False
     onnx_type: str
     onnx_opset: int
+
+    @property
+    def magnitudes(self) -> Tensor:
+        """The steps from 0 to ``qmax`` that the format has, ascending, float32."""
+        if not self.is_float:
+            return torch.arange(self.qmax + 1, dtype=torch.float32)
+        # The codes of positive numbers ascend as their numbers do; those beyond qmax are NaN.
+        values = torch.arange(2 ** (self.bits - 1), dtype=torch.uint8).view(self.storage).float()
+        found: Tensor = values[values <= self.qmax]
+        return found
 
     @property
     def is_packed(self) -> bool:

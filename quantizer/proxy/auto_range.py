@@ -140,6 +140,8 @@ class _Judge:
 def _candidates(trial: Trial) -> list[tuple[float, str]]:
     found: dict[float, str] = {}
     for name, options in CANDIDATES:
+        if name == "entropy" and trial.dtype.is_float:
+            continue
         of_format = {"dtype": trial.dtype.name} if name in OF_FORMAT else {}
         amax = trial.group.calibrator.seen_as(name, **options, **of_format).amax()
         found.setdefault(amax, " ".join([name, *map(str, options.values())]))

@@ -19,7 +19,7 @@ from quantizer.proxy.site import Site
 __all__ = ["apply_plan", "freeze", "store_weights"]
 
 
-def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan], dtype: str) -> None:
+def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Give every operand that the plan quantizes its scale; sites stay inactive.
 
     Raises:
@@ -38,7 +38,9 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan], dtype: str) -> No
             planned = next((o for o in entry.operands if o.name == operand.name), None)
             if planned is not None and planned.quantized:
                 assert planned.scale is not None
-                site.quantizer(position).set_scale(planned.scale, dtype, planned.axis)
+                site.quantizer(position).set_scale(
+                    planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point
+                )
 
 
 def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:

@@ -65,19 +65,22 @@ class RangeGroup:
     operands: list[str] = field(default_factory=list)
     chosen: tuple[float, str] | None = None
 
-    @property
-    def amax(self) -> float:
-        """The magnitude that maps to the largest step of the format."""
-        return self.calibrator.amax() if self.chosen is None else self.chosen[0]
+    def amax(self, dtype: str) -> float:
+        """The magnitude that maps to the largest step of a format."""
+        return self.calibrator.for_format(dtype).amax() if self.chosen is None else self.chosen[0]
 
 
 @dataclass(kw_only=True, slots=True)
 class OperandRecord:
-    """What was seen of one operand: the weight that it is, with the axis of its channels, or an activation's group."""
+    """What was seen of one operand: the weight that it is, with the axis of its channels, or an activation's group.
+
+    ``softmax`` says that it is what a softmax gave, values from 0 to 1.
+    """
 
     weight: Weight | None = None
     axis: int | None = None
     group: RangeGroup | None = None
+    softmax: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -269,6 +272,9 @@ class Observation:
         for operand in site.operation.operands:
             value, weight = (inside(), None) if operand.index is None else next(given)
             seen = record.operands.setdefault(operand.name, OperandRecord())
+            # The operand that fused attention makes inside is its softmax.
+            origin = self.provenance.origin(value)
+            seen.softmax = operand.index is None or (origin is not None and origin.kind == "softmax")
             if weight is not None:
                 seen.weight = weight
             elif f"{site.path}.{operand.name}" not in self._refused:

@@ -22,7 +22,9 @@ class OperandQuantizer(nn.Module):
 
     Attributes:
         enabled: off, the operand passes through untouched.
-        scale: float [] (per tensor) or [C] (along ``axis``); None until a range is set.
+        scale: float [] (per tensor), [C] (along ``axis``) or in blocks of ``block_size`` along it; None until a range
+            is set.
+        zero_point: uint8 [], the step of 0.0 of an asymmetric format; None: 0.
         stored: the weight's steps once it is frozen; None for an activation.
         handed_over: the host's parameter is gone and its ``weight`` reads from here, so the operand that arrives is
             already the dequantized weight.
@@ -33,36 +35,50 @@ class OperandQuantizer(nn.Module):
         self.enabled = False
         self.dtype = "int8"
         self.axis: int | None = None
+        self.block_size: int | None = None
         self.handed_over = False
         self.register_buffer("scale", None)
+        self.register_buffer("zero_point", None)
         self.register_buffer("stored", None)
         self.scale: Tensor | None
+        self.zero_point: Tensor | None
         self.stored: Tensor | None
 
-    def set_scale(self, scale: Tensor, dtype: str, axis: int | None) -> None:
+    def set_scale(
+        self,
+        scale: Tensor,
+        dtype: str,
+        axis: int | None,
+        block_size: int | None = None,
+        zero_point: int | None = None,
+    ) -> None:
         """Fix the range and switch on. Scale must be positive and finite."""
         if not bool(((scale > 0) & torch.isfinite(scale)).all()):
             raise ValueError("a scale must be positive and finite")
         self.scale = scale.detach().clone()
+        self.zero_point = (
+            None if zero_point is None else torch.tensor(zero_point, dtype=torch.uint8, device=scale.device)
+        )
         self.dtype = dtype
         self.axis = axis
+        self.block_size = block_size
         self.enabled = True
 
     def reset(self) -> None:
         """Back to passing the operand through, without a range."""
-        self.scale = None
+        self.scale = self.zero_point = None
         self.enabled = False
 
     def store(self, weight: Tensor) -> None:
         """Keep the weight as integers; from now on the operand that arrives is ignored."""
         assert self.scale is not None
-        self.stored = ops.quantize(weight.detach(), self.scale, self.dtype, self.axis)
+        self.stored = ops.quantize(weight.detach(), self.scale, self.dtype, self.axis, self.block_size)
 
     def dequantized(self) -> Tensor:
         """The stored weight in the scale's dtype."""
         assert self.scale is not None
         assert self.stored is not None
-        result: Tensor = ops.dequantize(self.stored, self.scale, self.dtype, self.axis)
+        result: Tensor = ops.dequantize(self.stored, self.scale, self.dtype, self.axis, self.block_size)
         return result
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -82,12 +98,14 @@ class OperandQuantizer(nn.Module):
             return x
         if self.stored is not None:
             return self.dequantized()
-        return ops.fake_quantize(x, self.scale, self.dtype, self.axis)
+        return ops.fake_quantize(x, self.scale, self.dtype, self.axis, self.block_size, self.zero_point)
 
     def extra_repr(self) -> str:
         if self.scale is None:
             return "off"
         kind = "per tensor" if self.axis is None else f"per channel, axis {self.axis}"
+        if self.block_size is not None:
+            kind = f"blocks of {self.block_size}, axis {self.axis}"
         amax = float(self.scale.float().max()) * qtype(self.dtype).qmax
         state = "stored" if self.stored is not None else "rounding" if self.enabled else "off"
         return f"{self.dtype}, {kind}, amax {amax:.4g}, {state}"

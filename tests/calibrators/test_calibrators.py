@@ -160,7 +160,7 @@ def test_sqnr_is_that_of_the_bin_centres(values: list[float], scale: float) -> N
     histogram = filled(values)
     exponent, counts = brute(values)
     if exponent is None:
-        assert histogram.sqnr_db(scale, -128, 127) == math.inf
+        assert histogram.sqnr_db(scale, "int8") == math.inf
         return
     signal = noise = 0.0
     for index, count in enumerate(counts):
@@ -169,7 +169,7 @@ def test_sqnr_is_that_of_the_bin_centres(values: list[float], scale: float) -> N
         signal += count * centre**2
         noise += count * (centre - rounded) ** 2
     expected = math.inf if noise == 0 else 10 * math.log10(signal / noise)
-    assert histogram.sqnr_db(scale, -128, 127) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert histogram.sqnr_db(scale, "int8") == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_sqnr_is_near_that_of_the_values_themselves() -> None:
@@ -178,7 +178,7 @@ def test_sqnr_is_near_that_of_the_values_themselves() -> None:
     for scale in (0.02, 0.035, 0.1):
         rounded = (x / scale).round().clamp(-128, 127) * scale
         true = 10 * math.log10(float(x.square().sum() / (x - rounded).square().sum()))
-        assert histogram.sqnr_db(scale, -128, 127) == pytest.approx(true, abs=0.2)
+        assert histogram.sqnr_db(scale, "int8") == pytest.approx(true, abs=0.2)
 
 
 @settings(max_examples=100, deadline=None)
