@@ -209,7 +209,7 @@ class Quantizer:
             quant_model: what ``quantize()`` returned.
             path: the ``.onnx`` file.
             example: one batch, as for ``calibrate``; its values do not matter.
-            opset: the ONNX opset; None: what the target wants.
+            opset: the ONNX opset; None: what the target wants, or later where a format needs it.
             dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, and axis 1 of
                 every integer input is ``sequence``.
 
@@ -218,6 +218,7 @@ class Quantizer:
             ExportError: the model cannot be exported, or the file cannot be written.
         """
         from quantizer.export import export_onnx
+        from quantizer.export import least_opset
 
         if not is_proxy(quant_model) or quant_model is self._calib or (self._amp and quant_model is self._amp[0]):
             raise ProxyError("export() takes the model that quantize() returned")
@@ -226,7 +227,7 @@ class Quantizer:
             quant_model,
             Path(path),
             example,
-            opset=opset or target.opset,
+            opset=opset or max(target.opset, least_opset(quant_model)),
             dtype=float_dtype(self.config),
             axes=dynamic_axes,
             unsigned=target.unsigned_activations,

@@ -26,12 +26,15 @@ from quantizer.export.passes import UnsignedActivations
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
 from quantizer.numerics.qtype import QTYPES
+from quantizer.numerics.qtype import qtype
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 
-__all__ = ["export_onnx"]
+__all__ = ["export_onnx", "least_opset"]
 
 Axes = Mapping[str, Mapping[int, str]]
 
 _HALF_SCALES_OPSET = 19
+_BLOCKS_OPSET = 21
 _STORAGE = {kind.storage for kind in QTYPES.values()}
 
 
@@ -77,6 +80,12 @@ def export_onnx(
     run_passes(ir_model, PASSES if unsigned == "none" else (*PASSES, UnsignedActivations(unsigned)))
     _write(ir_model, path)
     return path
+
+
+def least_opset(model: nn.Module) -> int:
+    """The first opset that has all formats in which a frozen proxy holds operands; 0 where it holds none."""
+    held = [quantizer for quantizer in model.modules() if isinstance(quantizer, OperandQuantizer) and quantizer.enabled]
+    return max((_BLOCKS_OPSET if q.block_size is not None else qtype(q.dtype).onnx_opset for q in held), default=0)
 
 
 def _require(package: str) -> None:
