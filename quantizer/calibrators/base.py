@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantizer.calibrators.histogram import Histogram
+from quantizer.calibrators.histogram import in_memory_order
 from quantizer.errors import CalibrationError
 from quantizer.registry import Registry
 
@@ -44,7 +45,7 @@ class Calibrator:
         """
         if x.numel() == 0:
             return
-        low, high = (float(bound) for bound in torch.aminmax(x.detach()))
+        low, high = (float(bound) for bound in torch.aminmax(in_memory_order(x.detach())))
         if not (math.isfinite(low) and math.isfinite(high)):
             what = "NaN" if math.isnan(low) or math.isnan(high) else "an infinite value"
             raise CalibrationError(f"{what} in its values, shape {tuple(x.shape)}")
@@ -52,13 +53,17 @@ class Calibrator:
         self.maximum = max(self.maximum, high)
         self.count += x.numel()
         if self.histogram is not None:
-            self.histogram.add(x, max(abs(low), abs(high)))
+            self.histogram.add(self.counted(x), max(abs(low), abs(high)))
+
+    def counted(self, x: Tensor) -> Tensor:
+        """The values of x [*] that the histogram counts."""
+        return x
 
     def start_histogram(self, x: Tensor) -> None:
         """Keep a histogram from now on, beginning with x [*], which was observed just before."""
         if self.histogram is None and x.numel():
             self.histogram = Histogram()
-            self.histogram.add(x, float(x.detach().abs().max()))
+            self.histogram.add(self.counted(x), float(x.detach().abs().max()))
 
     def merge(self, other: Calibrator) -> None:
         """Take in all that another calibrator of the same kind has seen."""
