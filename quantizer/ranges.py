@@ -26,9 +26,12 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import PlanSettings
 from quantizer.proxy.plan import decide
 from quantizer.proxy.plan import scale_of
+from quantizer.proxy.smooth import ALPHAS
+from quantizer.proxy.smooth import migrate
 from quantizer.sensitivity.measure import flat_output
+from quantizer.settings import calibrator_of
 from quantizer.settings import plan_settings
-from quantizer.settings import searches_ranges
+from quantizer.settings import replays_batches
 
 __all__ = ["plan_of"]
 
@@ -43,15 +46,25 @@ def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Observation,
     def decided() -> Plan:
         return decide(proxy, list(sites_of(proxy)), observation, refused, settings)
 
-    plan = decided()
-    if not searches_ranges(config) or observation.batches in (0, observation.chosen_at):
-        return plan
+    if not replays_batches(config) or observation.batches in (0, observation.chosen_at):
+        return decided()
+    activations = config.activations
     with observation.paused(sites_of(proxy)), torch.no_grad():
-        if config.activations.calibrator == "auto":
+        if activations.smooth is not None:
+            migrate(
+                proxy,
+                observation,
+                decided,
+                alphas=ALPHAS if activations.smooth == "auto" else (activations.smooth,),
+                make=partial(calibrator_of, config, histogram=False),
+                dtype=config.dtype,
+                scale_dtype=settings.scale_dtype,
+            )
+        if activations.calibrator == "auto":
             assert observation.kept is not None
-            choose_ranges(proxy, _trials(proxy, plan, observation, settings), observation.kept)
-        else:
-            _choose_percentile(config.activations.percentiles, proxy, observation, decided, config.dtype)
+            choose_ranges(proxy, _trials(proxy, decided(), observation, settings), observation.kept)
+        elif activations.calibrator == "percentile" and len(activations.percentiles) > 1:
+            _choose_percentile(activations.percentiles, proxy, observation, decided, config.dtype)
     observation.chosen_at = observation.batches
     return decided()
 
@@ -60,7 +73,7 @@ def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: Pl
     """The activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
-            group = observation.records[site.path].operands[operand.name].group
+            group = observation.records[site.path].operands[operand.name].range
             if group is not None and operand.scale is not None:
                 yield Trial(
                     site=site,
@@ -68,6 +81,7 @@ def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: Pl
                     group=group,
                     dtype=settings.dtype,
                     scale=partial(scale_of, settings=settings),
+                    planned=plan[site.path].operands,
                 )
 
 

@@ -1,6 +1,6 @@
 """The quantizer of one operand: an activation rounded at run time, or a weight held as integers.
 
-Legend: x [*] the operand; scale [] or [C]; stored [*] the weight's steps, in the storage type of its dtype.
+Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the weight's steps, in the storage type of its dtype.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class OperandQuantizer(nn.Module):
     Attributes:
         enabled: off, the operand passes through untouched.
         scale: float [] (per tensor) or [C] (along ``axis``); None until a range is set.
+        factor: float [K] along ``factor_axis``, what the operand is multiplied by before it is rounded; None: nothing.
         stored: the weight's steps once it is frozen; None for an activation.
         handed_over: the host's parameter is gone and its ``weight`` reads from here, so the operand that arrives is
             already the dequantized weight.
@@ -33,10 +34,13 @@ class OperandQuantizer(nn.Module):
         self.enabled = False
         self.dtype = "int8"
         self.axis: int | None = None
+        self.factor_axis = -1
         self.handed_over = False
         self.register_buffer("scale", None)
+        self.register_buffer("factor", None)
         self.register_buffer("stored", None)
         self.scale: Tensor | None
+        self.factor: Tensor | None
         self.stored: Tensor | None
 
     def set_scale(self, scale: Tensor, dtype: str, axis: int | None) -> None:
@@ -48,22 +52,33 @@ class OperandQuantizer(nn.Module):
         self.axis = axis
         self.enabled = True
 
+    def set_factor(self, factor: Tensor, axis: int) -> None:
+        """Multiply the operand by factor [K] along ``axis`` before it is rounded, and switch on."""
+        self.factor = factor.detach().clone()
+        self.factor_axis = axis
+        self.enabled = True
+
     def reset(self) -> None:
         """Back to passing the operand through, without a range."""
-        self.scale = None
+        self.scale = self.factor = None
         self.enabled = False
 
     def store(self, weight: Tensor) -> None:
         """Keep the weight as integers; from now on the operand that arrives is ignored."""
         assert self.scale is not None
-        self.stored = ops.quantize(weight.detach(), self.scale, self.dtype, self.axis)
+        self.stored = ops.quantize(self._multiplied(weight.detach().float()), self.scale, self.dtype, self.axis)
 
     def dequantized(self) -> Tensor:
-        """The stored weight in the scale's dtype."""
+        """The stored weight in the scale's dtype, multiplied by its factor."""
         assert self.scale is not None
         assert self.stored is not None
         result: Tensor = ops.dequantize(self.stored, self.scale, self.axis)
         return result
+
+    def as_parameter(self) -> Tensor:
+        """The stored weight as the model knows it: in the scale's dtype, without the factor."""
+        weight = self.dequantized()
+        return weight if self.factor is None else weight / self._shaped_factor(weight)
 
     def forward(self, x: Any) -> Any:
         # A sum that starts from the number 0 meets a tensor only in its later calls.
@@ -71,7 +86,17 @@ class OperandQuantizer(nn.Module):
             return x
         if self.stored is not None:
             return self.dequantized()
-        return ops.fake_quantize(x, self.scale, self.dtype, self.axis)
+        x = self._multiplied(x)
+        return x if self.scale is None else ops.fake_quantize(x, self.scale, self.dtype, self.axis)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        return x if self.factor is None else x * self._shaped_factor(x)
+
+    def _shaped_factor(self, x: Tensor) -> Tensor:
+        """The factor [K] as [K, 1, ..], to be multiplied by x along its axis, in x's own dtype."""
+        assert self.factor is not None
+        after = x.dim() - 1 - self.factor_axis % x.dim()
+        return self.factor.to(x.dtype).reshape([-1] + [1] * after)
 
     def extra_repr(self) -> str:
         if self.scale is None:
@@ -79,4 +104,5 @@ class OperandQuantizer(nn.Module):
         kind = "per tensor" if self.axis is None else f"per channel, axis {self.axis}"
         amax = float(self.scale.float().max()) * qtype(self.dtype).qmax
         state = "stored" if self.stored is not None else "rounding" if self.enabled else "off"
-        return f"{self.dtype}, {kind}, amax {amax:.4g}, {state}"
+        migrated = "" if self.factor is None else ", smoothed"
+        return f"{self.dtype}, {kind}, amax {amax:.4g}, {state}{migrated}"

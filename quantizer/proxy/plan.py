@@ -19,11 +19,11 @@ from quantizer.proxy.classes import original_class
 from quantizer.proxy.groups import group_names
 from quantizer.proxy.observe import EMPTY
 from quantizer.proxy.observe import Observation
-from quantizer.proxy.observe import OperandRecord
 from quantizer.proxy.observe import SiteRecord
+from quantizer.proxy.range_group import Migration
+from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.rules import by_kind
 from quantizer.proxy.site import Site
-from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import WeightView
 from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
@@ -60,6 +60,10 @@ class OperandPlan:
     it; ``estimate`` the calibrator that was chosen for it among several (None: there was no choice); ``axis`` the
     output channels of a weight (None: per tensor), ``parameter`` the weight's path in the model and ``view`` how the
     operand shows it (None: as it is).
+
+    ``smooth`` [K] along ``smooth_axis`` is what an activation is divided by and a weight multiplied by before it is
+    rounded, and ``smoothing`` says so in words, or why not (both None: nobody asked). Ranges, minimum and maximum are
+    those of the operand after that.
     """
 
     name: str
@@ -78,6 +82,14 @@ class OperandPlan:
     group: str | None = None
     parameter: str | None = None
     view: WeightView | None = None
+    smooth: Tensor | None = None
+    smooth_axis: int | None = None
+    smoothing: str | None = None
+
+    @property
+    def factor(self) -> Tensor | None:
+        """What the operand is multiplied by before it is rounded, [K] along ``smooth_axis``; None: nothing."""
+        return self.smooth if self.smooth is None or self.role == "weight" else self.smooth.reciprocal()
 
     @property
     def largest_amax(self) -> float | None:
@@ -220,23 +232,30 @@ def _operands(
     site: Site, host: nn.Module, record: SiteRecord, refused: Mapping[str, str], settings: PlanSettings
 ) -> tuple[OperandPlan, ...]:
     plans = []
+    migration = next((o.smoothed.migration for o in record.operands.values() if o.smoothed is not None), None)
     offloaded = any(parameter.is_meta for parameter in host.parameters(recurse=False))
     for operand in site.operation.operands:
         seen = record.operands.get(operand.name, OperandRecord())
         if f"{site.path}.{operand.name}" in refused:
             plans.append(OperandPlan(name=operand.name, role="activation", quantized=False, reason="excluded by rule"))
         elif seen.weight is not None:
-            plans.append(_weight(operand, seen.weight, seen.axis, settings, offloaded))
+            plans.append(_weight(operand, seen, settings, migration, offloaded))
         elif seen.group is not None:
             plans.append(_activation(site, operand.name, seen, settings))
     return tuple(plans)
 
 
-def _weight(operand: Operand, seen: Weight, axis: int | None, settings: PlanSettings, offloaded: bool) -> OperandPlan:
-    if seen.path is None:
+def _weight(
+    operand: Operand, seen: OperandRecord, settings: PlanSettings, migration: Migration | None, offloaded: bool
+) -> OperandPlan:
+    assert seen.weight is not None
+    if seen.weight.path is None:
         reason = _OFFLOADED if offloaded else "the weight is a parameter that no module of the model has registered"
         return OperandPlan(name=operand.name, role="weight", quantized=False, reason=reason)
-    weight = seen.tensor().float()
+    weight, axis = seen.weight.tensor().float(), seen.axis
+    if migration is not None:
+        assert seen.inner is not None
+        weight = weight * migration.factors.reshape([-1] + [1] * (weight.dim() - 1 - seen.inner))
     if axis is None or not settings.per_channel:
         amax, axis = weight.abs().amax(), None
     else:
@@ -244,21 +263,25 @@ def _weight(operand: Operand, seen: Weight, axis: int | None, settings: PlanSett
     return OperandPlan(
         name=operand.name,
         role="weight",
-        parameter=seen.path,
-        view=seen.view,
+        parameter=seen.weight.path,
+        view=seen.weight.view,
         quantized=True,
         amax=amax,
         scale=scale_of(amax, settings),
         axis=axis,
         minimum=float(weight.min()),
         maximum=float(weight.max()),
+        smooth=migration.factors if migration is not None else None,
+        smooth_axis=seen.inner if migration is not None else None,
+        smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
     )
 
 
 def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings) -> OperandPlan:
-    assert seen.group is not None
-    calibrator = seen.group.calibrator
-    amax = torch.tensor(seen.group.amax, dtype=torch.float32)
+    group = seen.range
+    assert group is not None
+    calibrator, migration = group.calibrator, group.migration
+    amax = torch.tensor(group.amax, dtype=torch.float32)
     scale = scale_of(amax, settings)
     histogram = calibrator.histogram
     sqnr = histogram.sqnr_db(float(scale), settings.dtype.qmin, settings.dtype.qmax) if histogram is not None else None
@@ -278,8 +301,11 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         maximum=calibrator.maximum,
         sqnr_db=sqnr,
         clipped=histogram.share_above(float(amax)) if histogram is not None else None,
-        range_group=seen.group.operands[0],
-        estimate=seen.group.chosen[1] if seen.group.chosen is not None else None,
+        range_group=group.operands[0],
+        estimate=group.chosen[1] if group.chosen is not None else None,
+        smooth=migration.factors if migration is not None else None,
+        smooth_axis=-1 if migration is not None else None,
+        smoothing=f"smooth {migration.alpha:g}" if migration is not None else seen.left,
     )
 
 
@@ -305,4 +331,5 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...]) -> str | None:
 def _summary(operands: tuple[OperandPlan, ...], dtype: str) -> str:
     held = [operand.name for operand in operands if operand.quantized]
     left = [f"{operand.name} not: {operand.reason}" for operand in operands if not operand.quantized]
-    return "; ".join([f"{dtype}: {', '.join(held)}", *left])
+    smoothing = [operand.smoothing for operand in operands if operand.smoothing and operand.role == "activation"]
+    return "; ".join([f"{dtype}: {', '.join(held)}", *left, *smoothing])
