@@ -28,9 +28,12 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import PlanSettings
 from quantizer.proxy.plan import decide
 from quantizer.proxy.plan import scale_of
+from quantizer.proxy.smooth import ALPHAS
+from quantizer.proxy.smooth import migrate
 from quantizer.sensitivity.measure import flat_output
+from quantizer.settings import calibrator_of
 from quantizer.settings import plan_settings
-from quantizer.settings import searches_ranges
+from quantizer.settings import replays_batches
 
 __all__ = ["plan_of"]
 
@@ -45,15 +48,24 @@ def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Observation,
     def decided() -> Plan:
         return decide(proxy, list(sites_of(proxy)), observation, refused, settings)
 
-    plan = decided()
-    if not searches_ranges(config) or observation.batches in (0, observation.chosen_at):
-        return plan
+    if not replays_batches(config) or observation.batches in (0, observation.chosen_at):
+        return decided()
+    activations = config.activations
     with observation.paused(sites_of(proxy)), torch.no_grad():
-        if config.activations.calibrator == "auto":
+        if activations.smooth is not None:
+            migrate(
+                proxy,
+                observation,
+                decided,
+                alphas=ALPHAS if activations.smooth == "auto" else (activations.smooth,),
+                make=partial(calibrator_of, config, histogram=False),
+                scale_dtype=settings.scale_dtype,
+            )
+        if activations.calibrator == "auto":
             assert observation.kept is not None
-            choose_ranges(proxy, _trials(proxy, plan, observation, settings), observation.kept)
-        else:
-            _choose_percentile(config.activations.percentiles, proxy, observation, decided)
+            choose_ranges(proxy, _trials(proxy, decided(), observation, settings), observation.kept)
+        elif activations.calibrator == "percentile" and len(activations.percentiles) > 1:
+            _choose_percentile(activations.percentiles, proxy, observation, decided)
     observation.chosen_at = observation.batches
     return decided()
 
@@ -62,12 +74,18 @@ def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: Pl
     """The activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
-            group = observation.records[site.path].operands[operand.name].group
+            group = observation.records[site.path].operands[operand.name].range
             # A zero point follows from the range: it is judged as if it were symmetric.
             dtype = INT8 if operand.zero_point is not None else qtype(operand.dtype)
             if group is not None and operand.scale is not None:
-                scale = partial(scale_of, dtype=dtype, scale_dtype=settings.scale_dtype)
-                yield Trial(site=site, operand=operand.name, group=group, dtype=dtype, scale=scale)
+                yield Trial(
+                    site=site,
+                    operand=operand.name,
+                    group=group,
+                    dtype=dtype,
+                    scale=partial(scale_of, dtype=dtype, scale_dtype=settings.scale_dtype),
+                    planned=plan[site.path].operands,
+                )
 
 
 def _choose_percentile(

@@ -28,7 +28,7 @@ from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import refusals
 from quantizer.targets import profile
 
-__all__ = ["float_dtype", "observation_of", "plan_settings", "refused_sites", "searches_ranges"]
+__all__ = ["calibrator_of", "float_dtype", "observation_of", "plan_settings", "refused_sites", "replays_batches"]
 
 
 def observation_of(
@@ -37,18 +37,26 @@ def observation_of(
     """What watches the sites of ``proxy``, still to be attached; ``skipped``: calls that are no sites, and why."""
     # What a switch turns off need not be observed either.
     off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
-    keep = searches_ranges(config)
-    return Observation(sites_of(proxy), refused, partial(_calibrator, config), off, skipped, keep=keep)
+    return Observation(
+        sites_of(proxy),
+        refused,
+        partial(calibrator_of, config),
+        off,
+        skipped,
+        keep=replays_batches(config),
+        channels=config.activations.smooth is not None,
+    )
 
 
-def searches_ranges(config: QuantizerConfig) -> bool:
+def replays_batches(config: QuantizerConfig) -> bool:
     """Whether ranges are found by running the model again: a few batches are kept for that."""
     activations = config.activations
     several = activations.calibrator == "percentile" and len(activations.percentiles) > 1
-    return several or activations.calibrator == "auto"
+    return several or activations.calibrator == "auto" or activations.smooth is not None
 
 
-def _calibrator(config: QuantizerConfig, histogram: bool) -> Calibrator:
+def calibrator_of(config: QuantizerConfig, histogram: bool) -> Calibrator:
+    """A calibrator as the config wants it; ``histogram`` asks for a histogram in any case."""
     activations = config.activations
     # Until ranges are chosen: the estimate that needs nothing but the values.
     name = "mse" if activations.calibrator == "auto" else activations.calibrator

@@ -65,6 +65,11 @@ class Calibrator:
             self.histogram = Histogram()
             self.histogram.add(self.counted(x), float(x.detach().abs().max()))
 
+    def widen(self, low: float, high: float) -> None:
+        """Take in the bounds of values of which no more is known; they are counted nowhere."""
+        self.minimum = min(self.minimum, low)
+        self.maximum = max(self.maximum, high)
+
     def merge(self, other: Calibrator) -> None:
         """Take in all that another calibrator of the same kind has seen."""
         self.minimum = min(self.minimum, other.minimum)

@@ -35,6 +35,14 @@ def _percentile_number(value: Any) -> float:
     return float(value)
 
 
+def _smooth(value: Any) -> float | str | None:
+    if value is None or value == "auto":
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise PydanticCustomError("smooth", "Input should be a number above 0 and at most 1, 'auto' or null")
+    return float(value)
+
+
 class ActivationsConfig(Section):
     """How the ranges of activations are found."""
 
@@ -50,6 +58,15 @@ class ActivationsConfig(Section):
         default=99.99,
         description="Percent of the absolute values that the range covers; used by calibrator 'percentile'. Of a list "
         "the one is taken with which the model's output comes out best.",
+    )
+    smooth: Annotated[
+        float | Literal["auto"] | None,
+        PlainValidator(_smooth),
+        Expects("a number, above 0 and at most 1, 'auto' or null"),
+    ] = Field(
+        default=None,
+        description="SmoothQuant: how much of the outliers of what linears read moves into their weights, such as 0.5; "
+        "'auto' chooses for each tensor, null moves nothing.",
     )
 
     @property

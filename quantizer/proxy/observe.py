@@ -31,6 +31,9 @@ from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
+from quantizer.proxy.range_group import ChannelRange
+from quantizer.proxy.range_group import OperandRecord
+from quantizer.proxy.range_group import RangeGroup
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import Weights
@@ -42,8 +45,6 @@ __all__ = [
     "EMPTY",
     "OF_PARAMETERS",
     "Observation",
-    "OperandRecord",
-    "RangeGroup",
     "SiteRecord",
     "padding_mask",
     "without_padding",
@@ -54,35 +55,6 @@ OF_PARAMETERS = ("an operand is computed from parameters at each call", "its ope
 _NOT_TRACED = "first met in a pass that was not followed below Python; calibrate with one more batch"
 _NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class RangeGroup:
-    """Operands that read one tensor, with their one calibrator.
-
-    ``chosen`` is an amax that was taken instead of the calibrator's own, and the name of the estimate.
-    """
-
-    calibrator: Calibrator
-    operands: list[str] = field(default_factory=list)
-    chosen: tuple[float, str] | None = None
-
-    def amax(self, dtype: str) -> float:
-        """The magnitude that maps to the largest step of a format."""
-        return self.calibrator.for_format(dtype).amax() if self.chosen is None else self.chosen[0]
-
-
-@dataclass(kw_only=True, slots=True)
-class OperandRecord:
-    """What was seen of one operand: the weight that it is, with the axis of its channels, or an activation's group.
-
-    ``softmax`` says that it is what a softmax gave, values from 0 to 1.
-    """
-
-    weight: Weight | None = None
-    axis: int | None = None
-    group: RangeGroup | None = None
-    softmax: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,6 +120,7 @@ class Observation:
         skipped: Iterable[SkippedSource] = (),
         *,
         keep: bool = False,
+        channels: bool = False,
     ) -> None:
         """
         Args:
@@ -157,6 +130,7 @@ class Observation:
             off: kinds of site that are counted, not observed; which kind a site is, its operands say.
             skipped: calls and functions that could not be rewritten.
             keep: keep a few batches.
+            channels: keep the range of each channel of what linears read.
         """
         self.records = {site.path: SiteRecord() for site in sites}
         self.batches = 0
@@ -167,6 +141,7 @@ class Observation:
         self.chosen_at = 0
         self._refused = refused
         self._make = make
+        self._channels = channels
         self._off = off
         self._seen: Any = WeakIdKeyDictionary()
         self._handles: list[Any] = []
@@ -209,8 +184,8 @@ class Observation:
 
     @property
     def groups(self) -> Iterator[RangeGroup]:
-        """Every group of operands that share a range, each once."""
-        seen = (record.group for site in self.records.values() for record in site.operands.values())
+        """Every group of operands that share a range that is used, each once."""
+        seen = (record.range for site in self.records.values() for record in site.operands.values())
         yield from dict.fromkeys(group for group in seen if group is not None)
 
     # -- the whole pass --------------------------------------------------------------------------------------------
@@ -303,6 +278,8 @@ class Observation:
                 seen.weight = weight
             elif f"{site.path}.{operand.name}" not in self._refused:
                 self._observe(site, operand.name, value, seen)
+                if self._channels and record.kind == "linear":
+                    _add_channels(seen, without_padding(value, self._mask))
 
     def after(self, site: Site, result: Any) -> None:
         """Measure the call, and mark what it made."""
@@ -393,7 +370,7 @@ class Observation:
         record.multiply_adds += size.multiply_adds
         for seen in record.operands.values():
             if seen.weight is not None:
-                seen.axis = size.axis
+                seen.axis, seen.inner = size.axis, size.inner
 
     def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord) -> None:
         name = f"{site.path}.{operand}"
@@ -424,6 +401,8 @@ class Observation:
         former = record.group
         group.calibrator.merge(former.calibrator)
         group.operands += former.operands
+        if group.channels is not None and former.channels is not None:
+            group.channels = group.channels.joined(former.channels)
         for other in self.records.values():
             for seen in other.operands.values():
                 if seen.group is former:
@@ -431,6 +410,13 @@ class Observation:
         for tensor, (version, owner) in list(self._seen.items()):
             if owner is former:
                 self._seen[tensor] = (version, group)
+
+
+def _add_channels(record: OperandRecord, value: Tensor) -> None:
+    assert record.group is not None
+    seen = ChannelRange.of(value)
+    known = record.group.channels
+    record.group.channels = seen if known is None else known.joined(seen)
 
 
 def _same(first: Weight | None, second: Weight | None) -> bool:

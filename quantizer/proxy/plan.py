@@ -27,11 +27,11 @@ from quantizer.proxy.formats import Formats
 from quantizer.proxy.groups import group_names
 from quantizer.proxy.observe import EMPTY
 from quantizer.proxy.observe import Observation
-from quantizer.proxy.observe import OperandRecord
 from quantizer.proxy.observe import SiteRecord
+from quantizer.proxy.range_group import Migration
+from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.rules import by_kind
 from quantizer.proxy.site import Site
-from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import WeightView
 from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
@@ -73,6 +73,10 @@ class OperandPlan:
     output channels of a weight (None: per tensor), or with ``block_size`` its input channels, of which so many share a
     scale; ``zero_point`` the step of 0.0 of an asymmetric format (None: 0); ``parameter`` the weight's path in the
     model and ``view`` how the operand shows it (None: as it is).
+
+    ``smooth`` [K] along ``smooth_axis`` is what an activation is divided by and a weight multiplied by before it is
+    rounded, and ``smoothing`` says so in words, or why not (both None: nobody asked). Ranges, minimum and maximum are
+    those of the operand after that.
     """
 
     name: str
@@ -94,6 +98,14 @@ class OperandPlan:
     group: str | None = None
     parameter: str | None = None
     view: WeightView | None = None
+    smooth: Tensor | None = None
+    smooth_axis: int | None = None
+    smoothing: str | None = None
+
+    @property
+    def factor(self) -> Tensor | None:
+        """What the operand is multiplied by before it is rounded, [K] along ``smooth_axis``; None: nothing."""
+        return self.smooth if self.smooth is None or self.role == "weight" else self.smooth.reciprocal()
 
     @property
     def largest_amax(self) -> float | None:
@@ -249,13 +261,14 @@ def _operands(
     indivisible: list[str],
 ) -> tuple[OperandPlan, ...]:
     plans = []
+    migration = next((o.smoothed.migration for o in record.operands.values() if o.smoothed is not None), None)
     offloaded = any(parameter.is_meta for parameter in host.parameters(recurse=False))
     for operand in site.operation.operands:
         seen = record.operands.get(operand.name, OperandRecord())
         if f"{site.path}.{operand.name}" in refused:
             plans.append(OperandPlan(name=operand.name, role="activation", quantized=False, reason="excluded by rule"))
         elif seen.weight is not None:
-            plans.append(_weight(site, operand, seen.weight, seen.axis, settings, wanted, indivisible, offloaded))
+            plans.append(_weight(site, operand, seen, settings, wanted, indivisible, migration, offloaded))
         elif seen.group is not None:
             plans.append(_activation(site, operand.name, seen, settings, wanted))
     return tuple(plans)
@@ -264,19 +277,23 @@ def _operands(
 def _weight(
     site: Site,
     operand: Operand,
-    seen: Weight,
-    axis: int | None,
+    seen: OperandRecord,
     settings: PlanSettings,
     wanted: Format,
     indivisible: list[str],
+    migration: Migration | None,
     offloaded: bool,
 ) -> OperandPlan:
     def refused(reason: str) -> OperandPlan:
         return OperandPlan(name=operand.name, role="weight", quantized=False, reason=reason)
 
-    if seen.path is None:
+    assert seen.weight is not None
+    if seen.weight.path is None:
         return refused(_OFFLOADED if offloaded else _UNREGISTERED)
-    weight = seen.tensor().float()
+    weight, axis = seen.weight.tensor().float(), seen.axis
+    if migration is not None:
+        assert seen.inner is not None
+        weight = weight * migration.factors.reshape([-1] + [1] * (weight.dim() - 1 - seen.inner))
     block = wanted.block_size
     if block is not None:
         if axis is None or weight.dim() != _MATRIX:
@@ -296,8 +313,8 @@ def _weight(
     return OperandPlan(
         name=operand.name,
         role="weight",
-        parameter=seen.path,
-        view=seen.view,
+        parameter=seen.weight.path,
+        view=seen.weight.view,
         quantized=True,
         amax=amax,
         scale=scale_of(amax, wanted.weights, settings.scale_dtype),
@@ -306,12 +323,16 @@ def _weight(
         block_size=block,
         minimum=float(weight.min()),
         maximum=float(weight.max()),
+        smooth=migration.factors if migration is not None else None,
+        smooth_axis=seen.inner if migration is not None else None,
+        smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
     )
 
 
 def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings, wanted: Format) -> OperandPlan:
-    assert seen.group is not None
-    calibrator = seen.group.calibrator
+    group = seen.range
+    assert group is not None
+    calibrator, migration = group.calibrator, group.migration
     if wanted.activations is None:
         low, high = calibrator.minimum, calibrator.maximum
         return OperandPlan(
@@ -320,7 +341,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     dtype = wanted.activations
     # What a softmax gives is at most 1; an attention in FP8 takes exactly that range.
     fixed = dtype.is_float and seen.softmax
-    amax = torch.tensor(1.0 if fixed else seen.group.amax(_judged_as(dtype).name), dtype=torch.float32)
+    amax = torch.tensor(1.0 if fixed else group.amax(_judged_as(dtype).name), dtype=torch.float32)
     if dtype.has_zero_point:
         scale, zero_point = _asymmetric(calibrator, float(amax), dtype, settings.scale_dtype)
     else:
@@ -346,8 +367,11 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         maximum=calibrator.maximum,
         sqnr_db=sqnr,
         clipped=histogram.share_above(float(amax)) if histogram is not None else None,
-        range_group=seen.group.operands[0],
-        estimate=seen.group.chosen[1] if seen.group.chosen is not None else None,
+        range_group=group.operands[0],
+        estimate=group.chosen[1] if group.chosen is not None else None,
+        smooth=migration.factors if migration is not None else None,
+        smooth_axis=-1 if migration is not None else None,
+        smoothing=f"smooth {migration.alpha:g}" if migration is not None else seen.left,
     )
 
 
@@ -425,4 +449,5 @@ def _summary(operands: tuple[OperandPlan, ...]) -> str:
             formats[operand.dtype + blocks].append(operand.name)
     held = [f"{dtype}: {', '.join(names)}" for dtype, names in formats.items()]
     left = [f"{operand.name} not: {operand.reason}" for operand in operands if not operand.quantized]
-    return "; ".join([*held, *left])
+    smoothing = [operand.smoothing for operand in operands if operand.smoothing and operand.role == "activation"]
+    return "; ".join([*held, *left, *smoothing])
