@@ -355,8 +355,8 @@ def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
         "good.yaml:2: sites.linear: got the whole number 1; expected true or false",
         "keyword 'exclude': exclude.name: unknown key; expected one of module_types, names, sites; "
         "did you mean 'names'?",
-        "keyword 'bakend': bakend: unknown key; expected one of backend, dtype, fallback_dtype, activations, weights, "
-        "sites, include, exclude; did you mean 'backend'?",
+        "keyword 'bakend': bakend: unknown key; expected one of backend, dtype, formats, fallback_dtype, activations, "
+        "weights, sites, include, exclude; did you mean 'backend'?",
     ]
 
 
