@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch import nn
-from tqdm.auto import tqdm
 
+from quantizer.batches import run_batches
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
@@ -35,6 +35,8 @@ from quantizer.proxy.freeze import store_weights
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
+from quantizer.proxy.scales import scales_of
+from quantizer.proxy.scales import with_scales
 from quantizer.proxy.state import load_state
 from quantizer.proxy.state import save_state
 from quantizer.ranges import plan_of
@@ -43,6 +45,7 @@ from quantizer.sensitivity import Measurement
 from quantizer.sensitivity import choose
 from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
+from quantizer.settings import plan_settings
 from quantizer.settings import refused_sites
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.targets import profile
@@ -54,7 +57,7 @@ from quantizer.views import SensitivityRow
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult
 
-__all__ = ["Quantizer", "call"]
+__all__ = ["Quantizer"]
 
 # Importing the file registers them.
 del _patches
@@ -135,13 +138,7 @@ class Quantizer:
             CalibrationError: there is no data, a batch does not run through the model, or it has NaN.
         """
         proxy = self.calib(model, resume=resume)
-        count = 0
-        disable = None if progress is None else not progress
-        with torch.no_grad():
-            for batch in tqdm(batches, "calibration", unit="batch", leave=False, disable=disable):
-                self._run(proxy, batch, count)
-                count += 1
-        if count == 0:
+        if run_batches(proxy, batches, progress) == 0:
             raise CalibrationError("the calibration data is empty: at least one batch is needed")
         return proxy
 
@@ -191,6 +188,31 @@ class Quantizer:
         apply_plan(proxy, plan, self.config.dtype)
         freeze(proxy, plan)
         return proxy
+
+    # -- scales from elsewhere -------------------------------------------------------------------------------------
+
+    def scales(self) -> dict[str, Tensor]:
+        """The scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        return scales_of(self._final_plan())
+
+    def load_scales(self, scales: Mapping[str, Tensor]) -> None:
+        """Put scales from anywhere in the place of those that calibration found, until the next ``calib``.
+
+        What is quantized does not change, nor what ``fallback`` put back; what ``amp`` measured is forgotten.
+
+        Args:
+            scales: by ``SITE.OPERAND``, as ``scales()`` gives them: [], or [C] for a weight with a scale for each
+                output channel. Operands that are not named keep their scales; operands that read one tensor share one.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
+        """
+        plan = with_scales(self._plan(), scales, plan_settings(self.config))
+        self._loaded, self._loaded_products, self._amp = plan, self._products(), None
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -386,24 +408,3 @@ class Quantizer:
     def _final_plan(self) -> Plan:
         plan = self._plan()
         return plan if self._fallback is None else put_back(plan, self._fallback.reasons())
-
-    def _run(self, proxy: nn.Module, batch: Any, number: int) -> None:
-        try:
-            call(proxy, batch)
-        except QuantizerError:
-            raise
-        except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-            keys = f"inputs {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-            raise CalibrationError(
-                f"batch {number} of the calibration data ({keys}) does not run through "
-                f"{type(proxy).__name__}.forward: {error}"
-            ) from error
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """Run a batch as people write them: a mapping, a tuple or list, or one tensor."""
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)

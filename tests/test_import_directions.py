@@ -26,7 +26,7 @@ ORDER = (
     ("engines",),
     ("tasks", "report"),
     ("table_view",),
-    ("views", "settings"),
+    ("views", "settings", "batches"),
     ("ranges",),
     ("pipeline", "quantizer", "qat_calibrate"),
     ("cli",),

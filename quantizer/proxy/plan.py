@@ -36,6 +36,7 @@ __all__ = [
     "PlanSettings",
     "SitePlan",
     "decide",
+    "held_scale",
     "put_back",
     "scale_of",
 ]
@@ -285,11 +286,15 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
 
 def scale_of(amax: Tensor, settings: PlanSettings) -> Tensor:
     """amax / qmax as the target holds it; 1 where the range is empty (all zeros stay zeros with any scale)."""
-    info = torch.finfo(settings.scale_dtype)
+    scale = amax.double() / settings.dtype.qmax
+    return held_scale(torch.where(amax > 0, scale, torch.ones_like(scale)), settings)
+
+
+def held_scale(scale: Tensor, settings: PlanSettings) -> Tensor:
+    """A scale [*] rounded to the float type that holds it on the target, as float32."""
     # In float64, so that the one rounding is to the target's type; a subnormal scale would lose its precision.
-    scale = (amax.double() / settings.dtype.qmax).clamp(min=info.smallest_normal)
-    scale = torch.where(amax > 0, scale, torch.ones_like(scale))
-    return scale.to(settings.scale_dtype).float()
+    smallest = torch.finfo(settings.scale_dtype).smallest_normal
+    return scale.double().clamp(min=smallest).to(settings.scale_dtype).float()
 
 
 def _whole(site: Site, operands: tuple[OperandPlan, ...]) -> str | None:
