@@ -26,6 +26,7 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import PlanSettings
 from quantizer.proxy.plan import decide
 from quantizer.proxy.plan import scale_of
+from quantizer.proxy.ranks import summed
 from quantizer.sensitivity.measure import flat_output
 from quantizer.settings import plan_settings
 from quantizer.settings import searches_ranges
@@ -82,6 +83,7 @@ def _choose_percentile(
         _take_percentile(observation, percentile)
         with _quantized(proxy, decided(), dtype):
             errors[percentile] = sum(_error(_output(proxy, batch), output) for batch, output in expected)
+    errors = dict(zip(errors, summed(errors.values()), strict=True))
     # Of equal errors, the larger range.
     _take_percentile(observation, min(errors, key=lambda percentile: (errors[percentile], -percentile)))
 

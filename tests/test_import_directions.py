@@ -28,6 +28,7 @@ ORDER = (
     ("table_view",),
     ("views", "settings", "batches"),
     ("ranges",),
+    ("calibration",),
     ("pipeline", "quantizer", "qat_calibrate"),
     ("cli",),
     ("__main__",),

@@ -28,6 +28,7 @@ from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.observe import RangeGroup
 from quantizer.proxy.observe import padding_mask
 from quantizer.proxy.observe import without_padding
+from quantizer.proxy.ranks import summed
 from quantizer.proxy.site import Site
 
 __all__ = ["CANDIDATES", "Trial", "choose_ranges"]
@@ -131,8 +132,10 @@ class _Judge:
         return function(*args, **keywords)
 
     def choose(self) -> None:
-        """Give every group the candidate with the least error, of equal ones the larger range."""
-        for group, errors in self.errors.items():
+        """Give every group the candidate with the least error of all ranks, of equal ones the larger range."""
+        totals = iter(summed(error for errors in self.errors.values() for error in errors.values()))
+        for group, candidates in self.errors.items():
+            errors = {candidate: next(totals) for candidate in candidates}
             amax, name = min(errors, key=lambda candidate: (errors[candidate], -candidate[0]))
             group.chosen = (amax, name)
 

@@ -43,13 +43,16 @@ __all__ = [
     "Observation",
     "OperandRecord",
     "RangeGroup",
+    "VARIES",
     "SiteRecord",
     "padding_mask",
+    "same_weight",
     "without_padding",
 ]
 
 EMPTY = "an operand was empty in every call"
 OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
+VARIES = "an operand is a parameter in one call and something else in another"
 _NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
 
@@ -130,6 +133,7 @@ class Observation:
         provenance: origins of tensors in the pass that is running.
         counter: the products of all passes.
         kept: batches to run again (None: none are kept).
+        make: makes a calibrator; its argument asks for a histogram.
         chosen_at: how many batches had been seen when ranges were chosen last.
     """
 
@@ -159,7 +163,7 @@ class Observation:
         self.kept = KeptBatches() if keep else None
         self.chosen_at = 0
         self._refused = refused
-        self._make = make
+        self.make = make
         self._off = off
         self._seen: Any = WeakIdKeyDictionary()
         self._handles: list[Any] = []
@@ -319,8 +323,8 @@ class Observation:
         for operand, weight in zip(given, weights, strict=True):
             seen = record.operands.get(operand.name, OperandRecord())
             first = seen.weight is None and seen.group is None
-            if not first and not _same(seen.weight, weight):
-                return "an operand is a parameter in one call and something else in another"
+            if not first and not same_weight(seen.weight, weight):
+                return VARIES
         return None
 
     def _not_residual(self, tensors: list[Tensor]) -> str | None:
@@ -357,19 +361,19 @@ class Observation:
         known = self._seen.get(value)
         residual = site.operation.kind == "residual_add"
         if known is not None and known[0] == version:
-            self._join(record, known[1], name)
+            self.join(record, known[1], name)
             if residual:
                 known[1].calibrator.start_histogram(without_padding(value, self._mask))
             return
         if record.group is None:
-            record.group = RangeGroup(calibrator=self._make(residual), operands=[name])
+            record.group = RangeGroup(calibrator=self.make(residual), operands=[name])
         try:
             record.group.calibrator.observe(without_padding(value, self._mask))
         except CalibrationError as error:
             raise CalibrationError(f"batch {self.batches} of the calibration data: {name}: {error}") from error
         self._seen[value] = (version, record.group)
 
-    def _join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
+    def join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
         """Make an operand one of a group, and its former group too."""
         if record.group is group:
             return
@@ -389,7 +393,8 @@ class Observation:
                 self._seen[tensor] = (version, group)
 
 
-def _same(first: Weight | None, second: Weight | None) -> bool:
+def same_weight(first: Weight | None, second: Weight | None) -> bool:
+    """Whether an operand is the same weight, or none, in both calls."""
     if first is None or second is None:
         return first is second
     return first.parameter is second.parameter and first.view == second.view
