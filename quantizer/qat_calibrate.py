@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import nn
 
+from quantizer.calibration import seen_by_all_ranks
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
@@ -131,6 +132,8 @@ class QATCalibrate:
         raise CalibrationError("the ranges of this model were not loaded yet: they are when the block closes")
 
     def _load_ranges(self, model: nn.Module, observation: Observation, refused: dict[str, str]) -> None:
+        skipped = list(skipped_sources(model))
+        observation = seen_by_all_ranks(self.config, model, observation, refused, skipped)
         plan = plan_of(self.config, model, observation, refused)
         apply_plan(model, plan)
         for site in sites_of(model):

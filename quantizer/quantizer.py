@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch import nn
-from tqdm.auto import tqdm
 
+from quantizer.batches import run_batches
+from quantizer.calibration import Calibration
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
@@ -32,9 +33,11 @@ from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import freeze
 from quantizer.proxy.freeze import store_weights
-from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
+from quantizer.proxy.ranks import ranks
+from quantizer.proxy.scales import scales_of
+from quantizer.proxy.scales import with_scales
 from quantizer.proxy.state import load_state
 from quantizer.proxy.state import save_state
 from quantizer.ranges import plan_of
@@ -54,7 +57,7 @@ from quantizer.views import SensitivityRow
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult
 
-__all__ = ["Quantizer", "call"]
+__all__ = ["Quantizer"]
 
 # Importing the file registers them.
 del _patches
@@ -80,13 +83,13 @@ class Quantizer:
     ) -> None:
         self.config = quantizer_config(source, **keywords)
         self._model: weakref.ref[nn.Module] | None = None
-        self._calib: nn.Module | None = None
-        self._observation: Observation | None = None
-        self._refused: dict[str, str] = {}
+        self._calibration: Calibration | None = None
         self._skipped: list[SkippedSource] = []
         self._patches: tuple[OperatorPatch, ...] = ()
+        # What a folder or load_scales() holds counts, until the next calib().
         self._loaded: Plan | None = None
         self._loaded_products: tuple[CountedProduct, ...] = ()
+        self._earlier: bytes | None = None
         self._amp: tuple[nn.Module, Measurement] | None = None
         self._fallback: Fallback | None = None
 
@@ -100,25 +103,31 @@ class Quantizer:
         """A proxy that gives the float outputs (with eager attention) and observes what goes through it.
 
         It is in eval mode; the model keeps its own. A second call starts afresh; ``resume=True`` goes on with what was
-        seen so far.
+        seen so far, also with what the folder that this quantizer was loaded from had seen.
+
+        Under ``torch.distributed`` each rank calibrates on its own data, and all of them must ask for the outcome
+        (``quantize``, ``coverage``, ``save``, ..) alike: the first to ask gathers what every rank saw.
 
         Raises:
             ProxyError: this quantizer serves another model already.
             ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
-            CalibrationError: ``resume=True`` and there is nothing to go on with.
+            CalibrationError: ``resume=True`` and there is nothing to go on with, or it is of another model.
         """
         self._serve(model)
-        if resume:
-            if self._calib is None:
-                raise CalibrationError("calib(resume=True) needs an earlier calib() of this Quantizer in this process")
-            return self._calib
-        proxy = build_proxy(model, eager_attention=True).eval()
-        refused = refused_sites(self.config, proxy)
-        observation = observation_of(self.config, proxy, refused, self._skipped)
-        observation.attach(proxy, sites_of(proxy))
-        self._calib, self._refused, self._observation = proxy, refused, observation
-        self._loaded = self._amp = self._fallback = None
-        return proxy
+        if not resume:
+            self._calibration = Calibration(self.config, model, self._skipped)
+            self._amp = self._fallback = self._earlier = None
+        elif self._calibration is not None:
+            self._calibration.resume()
+        else:
+            if self._earlier is None:
+                raise CalibrationError(
+                    "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept "
+                    "what it observed"
+                )
+            self._calibration = Calibration(self.config, model, self._skipped, self._earlier)
+        self._loaded = None
+        return self._calibration.proxy
 
     def calibrate(
         self, model: nn.Module, batches: Iterable[Any], *, resume: bool = False, progress: bool | None = None
@@ -135,13 +144,8 @@ class Quantizer:
             CalibrationError: there is no data, a batch does not run through the model, or it has NaN.
         """
         proxy = self.calib(model, resume=resume)
-        count = 0
-        disable = None if progress is None else not progress
-        with torch.no_grad():
-            for batch in tqdm(batches, "calibration", unit="batch", leave=False, disable=disable):
-                self._run(proxy, batch, count)
-                count += 1
-        if count == 0:
+        # Of several ranks, one may be left without data.
+        if run_batches(proxy, batches, progress) == 0 and ranks() == 1:
             raise CalibrationError("the calibration data is empty: at least one batch is needed")
         return proxy
 
@@ -192,6 +196,31 @@ class Quantizer:
         freeze(proxy, plan)
         return proxy
 
+    # -- scales from elsewhere -------------------------------------------------------------------------------------
+
+    def scales(self) -> dict[str, Tensor]:
+        """The scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        return scales_of(self._final_plan())
+
+    def load_scales(self, scales: Mapping[str, Tensor]) -> None:
+        """Put scales from anywhere in the place of those that calibration found, until the next ``calib``.
+
+        What is quantized does not change, nor what ``fallback`` put back; what ``amp`` measured is forgotten.
+
+        Args:
+            scales: by ``SITE.OPERAND``, as ``scales()`` gives them: [], or [C] for a weight with a scale for each
+                output channel. Operands that are not named keep their scales; operands that read one tensor share one.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
+        """
+        plan = with_scales(self._plan(), scales, float_dtype(self.config))
+        self._loaded, self._loaded_products, self._amp = plan, self._products(), None
+
     # -- files -----------------------------------------------------------------------------------------------------
 
     def export(
@@ -220,7 +249,7 @@ class Quantizer:
         from quantizer.export import export_onnx
         from quantizer.export import least_opset
 
-        if not is_proxy(quant_model) or quant_model is self._calib or (self._amp and quant_model is self._amp[0]):
+        if not is_proxy(quant_model) or any(quant_model is proxy for proxy in self._working_proxies()):
             raise ProxyError("export() takes the model that quantize() returned")
         target = profile(self.config.backend)
         return export_onnx(
@@ -263,7 +292,7 @@ class Quantizer:
         return backend(self.config.backend).build(Path(onnx), Path(engine), options)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write config, decisions, ranges and fallback to a folder: YAML and safetensors.
+        """Write config, decisions, ranges, histograms and fallback to a folder: YAML and safetensors.
 
         Raises:
             CalibrationError: there is nothing to save yet.
@@ -273,20 +302,25 @@ class Quantizer:
         if self._fallback is not None:
             fallback = {"groups": list(self._fallback.groups), "asked": self._fallback.asked}
         document = {"config": self.config.model_dump(mode="json"), "fallback": fallback}
-        return save_state(folder, self._plan(), self._products(), document)
+        plan = self._plan()
+        observed = self._earlier if self._calibration is None else self._calibration.seen()
+        return save_state(folder, plan, self._products(), document, observed)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
         """The quantizer that ``save`` wrote; ``quantize()`` then gives the same model, bit for bit.
 
+        ``calib(model, resume=True)`` goes on with the calibration, exactly; batches on which ranges are chosen are
+        those that come then.
+
         Raises:
             QuantizerError: the folder is none of ours or damaged.
         """
-        plan, products, document = load_state(folder)
+        plan, products, document, observed = load_state(folder)
         if "config" not in document or "fallback" not in document:
             raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
         loaded = cls(document["config"])
-        loaded._loaded, loaded._loaded_products = plan, products
+        loaded._loaded, loaded._loaded_products, loaded._earlier = plan, products, observed
         kept = document["fallback"]
         if kept is not None:
             loaded._fallback = Fallback(groups=tuple(kept["groups"]), asked=str(kept["asked"]))
@@ -372,39 +406,25 @@ class Quantizer:
         """What calibration decided, before any fallback."""
         if self._loaded is not None:
             return self._loaded
-        if self._calib is None or self._observation is None or self._observation.batches == 0:
+        if self._calibration is None:
             raise CalibrationError(
                 "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
             )
-        return plan_of(self.config, self._calib, self._observation, self._refused)
+        return self._calibration.plan()
 
     def _products(self) -> tuple[CountedProduct, ...]:
         """What torch computed in calibration."""
         if self._loaded is not None:
             return self._loaded_products
-        return self._observation.counter.products() if self._observation is not None else ()
+        return self._calibration.products() if self._calibration is not None else ()
+
+    def _working_proxies(self) -> list[nn.Module]:
+        """Those that calibrate and measure."""
+        return [
+            *([self._calibration.proxy] if self._calibration is not None else []),
+            *([self._amp[0]] if self._amp is not None else []),
+        ]
 
     def _final_plan(self) -> Plan:
         plan = self._plan()
         return plan if self._fallback is None else put_back(plan, self._fallback.reasons())
-
-    def _run(self, proxy: nn.Module, batch: Any, number: int) -> None:
-        try:
-            call(proxy, batch)
-        except QuantizerError:
-            raise
-        except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-            keys = f"inputs {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-            raise CalibrationError(
-                f"batch {number} of the calibration data ({keys}) does not run through "
-                f"{type(proxy).__name__}.forward: {error}"
-            ) from error
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """Run a batch as people write them: a mapping, a tuple or list, or one tensor."""
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)

@@ -20,14 +20,15 @@ from quantizer.numerics.qtype import qtype
 from quantizer.proxy.auto_range import Trial
 from quantizer.proxy.auto_range import choose_ranges
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.decide import decide
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import padding_mask
+from quantizer.proxy.operand_plans import PlanSettings
+from quantizer.proxy.operand_plans import scale_of
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import PlanSettings
-from quantizer.proxy.plan import decide
-from quantizer.proxy.plan import scale_of
+from quantizer.proxy.ranks import summed
 from quantizer.proxy.smooth import ALPHAS
 from quantizer.proxy.smooth import migrate
 from quantizer.sensitivity.measure import flat_output
@@ -99,6 +100,7 @@ def _choose_percentile(
         _take_percentile(observation, percentile)
         with _quantized(proxy, decided()):
             errors[percentile] = sum(_error(_output(proxy, batch), output) for batch, output in expected)
+    errors = dict(zip(errors, summed(errors.values()), strict=True))
     # Of equal errors, the larger range.
     _take_percentile(observation, min(errors, key=lambda percentile: (errors[percentile], -percentile)))
 

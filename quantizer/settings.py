@@ -23,7 +23,7 @@ from quantizer.proxy.formats import FormatRule
 from quantizer.proxy.formats import Formats
 from quantizer.proxy.formats import formats_for
 from quantizer.proxy.observe import Observation
-from quantizer.proxy.plan import PlanSettings
+from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import refusals
 from quantizer.targets import profile

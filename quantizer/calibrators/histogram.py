@@ -40,6 +40,18 @@ class Histogram:
         self.exponent: int | None = None
         self._zeros = 0
 
+    @classmethod
+    def restored(cls, counts: Tensor, exponent: int | None, zeros: int) -> Histogram:
+        """A histogram with the ``counts`` int64 [BINS], ``exponent`` and ``zeros`` of another."""
+        made = cls()
+        made.counts, made.exponent, made._zeros = counts.clone(), exponent, zeros
+        return made
+
+    @property
+    def zeros(self) -> int:
+        """How many of the values came in batches of zeros alone; the bins do not hold these."""
+        return self._zeros
+
     @property
     def total(self) -> int:
         """How many values were counted."""

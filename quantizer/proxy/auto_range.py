@@ -25,6 +25,7 @@ from quantizer.proxy.freeze import apply_factor
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.range_group import RangeGroup
+from quantizer.proxy.ranks import summed
 from quantizer.proxy.replay import SiteCall
 from quantizer.proxy.replay import replay
 from quantizer.proxy.site import Site
@@ -63,7 +64,7 @@ class Trial:
 def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[Batch]) -> None:
     """Set ``chosen`` of every range group among ``trials``.
 
-    It is the candidate with the least error, of equal ones the larger range.
+    It is the candidate with the least error of all ranks, of equal ones the larger range.
 
     Args:
         proxy: the proxy that was calibrated, its sites inactive.
@@ -88,7 +89,9 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
                     errors[trial.group][amax, name] += call.error()
 
     replay(proxy, [trials[0].site for trials in by_site.values()], batches, visit, "choosing ranges")
-    for group, of_group in errors.items():
+    totals = iter(summed(error for of_group in errors.values() for error in of_group.values()))
+    for group, candidates in errors.items():
+        of_group = {candidate: next(totals) for candidate in candidates}
         group.chosen = min(of_group, key=lambda candidate: (of_group[candidate], -candidate[0]))
 
 

@@ -145,6 +145,11 @@ class ProductCounter:
             for (path, site, operation, reason, detail), multiply_adds in self.counted.items()
         )
 
+    def add(self, product: CountedProduct) -> None:
+        """Count what another counter counted."""
+        key = (product.path, product.site, product.operation, product.reason, product.detail)
+        self.counted[key] = self.counted.get(key, 0) + product.multiply_adds
+
     def count(self, name: str, args: Sequence[Any], result: Any, of_parameters: bool) -> None:
         """Count one operation of ``PRODUCTS``; ``of_parameters``: all its operands come from parameters alone."""
         product = PRODUCTS[name]

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from quantizer.proxy.ranks import gathered
+from quantizer.proxy.ranks import rank_number
+
 __all__ = ["Batch", "KeptBatches"]
 
 _KEPT = 2
+_DIGEST = 16  # bytes
 
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -37,12 +41,28 @@ class KeptBatches:
         if len(self._kept) > _KEPT:
             del self._kept[max(self._kept)]
 
+    def shared(self) -> KeptBatches:
+        """This rank's part of the batches that one process would have kept of all ranks' data.
+
+        Each of them is in the part of one rank.
+        """
+        whole = [_split(keys) for keys in gathered(b"".join(sorted(self._kept)))]
+        wanted = sorted({key for keys in whole for key in keys})[:_KEPT]
+        owners = {key: next(rank for rank, keys in enumerate(whole) if key in keys) for key in wanted}
+        part = KeptBatches()
+        part._kept = {key: self._kept[key] for key in wanted if owners[key] == rank_number()}
+        return part
+
     def __iter__(self) -> Iterator[Batch]:
         return iter([self._kept[key] for key in sorted(self._kept)])
 
 
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[place : place + _DIGEST] for place in range(0, len(keys), _DIGEST)]
+
+
 def _hash(batch: Any) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=_DIGEST)
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())

@@ -45,14 +45,17 @@ __all__ = [
     "EMPTY",
     "OF_PARAMETERS",
     "Observation",
+    "VARIES",
     "SiteRecord",
     "padding_mask",
+    "same_weight",
     "without_padding",
 ]
 
 EMPTY = "an operand was empty in every call"
 OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
 _NOT_TRACED = "first met in a pass that was not followed below Python; calibrate with one more batch"
+VARIES = "an operand is a parameter in one call and something else in another"
 _NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
 
@@ -108,6 +111,7 @@ class Observation:
         provenance: origins of tensors in the last pass that was traced.
         counter: the products of all passes.
         kept: batches to run again (None: none are kept).
+        make: makes a calibrator; its argument asks for a histogram.
         chosen_at: how many batches had been seen when ranges were chosen last.
     """
 
@@ -140,7 +144,7 @@ class Observation:
         self.kept = KeptBatches() if keep else None
         self.chosen_at = 0
         self._refused = refused
-        self._make = make
+        self.make = make
         self._channels = channels
         self._off = off
         self._seen: Any = WeakIdKeyDictionary()
@@ -151,6 +155,7 @@ class Observation:
         self._not_residual: dict[tuple[str, int], str | None] = {}
         self._adds: Counter[str] = Counter()
         self._unjudged = False
+        self._passes = 0
 
     def attach(self, proxy: nn.Module, sites: Iterable[Site]) -> None:
         """Start observing."""
@@ -219,7 +224,7 @@ class Observation:
         following costs a tenth of one. So it is done in passes 1, 2, 3, 5, 9 and so on, and after one that met an add
         of which nothing was known.
         """
-        return self._unjudged or self.batches & (self.batches - 1) == 0
+        return self._unjudged or self._passes & (self._passes - 1) == 0
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         # always_call: this also runs after an exception in the pass, and after one in _begin itself.
@@ -230,6 +235,7 @@ class Observation:
     def _count(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         # A pass that fails is not counted: what it saw is no calibration.
         self.batches += 1
+        self._passes += 1
         if self.kept is not None:
             self.kept.offer(args, keywords)
 
@@ -340,8 +346,8 @@ class Observation:
         for operand, weight in zip(given, weights, strict=True):
             seen = record.operands.get(operand.name, OperandRecord())
             first = seen.weight is None and seen.group is None
-            if not first and not _same(seen.weight, weight):
-                return "an operand is a parameter in one call and something else in another"
+            if not first and not same_weight(seen.weight, weight):
+                return VARIES
         return None
 
     def _why_not_residual(self, tensors: list[Tensor]) -> str | None:
@@ -378,19 +384,19 @@ class Observation:
         known = self._seen.get(value)
         residual = site.operation.kind == "residual_add"
         if known is not None and known[0] == version:
-            self._join(record, known[1], name)
+            self.join(record, known[1], name)
             if residual:
                 known[1].calibrator.start_histogram(without_padding(value, self._mask))
             return
         if record.group is None:
-            record.group = RangeGroup(calibrator=self._make(residual), operands=[name])
+            record.group = RangeGroup(calibrator=self.make(residual), operands=[name])
         try:
             record.group.calibrator.observe(without_padding(value, self._mask))
         except CalibrationError as error:
             raise CalibrationError(f"batch {self.batches} of the calibration data: {name}: {error}") from error
         self._seen[value] = (version, record.group)
 
-    def _join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
+    def join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
         """Make an operand one of a group, and its former group too."""
         if record.group is group:
             return
@@ -419,7 +425,8 @@ def _add_channels(record: OperandRecord, value: Tensor) -> None:
     record.group.channels = seen if known is None else known.joined(seen)
 
 
-def _same(first: Weight | None, second: Weight | None) -> bool:
+def same_weight(first: Weight | None, second: Weight | None) -> bool:
+    """Whether an operand is the same weight, or none, in both calls."""
     if first is None or second is None:
         return first is second
     return first.parameter is second.parameter and first.view == second.view

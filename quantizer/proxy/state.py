@@ -2,7 +2,7 @@
 
 A folder holds ``quantizer.yaml`` (format, config, fallback, every site with its reason, every product counted) and
 ``ranges.safetensors`` (amax, scale and smooth of every operand, float32, under ``SITE/OPERAND/amax``, ``/scale`` and
-``/smooth``). It appears as a whole or not at all.
+``/smooth``), and ``observed.safetensors``, what calibration saw, to go on with. It appears as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -32,15 +32,27 @@ __all__ = ["load_state", "save_state"]
 FORMAT = 1
 _YAML = "quantizer.yaml"
 _TENSORS = "ranges.safetensors"
+_OBSERVED = "observed.safetensors"
 _TENSOR_FIELDS = ("amax", "scale", "smooth")
 _OPERAND_FIELDS = tuple(name for name in OperandPlan.__slots__ if name not in _TENSOR_FIELDS)
 _SITE_FIELDS = tuple(name for name in SitePlan.__slots__ if name != "operands")
 
 
 def save_state(
-    folder: str | os.PathLike[str], plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]
+    folder: str | os.PathLike[str],
+    plan: Plan,
+    products: Iterable[CountedProduct],
+    document: Mapping[str, Any],
+    observed: bytes | None,
 ) -> Path:
-    """Write a plan, what was counted and whatever else the caller keeps (``document``: plain values) to a folder.
+    """Write a plan, what was counted and whatever else the caller keeps to a folder.
+
+    Args:
+        folder: replaced where it exists.
+        plan: what becomes of each site.
+        products: what torch computed in calibration.
+        document: more plain values.
+        observed: a snapshot of what calibration saw; None where there is none.
 
     Raises:
         QuantizerError: the folder cannot be written.
@@ -63,12 +75,18 @@ def save_state(
         text = yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
         (target / _YAML).write_text(text, encoding="utf-8")
         save_file(tensors, target / _TENSORS)
+        if observed is not None:
+            (target / _OBSERVED).write_bytes(observed)
 
     return write_folder(folder, fill)
 
 
-def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any]]:
-    """What ``save_state`` wrote: the plan, the products (none in a folder from before they were counted), the document.
+def load_state(
+    folder: str | os.PathLike[str],
+) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any], bytes | None]:
+    """What ``save_state`` wrote: the plan, the products, the document and the snapshot.
+
+    A folder from before they were kept has no products or no snapshot.
 
     Raises:
         QuantizerError: the folder is none of ours, is of another format, or is damaged.
@@ -78,6 +96,7 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, tuple[CountedProdu
         text = (source / _YAML).read_text(encoding="utf-8")
         document = yaml.safe_load(text)
         tensors = load_file(source / _TENSORS)
+        observed = (source / _OBSERVED).read_bytes() if (source / _OBSERVED).exists() else None
     except FileNotFoundError as error:
         raise QuantizerError(
             f"{source} is no folder that Quantizer.save() wrote: {error.filename or _TENSORS} is missing"
@@ -106,7 +125,7 @@ def load_state(folder: str | os.PathLike[str]) -> tuple[Plan, tuple[CountedProdu
             raise ValueError(f"products of {sorted(map(str, lost))[0]!r}, which is no site")
     except (KeyError, TypeError, ValueError) as error:
         raise QuantizerError(f"{source / _YAML} is damaged: {error}") from error
-    return plan, products, document
+    return plan, products, document, observed
 
 
 def _fields(operand: OperandPlan) -> dict[str, Any]:

@@ -1,0 +1,128 @@
+"""One calibration of one model: the proxy that observes, and the plan that follows from what all processes saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+
+from torch import nn
+
+from quantizer.config import QuantizerConfig
+from quantizer.errors import CalibrationError
+from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.observe import Observation
+from quantizer.proxy.observed import absorb
+from quantizer.proxy.observed import snapshot
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.ranks import gathered
+from quantizer.proxy.ranks import rank_number
+from quantizer.proxy.ranks import ranks
+from quantizer.ranges import plan_of
+from quantizer.settings import observation_of
+from quantizer.settings import refused_sites
+
+__all__ = ["Calibration", "seen_by_all_ranks"]
+
+
+class Calibration:
+    """What went through ``proxy`` so far, and what follows from it.
+
+    Under ``torch.distributed`` every rank calibrates on data of its own. The first question about the outcome gathers
+    what all of them saw, so every rank must ask it; it is gathered again after ``resume()``, and when more data came to
+    every rank. Each rank then has the plan that one process would have made of all the data.
+
+    Attributes:
+        proxy: gives the float outputs and observes.
+    """
+
+    def __init__(
+        self,
+        config: QuantizerConfig,
+        model: nn.Module,
+        skipped: Iterable[SkippedSource],
+        earlier: bytes | None = None,
+    ) -> None:
+        """
+        Args:
+            config: of the quantizer.
+            model: the float model.
+            skipped: calls and functions of it that could not be rewritten.
+            earlier: what ``seen`` gave, to go on with.
+
+        Raises:
+            ConfigError: a rule matches nothing in the model.
+            CalibrationError: ``earlier`` is of another model.
+        """
+        self.proxy = build_proxy(model, eager_attention=True).eval()
+        self._config = config
+        self._skipped = list(skipped)
+        self._refused = refused_sites(config, self.proxy)
+        self._observation = observation_of(config, self.proxy, self._refused, self._skipped)
+        # Every rank has read the same folder: its contents count once.
+        if earlier is not None and rank_number() == 0:
+            absorb(self._observation, earlier, self.proxy)
+        self._observation.attach(self.proxy, sites_of(self.proxy))
+        self._gathered: tuple[int, Observation] | None = None
+
+    def resume(self) -> None:
+        """More data is to come, for one rank or for all of them."""
+        self._gathered = None
+
+    def plan(self) -> Plan:
+        """What becomes of every site.
+
+        Raises:
+            CalibrationError: no rank has seen any data, or the ranks have different configurations.
+        """
+        whole = self._whole()
+        if whole.batches == 0:
+            raise CalibrationError(
+                "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
+            )
+        # Choosing ranges runs the proxy again.
+        with self._observation.paused(sites_of(self.proxy)):
+            return plan_of(self._config, self.proxy, whole, self._refused)
+
+    def products(self) -> tuple[CountedProduct, ...]:
+        """What torch computed."""
+        return self._whole().counter.products()
+
+    def seen(self) -> bytes:
+        """Everything that was seen, to be saved."""
+        return snapshot(self._whole())
+
+    def _whole(self) -> Observation:
+        batches = self._observation.batches
+        if self._gathered is None or self._gathered[0] != batches:
+            whole = seen_by_all_ranks(self._config, self.proxy, self._observation, self._refused, self._skipped)
+            self._gathered = (batches, whole)
+        return self._gathered[1]
+
+
+def seen_by_all_ranks(
+    config: QuantizerConfig,
+    proxy: nn.Module,
+    observation: Observation,
+    refused: Mapping[str, str],
+    skipped: Iterable[SkippedSource],
+) -> Observation:
+    """What every rank has observed, together; of one process, its own observation. All ranks must call this.
+
+    Raises:
+        CalibrationError: the ranks have different configurations or models.
+    """
+    if ranks() == 1:
+        return observation
+    configs = gathered(config.model_dump_json().encode())
+    for rank, other in enumerate(configs):
+        if other != configs[0]:
+            raise CalibrationError(f"rank {rank} calibrates with another configuration than rank 0; give all the same")
+    whole = observation_of(config, proxy, refused, skipped)
+    for seen in gathered(snapshot(observation)):
+        absorb(whole, seen, proxy)
+    if observation.kept is not None:
+        whole.kept = observation.kept.shared()
+    return whole

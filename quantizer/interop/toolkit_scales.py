@@ -1,0 +1,201 @@
+"""Ranges that NVIDIA's Model Optimizer or pytorch-quantization saved, as scales for ``Quantizer.load_scales``.
+
+Both keep, in the state dict of the quantized model, the largest magnitude that each quantizer maps to the last step of
+its format: ``MODULE.input_quantizer._amax`` (Model Optimizer) or ``MODULE._input_quantizer._amax``. Neither library is
+needed to read them; ``modelopt_state`` holds settings and no ranges.
+
+A scale is amax / 127, as in both toolkits. What they round to is not the same: pytorch-quantization clamps to
+[-127, 127], and so does Model Optimizer with ``narrow_range: True``; its default is [-128, 127], as it is ours. With
+ranges from ``max`` no weight reaches -128, so there is no difference; an activation beyond amax may.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quantizer.errors import QuantizerError
+from quantizer.numerics.qtype import qtype
+from quantizer.proxy.plan import OperandPlan
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.plan import SitePlan
+
+__all__ = ["ToolkitScales", "read_toolkit_scales"]
+
+_AMAX = re.compile(r"(?:(?P<module>.+)\.)?_?(?P<quantizer>[^.]+)\._amax")
+
+_ATTENTION = {
+    **{f"{letter}_bmm_quantizer": letter for letter in "qkpv"},
+    **{f"matmul_{letter}_input_quantizer": letter for letter in "qkv"},
+    "matmul_a_input_quantizer": "p",
+    "softmax_quantizer": "p",
+}
+"""The quantizers of an attention's products, and what they round: query, key, probabilities or value."""
+
+_FUSED = {"q": "query", "k": "key", "p": "probabilities", "v": "value"}
+_PRODUCTS = {"q": (0, "lhs"), "k": (0, "rhs"), "p": (1, "lhs"), "v": (1, "rhs")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolkitScales:
+    """What a state dict held.
+
+    Attributes:
+        scales: by ``SITE.OPERAND``, float32 [] or [C], for ``Quantizer.load_scales``.
+        unmatched: each range that was not taken, by its key in the state dict, and why.
+    """
+
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    unmatched: dict[str, str] = field(default_factory=dict)
+
+
+def read_toolkit_scales(
+    source: Mapping[str, Any] | str | os.PathLike[str], plan: Plan, *, dtype: str = "int8"
+) -> ToolkitScales:
+    """Read the ranges of another toolkit for the operands that ``plan`` quantizes.
+
+    A module's ``input_quantizer`` and ``weight_quantizer`` are the operands of the one product that the module
+    computes. The quantizers of an attention (``q_bmm_quantizer``, ``matmul_q_input_quantizer``, ..) are those of its
+    fused attention, or of its two products in Model Optimizer's own order: query and key are the operands of the first
+    one in the text, probabilities and value those of the second, and calibration must have seen that the
+    probabilities lie in [0, 1]. A range of more than one axis, or of an input per channel, is not taken, nor one of
+    an input that the toolkit scales first (SmoothQuant, AWQ).
+
+    Args:
+        source: the state dict of the quantized model; or its file, ``.safetensors``, or one that ``torch.save`` or
+            Model Optimizer's ``mto.save`` wrote, which is read as tensors alone.
+        plan: ``Quantizer.plan`` after calibration; one batch is enough.
+        dtype: the format that the plan's operands are held in.
+
+    Raises:
+        QuantizerError: the file cannot be read, or none of its ranges belongs to an operand of the plan.
+    """
+    state = source if isinstance(source, Mapping) else _load(Path(source))
+    hosts: dict[str, list[SitePlan]] = {}
+    for path, entry in plan.items():
+        hosts.setdefault(".".join(path.split(".")[:-2]), []).append(entry)
+    found = ToolkitScales()
+    for key, amax in state.items():
+        match = _AMAX.fullmatch(key)
+        if match is None:
+            continue
+        try:
+            name = _operand(match["quantizer"], hosts.get(match["module"] or "", []))
+            if name in found.scales:
+                raise _Unmatched(f"{name} has a range of another quantizer already")
+            found.scales[name] = _scale(amax, qtype(dtype).qmax, key, state)
+        except _Unmatched as reason:
+            found.unmatched[key] = str(reason)
+    if not found.scales:
+        raise QuantizerError(_nothing(source, found.unmatched))
+    return found
+
+
+class _Unmatched(Exception):
+    """Why a range is that of no operand of the plan."""
+
+
+def _operand(quantizer: str, sites: list[SitePlan]) -> str:
+    """``SITE.OPERAND`` of a module's quantizer, among the sites that the module holds."""
+    if not sites:
+        raise _Unmatched("no module of this name has a site")
+    if quantizer in ("input_quantizer", "weight_quantizer"):
+        products = [entry for entry in sites if entry.kind != "residual_add"]
+        if len(products) != 1:
+            raise _Unmatched(f"its module has {len(products)} products, and the name does not say which")
+        role = "weight" if quantizer == "weight_quantizer" else "activation"
+        operands = [operand for operand in products[0].operands if operand.role == role]
+        if len(operands) > 1:
+            raise _Unmatched(f"{products[0].name} has {len(operands)} operands of the role {role!r}")
+        return _quantized(products[0], next(iter(operands), None))
+    if quantizer not in _ATTENTION:
+        raise _Unmatched("a quantizer of this name is no operand of a product")
+    letter = _ATTENTION[quantizer]
+    products = [entry for entry in sites if entry.kind == "matmul"]
+    if len(products) == 1 and len(products[0].operands) == len(_FUSED):
+        return _quantized(products[0], _named(products[0], _FUSED[letter]))
+    if not _is_attention(products):
+        raise _Unmatched("its module has no attention of two quantized products whose operands can be told")
+    place, name = _PRODUCTS[letter]
+    return _quantized(products[place], _named(products[place], name))
+
+
+def _is_attention(products: list[SitePlan]) -> bool:
+    """Whether two products are of one function, and the second one weighs values with probabilities."""
+    if len(products) != 2 or len({entry.name.rpartition(".")[0] for entry in products}) != 1:
+        return False
+    left, right = (_named(products[1], name) for name in ("lhs", "rhs"))
+    return left is not None and right is not None and _probable(left) and not _probable(right)
+
+
+def _probable(operand: OperandPlan) -> bool:
+    return operand.minimum is not None and operand.maximum is not None and 0 <= operand.minimum <= operand.maximum <= 1
+
+
+def _named(entry: SitePlan, name: str) -> OperandPlan | None:
+    return next((operand for operand in entry.operands if operand.name == name), None)
+
+
+def _quantized(entry: SitePlan, operand: OperandPlan | None) -> str:
+    if operand is None or not operand.quantized:
+        why = operand.reason if operand is not None else None
+        raise _Unmatched(f"{entry.name} is not quantized: {why or entry.reason}")
+    return f"{entry.name}.{operand.name}"
+
+
+def _scale(amax: object, qmax: int, key: str, state: Mapping[str, Any]) -> Tensor:
+    """[C, 1] or [1, C] becomes [C]; a range of zero gets scale 1, with which zeros stay zeros."""
+    if f"{key.removesuffix('_amax')}_pre_quant_scale" in state:
+        raise _Unmatched("the toolkit scales this tensor before it rounds it: the range is not that of the model's own")
+    if not isinstance(amax, Tensor) or not amax.is_floating_point():
+        got = amax.dtype if isinstance(amax, Tensor) else type(amax).__name__
+        raise _Unmatched(f"a tensor of floats is needed, got {got}")
+    if sum(size != 1 for size in amax.shape) > 1:
+        raise _Unmatched(f"a range of shape {list(amax.shape)} is one of blocks; one, or one a channel, is needed")
+    if amax.numel() != 1 and not key.endswith("weight_quantizer._amax"):
+        raise _Unmatched(f"a range of shape {list(amax.shape)}; what is no weight has one range")
+    if not bool((torch.isfinite(amax) & (amax >= 0)).all()):
+        raise _Unmatched("not all of its values are finite and at least 0")
+    amax = amax.detach().cpu().double()
+    amax = amax.reshape(()) if amax.numel() == 1 else amax.flatten()
+    return torch.where(amax > 0, amax / qmax, torch.ones_like(amax)).float()
+
+
+def _nothing(source: object, unmatched: Mapping[str, str]) -> str:
+    where = "the state dict" if isinstance(source, Mapping) else str(source)
+    if not unmatched:
+        return (
+            f"{where} has no key that ends in '_quantizer._amax': it is none of a model that Model Optimizer or "
+            "pytorch-quantization calibrated"
+        )
+    lines = "\n".join(f"  - {key}: {reason}" for key, reason in unmatched.items())
+    return f"no range of {where} belongs to an operand that is quantized:\n{lines}"
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise QuantizerError(f"{path} cannot be read: {error}") from error
+    except Exception as error:
+        # Not torch's own text, which advises to run whatever the file holds.
+        raise QuantizerError(
+            f"{path} does not hold tensors alone ({type(error).__name__}); save the state dict of the quantized "
+            "model: torch.save(model.state_dict(), path)"
+        ) from error
+    # What mto.save writes holds the settings beside the tensors.
+    state = loaded.get("model_state_dict", loaded) if isinstance(loaded, dict) else loaded
+    if not isinstance(state, Mapping):
+        raise QuantizerError(f"{path} holds a {type(state).__name__}; a state dict is expected")
+    return state

@@ -1,0 +1,49 @@
+"""What the processes of one ``torchrun`` tell each other: tensors of bytes, and never a pickled object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed
+
+__all__ = ["gathered", "rank_number", "ranks", "summed"]
+
+
+def ranks() -> int:
+    """How many processes work together: 1 where ``torch.distributed`` is not initialised."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def rank_number() -> int:
+    """The number of this process among them, from 0."""
+    return distributed.get_rank() if ranks() > 1 else 0
+
+
+def gathered(data: bytes) -> list[bytes]:
+    """What every rank passed here, in the order of ranks; each of them must call this."""
+    if ranks() == 1:
+        return [data]
+    # NCCL knows no other tensors.
+    device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
+    sizes = _all(torch.tensor([len(data)], device=device))
+    room = max(int(size) for size in sizes)
+    mine = torch.frombuffer(bytearray(data.ljust(room + 1, b"\0")), dtype=torch.uint8)
+    return [
+        whole[: int(size)].cpu().numpy().tobytes() for whole, size in zip(_all(mine.to(device)), sizes, strict=True)
+    ]
+
+
+def summed(values: Iterable[float]) -> list[float]:
+    """The sums over all ranks, added in the order of ranks, so that they are the same everywhere."""
+    mine = np.array(list(values), dtype=np.float64)
+    parts = [np.frombuffer(part) for part in gathered(mine.tobytes())]
+    return [float(total) for total in np.sum(parts, axis=0)]
+
+
+def _all(mine: Tensor) -> list[Tensor]:
+    every = [torch.zeros_like(mine) for _ in range(ranks())]
+    distributed.all_gather(every, mine)
+    return every

@@ -1,0 +1,340 @@
+"""Several processes calibrate as one does, and a calibration goes on after a load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from safetensors.torch import save_file
+from torch import Tensor
+from torch import nn
+
+from quantizer import QATCalibrate
+from quantizer import Quantizer
+from quantizer.calibrators.histogram import BINS
+from quantizer.errors import CalibrationError
+from quantizer.errors import QuantizerError
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.ranks import gathered
+from quantizer.proxy.ranks import summed
+from tests.helpers import ConvNet
+from tests.helpers import Mlp
+
+CALIBRATORS: dict[str, dict[str, Any]] = {
+    "max": {"calibrator": "max"},
+    "percentile": {"calibrator": "percentile", "percentile": 99.0},
+    "mse": {"calibrator": "mse"},
+    "entropy": {"calibrator": "entropy"},
+    "percentiles": {"calibrator": "percentile", "percentile": [90.0, 99.0, 99.99]},
+    "auto": {"calibrator": "auto"},
+}
+
+
+class Branches(nn.Module):
+    """Sites that run for some batches alone, twins that read one tensor, a product of activations, residual adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.large, self.small = Mlp(), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x) + self.two(x)
+        y = y @ y.transpose(-1, -2) @ y * 0.01
+        return self.large(y) if x.abs().max() > 5 else self.small(y)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return Branches().eval()
+
+
+def _data() -> list[Tensor]:
+    """Batches of many sizes; the second half is larger, so that it runs another branch."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (0.1, 0.5, 1.0, 4.0, 3.0, 100.0)
+    return [torch.randn(2, 8, 32, generator=generator) * size for size in sizes]
+
+
+def _tensors(plan: Plan) -> dict[str, Tensor]:
+    """All numbers of a plan; the texts as one tensor of bytes."""
+    found: dict[str, Tensor] = {}
+    texts = []
+    for path, entry in plan.items():
+        texts.append([path, entry.kind, entry.quantized, entry.reason, entry.multiply_adds, list(entry.reads)])
+        for operand in entry.operands:
+            name = f"{path}.{operand.name}"
+            texts.append(
+                [name, operand.quantized, operand.reason, operand.range_group, operand.estimate, operand.group]
+            )
+            numbers = (operand.minimum, operand.maximum, operand.sqnr_db, operand.clipped)
+            texts.append([name, *map(repr, numbers), operand.axis, operand.parameter])
+            for field in ("amax", "scale"):
+                if getattr(operand, field) is not None:
+                    found[f"{name}.{field}"] = getattr(operand, field).clone()
+    found["texts"] = torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8)
+    return found
+
+
+def _texts(tensors: dict[str, Tensor]) -> Any:
+    return json.loads(bytes(tensors["texts"].tolist()))
+
+
+def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert _texts(found) == _texts(expected)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _quantizer(calibrator: str) -> Quantizer:
+    return Quantizer(backend="openvino", activations=CALIBRATORS[calibrator])
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+
+def _start(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+
+def _calibrate_half(rank: int, folder: str) -> None:
+    _start(rank, folder)
+    mine = _data()[:3] if rank == 0 else _data()[3:]
+    for name in CALIBRATORS:
+        model, q = _model(), _quantizer(name)
+        q.calibrate(model, mine)
+        save_file(_tensors(q.plan), f"{folder}/{name}-{rank}.safetensors")
+    assert q.coverage.multiply_adds > 0
+    q.save(f"{folder}/saved-{rank}")
+    # More data for one of them alone, after a load that must count once.
+    loaded = Quantizer.load(f"{folder}/saved-{rank}")
+    loaded.calibrate(model, [_data()[0] * 7] if rank == 1 else [], resume=True)
+    save_file(_tensors(loaded.plan), f"{folder}/resumed-{rank}.safetensors")
+    torch.distributed.destroy_process_group()
+
+
+def _calibrate_in_place(rank: int, folder: str) -> None:
+    _start(rank, folder)
+    with QATCalibrate(method="mse", backend="openvino") as qat:
+        model = _model()
+        qat.setup_model_qat(model)
+        with torch.no_grad():
+            for x in _data()[rank::2]:
+                model(x)
+    sites = {name: value for name, value in model.state_dict().items() if name.endswith("scale")}
+    save_file({name: value.clone() for name, value in sites.items()}, f"{folder}/{rank}.safetensors")
+    torch.distributed.destroy_process_group()
+
+
+def _disagree(rank: int, folder: str) -> None:
+    _start(rank, folder)
+    q = _quantizer("max" if rank == 0 else "mse")
+    q.calibrate(_model(), _data()[rank::2])
+    with pytest.raises(CalibrationError, match="rank 1 calibrates with another configuration than rank 0"):
+        _ = q.plan
+    nothing = _quantizer("max")
+    nothing.calibrate(_model(), [])
+    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
+        _ = nothing.plan
+    # What is told may be of any length, or empty.
+    assert gathered(b"ab" * rank) == [b"", b"ab"]
+    assert gathered(b"") == [b"", b""]
+    assert summed([0.25, rank]) == [0.5, 1.0]
+    assert summed([]) == []
+    torch.distributed.destroy_process_group()
+
+
+def _spawn(work: Any, folder: Path) -> None:
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    torch.multiprocessing.spawn(work, (str(folder),), nprocs=2)
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each of two processes decided, each from its half of the data."""
+    folder = tmp_path_factory.mktemp("halves")
+    _spawn(_calibrate_half, folder)
+    return folder
+
+
+@pytest.mark.parametrize("calibrator", CALIBRATORS)
+def test_two_ranks_decide_what_one_process_does(halves: Path, calibrator: str) -> None:
+    first, second = (load_file(halves / f"{calibrator}-{rank}.safetensors") for rank in range(2))
+    _assert_same(first, second)
+    q = _quantizer(calibrator)
+    q.calibrate(_model(), _data())
+    _assert_same(first, _tensors(q.plan))
+    # The halves have not the same ranges, nor the same sites.
+    half = _quantizer(calibrator)
+    half.calibrate(_model(), _data()[:3])
+    assert not torch.equal(
+        first["one.forward.linear_0.input.amax"], _tensors(half.plan)["one.forward.linear_0.input.amax"]
+    )
+    assert half.plan["large.up.forward.linear_0"].reason == "never ran in calibration"
+    assert q.plan["large.up.forward.linear_0"].quantized
+    assert q.plan["small.forward.linear_0"].quantized
+
+
+def test_a_load_counts_once(halves: Path) -> None:
+    first, second = (load_file(halves / f"resumed-{rank}.safetensors") for rank in range(2))
+    _assert_same(first, second)
+    whole = {row[0]: row for row in _texts(load_file(halves / "auto-0.safetensors")) if len(row) == 6}
+    more = {row[0]: row for row in _texts(first) if len(row) == 6}
+    # Seven batches of equal size instead of six.
+    assert more["one.forward.linear_0"][4] * 6 == whole["one.forward.linear_0"][4] * 7
+
+
+def test_both_ranks_save_the_same(halves: Path) -> None:
+    assert {
+        path.name: path.read_bytes() == (halves / "saved-1" / path.name).read_bytes()
+        for path in (halves / "saved-0").iterdir()
+    } == {"quantizer.yaml": True, "ranges.safetensors": True, "observed.safetensors": True}
+
+
+def test_in_place(tmp_path: Path) -> None:
+    _spawn(_calibrate_in_place, tmp_path)
+    first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
+    q = Quantizer(backend="openvino", activations={"calibrator": "mse"})
+    q.calibrate(_model(), _data())
+    scales = {f"{path}.{o.name}": o.scale for path, entry in q.plan.items() for o in entry.operands if o.quantized}
+    assert len(first) == len(scales) > 8
+    assert first.keys() == second.keys()
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+    found = sorted(float(value.max()) for value in first.values())
+    assert found == sorted(float(scale.max()) for scale in scales.values() if scale is not None)
+
+
+def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
+    _spawn(_disagree, tmp_path)
+
+
+# -- going on after a load ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calibrator", [name for name in CALIBRATORS if name not in ("auto", "percentiles")])
+def test_a_calibration_goes_on_after_a_load(calibrator: str, tmp_path: Path) -> None:
+    model, data = _model(), _data()
+    q = _quantizer(calibrator)
+    q.calibrate(model, data[:3])
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    again = Quantizer.load(loaded.save(tmp_path / "again"))  # saved as it was loaded
+    again.calibrate(model, data[3:], resume=True)
+    whole = _quantizer(calibrator)
+    whole.calibrate(model, data)
+    _assert_same(_tensors(again.plan), _tensors(whole.plan))
+    assert str(again.coverage) == str(whole.coverage)
+    assert torch.equal(again.quantize(model)(data[4]), whole.quantize(model)(data[4]))
+
+
+@pytest.mark.parametrize("calibrator", ["auto", "percentiles"])
+def test_chosen_ranges_stay_until_more_data_comes(calibrator: str, tmp_path: Path) -> None:
+    model, data = _model(), _data()
+    q = _quantizer(calibrator)
+    q.calibrate(model, data[:5])
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    proxy = loaded.calib(model, resume=True)
+    _assert_same(_tensors(loaded.plan), _tensors(q.plan))
+    proxy(data[5])
+    row = next(row for row in loaded.ranges if row.name == "one.forward.linear_0.input")
+    assert row.maximum == max(float(x.max()) for x in data)
+
+
+def test_without_resume_it_starts_afresh(tmp_path: Path) -> None:
+    model, data = _model(), _data()
+    q = _quantizer("mse")
+    q.calibrate(model, data)
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    loaded.calibrate(model, data[:2])
+    fresh = _quantizer("mse")
+    fresh.calibrate(model, data[:2])
+    _assert_same(_tensors(loaded.plan), _tensors(fresh.plan))
+
+
+def test_views_of_weights_and_convolutions_go_on(tmp_path: Path) -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.packed, self.net = nn.Parameter(torch.randn(64, 10)), ConvNet()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.net(x)[:, :10]
+            return torch.cat([y @ part.t() for part in self.packed.chunk(2)], 1)
+
+    torch.manual_seed(0)
+    model, data = Views().eval(), [torch.randn(2, 3, 16, 16) for _ in range(2)]
+    q, whole = _quantizer("entropy"), _quantizer("entropy")
+    q.calibrate(model, data[:1])
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    loaded.calibrate(model, data[1:], resume=True)
+    whole.calibrate(model, data)
+    _assert_same(_tensors(loaded.plan), _tensors(whole.plan))
+
+
+def test_scales_that_were_loaded_end_when_calibration_goes_on(tmp_path: Path) -> None:
+    model, data = _model(), _data()
+    q, whole = _quantizer("max"), _quantizer("max")
+    q.calibrate(model, data[:3])
+    q.load_scales({"one.forward.linear_0.input": torch.tensor(9.0)})
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    assert loaded.scales()["one.forward.linear_0.input"] == 9
+    whole.calibrate(model, data)
+    for each in (q, loaded):
+        each.calibrate(model, data[3:], resume=True)
+        _assert_same(_tensors(each.plan), _tensors(whole.plan))
+
+
+def test_the_histograms_are_small(tmp_path: Path) -> None:
+    q = _quantizer("mse")
+    q.calibrate(_model(), _data())
+    size = (q.save(tmp_path / "state") / "observed.safetensors").stat().st_size
+    groups = {o.range_group for entry in q.plan.values() for o in entry.operands if o.range_group is not None}
+    assert size < len(groups) * BINS * 8 + 40_000
+
+
+def test_another_model_cannot_go_on(tmp_path: Path) -> None:
+    q = _quantizer("max")
+    q.calibrate(_model(), _data())
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    with pytest.raises(CalibrationError, match=r"belongs to another model: \d+ sites differ, the first is"):
+        loaded.calib(Mlp().eval(), resume=True)
+
+
+def test_a_folder_without_histograms(tmp_path: Path) -> None:
+    q = _quantizer("max")
+    q.calibrate(_model(), _data())
+    folder = q.save(tmp_path / "state")
+    (folder / "observed.safetensors").unlink()
+    loaded = Quantizer.load(folder)
+    assert loaded.scales()
+    with pytest.raises(CalibrationError, match=r"calib\(resume=True\) needs an earlier calib\(\) .* or a folder"):
+        loaded.calib(_model(), resume=True)
+
+
+DAMAGE: dict[str, dict[str, Tensor] | bytes] = {
+    "no file": b"none of it",
+    "no document": {"counts": torch.zeros(1, BINS, dtype=torch.int64)},
+    "no json": {"counts": torch.zeros(1, BINS, dtype=torch.int64), "document": torch.zeros(3, dtype=torch.uint8)},
+    "other bins": {"counts": torch.zeros(1, 7, dtype=torch.int64), "document": torch.tensor([123, 125]).byte()},
+    "empty": {"counts": torch.zeros(1, BINS, dtype=torch.int64), "document": torch.tensor([123, 125]).byte()},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_histograms(damage: dict[str, Tensor] | bytes, tmp_path: Path) -> None:
+    q = _quantizer("max")
+    q.calibrate(_model(), _data())
+    folder = q.save(tmp_path / "state")
+    if isinstance(damage, bytes):
+        (folder / "observed.safetensors").write_bytes(damage)
+    else:
+        save_file(damage, folder / "observed.safetensors")
+    loaded = Quantizer.load(folder)  # what is decided is whole
+    assert loaded.scales()
+    with pytest.raises(QuantizerError, match="what was observed cannot be read, it is damaged"):
+        loaded.calib(_model(), resume=True)

@@ -1,0 +1,175 @@
+"""``q.scales`` and ``q.load_scales``: what goes in comes out, is used, and is saved; what cannot be taken is listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.errors import CalibrationError
+from quantizer.errors import ProxyError
+from tests.helpers import Mlp
+
+BACKENDS = ("tensorrt", "openvino")
+LINEAR = "up.forward.linear_0"
+
+
+def _calibrated(model: nn.Module, **options: Any) -> Quantizer:
+    q = Quantizer(**{"activations": {"calibrator": "max"}, **options})
+    q.calibrate(model, [torch.randn(16, 32, generator=torch.Generator().manual_seed(0))])
+    return q
+
+
+class Twins(nn.Module):
+    """Two linears that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.two(x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loading_its_own_scales_changes_nothing(backend: str) -> None:
+    model, x = Mlp().eval(), torch.randn(4, 32)
+    q = _calibrated(model, backend=backend)
+    expected, scales = q.quantize(model)(x), q.scales()
+    assert {f"{LINEAR}.input", "up.forward.linear_0.weight", "down.forward.linear_0.input"} <= set(scales)
+    assert scales["up.forward.linear_0.weight"].shape == (64,)
+    assert all(scale.dtype == torch.float32 for scale in scales.values())
+    q.load_scales(scales)
+    assert all(torch.equal(q.scales()[name], scale) for name, scale in scales.items())
+    assert torch.equal(q.quantize(model)(x), expected)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_the_frozen_model_uses_them(per_channel: bool) -> None:
+    model, x = Mlp().eval(), torch.randn(4, 32)
+    q = _calibrated(model, backend="openvino", sites={"residual_add": False})
+    site = LINEAR
+    weight = torch.full((64,) if per_channel else (), 0.01)
+    q.load_scales({f"{site}.input": torch.tensor(0.02, dtype=torch.float64), f"{site}.weight": weight})
+    up = q.plan[site].operands
+    torch.testing.assert_close(up[0].amax, torch.tensor(2.54))
+    torch.testing.assert_close(up[1].amax, weight * 127)
+    assert up[1].axis == (0 if per_channel else None)
+    assert up[0].clipped is None
+    quantized: Any = q.quantize(model)
+    rounded = (x / 0.02).round().clamp(-128, 127) * torch.tensor(0.02)
+    assert torch.equal(quantized.up.weight, (model.up.weight / 0.01).round().clamp(-128, 127) * torch.tensor(0.01))
+    torch.testing.assert_close(quantized.up(x), nn.functional.linear(rounded, quantized.up.weight, model.up.bias))
+    assert str(q.ranges)
+
+
+def test_a_scale_is_held_in_the_targets_type() -> None:
+    model = Mlp().eval()
+    q = _calibrated(model, backend="tensorrt")
+    q.load_scales({f"{LINEAR}.input": torch.tensor(0.1)})
+    assert q.scales()[f"{LINEAR}.input"] == torch.tensor(0.1).half().float()
+
+
+def test_they_are_saved_and_can_be_replaced_after_a_load(tmp_path: Path) -> None:
+    model, x = Mlp().eval(), torch.randn(4, 32)
+    q = _calibrated(model)
+    name = f"{LINEAR}.input"
+    q.load_scales({name: torch.tensor(0.5)})
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    assert loaded.scales()[name] == 0.5
+    assert torch.equal(loaded.quantize(model)(x), q.quantize(model)(x))
+    loaded.load_scales({name: torch.tensor(0.25)})
+    assert loaded.scales()[name] == 0.25
+    assert not torch.equal(loaded.quantize(model)(x), q.quantize(model)(x))
+
+
+def test_calibrating_again_replaces_them() -> None:
+    model = Mlp().eval()
+    q = _calibrated(model)
+    before = q.scales()
+    q.load_scales({name: scale * 2 for name, scale in before.items()})
+    q.calibrate(model, [torch.randn(16, 32, generator=torch.Generator().manual_seed(0))])
+    assert all(torch.equal(q.scales()[name], scale) for name, scale in before.items())
+
+
+def test_what_was_put_back_stays_float() -> None:
+    model = Mlp().eval()
+    q = _calibrated(model, sites={"residual_add": False})
+    amp = q.amp(model)
+    amp(torch.randn(4, 32))
+    fallback = q.fallback(amp, ratio=1.0)
+    name = f"{LINEAR}.input"
+    q.load_scales({name: torch.tensor(0.5)})
+    assert q.chosen_fallback == fallback
+    assert q.scales() == {}
+    q.clear_fallback()
+    assert q.scales()[name] == 0.5
+    with pytest.raises(ProxyError, match=r"fallback\(\) takes the proxy that amp\(\)"):
+        q.fallback(amp, num=1)  # it measured other scales
+
+
+# -- operands that share a range -----------------------------------------------------------------------------------
+
+
+def test_a_scale_holds_for_the_whole_range_group() -> None:
+    q = _calibrated(Twins().eval())
+    q.load_scales({"two.forward.linear_0.input": torch.tensor(0.5)})
+    assert q.scales()["one.forward.linear_0.input"] == q.scales()["two.forward.linear_0.input"] == 0.5
+
+
+def test_operands_of_a_range_group_must_agree() -> None:
+    q = _calibrated(Twins().eval())
+    with pytest.raises(CalibrationError, match=r"two\.forward.*0\.25, but one\.forward\S+ has 0\.5: they read one"):
+        q.load_scales(
+            {"one.forward.linear_0.input": torch.tensor(0.5), "two.forward.linear_0.input": torch.tensor(0.25)}
+        )
+
+
+# -- what cannot be taken --------------------------------------------------------------------------------------------
+
+BAD: list[tuple[str, Any, str]] = [
+    ("upp.forward.linear_0.input", torch.tensor(1.0), r"did you mean 'up\.forward\.linear_0\.input'"),
+    (f"{LINEAR}.inputs", torch.tensor(1.0), r"did you mean 'up\.forward\.linear_0\.input'"),
+    ("zzz", torch.tensor(1.0), r"zzz: no operand of the calibrated model has this name \(SITE\.OPERAND\)$"),
+    (f"{LINEAR}.input", torch.ones(32), r"shape \[32\], expected \[\]$"),
+    (f"{LINEAR}.weight", torch.ones(32), r"shape \[32\], expected \[\] or \[64\] \(its channels, axis 0\)"),
+    (f"{LINEAR}.weight", torch.ones(64, 1), r"shape \[64, 1\], expected \[\] or \[64\]"),
+    (f"{LINEAR}.input", torch.tensor(0.0), "0 among its values; a scale is positive and finite"),
+    (f"{LINEAR}.input", torch.tensor(-1.0), "-1 among its values"),
+    (f"{LINEAR}.weight", torch.tensor([1.0] * 63 + [float("nan")]), "nan among its values"),
+    (f"{LINEAR}.weight", torch.tensor([1.0] * 63 + [float("inf")]), "inf among its values"),
+    (f"{LINEAR}.input", torch.tensor(1), "a tensor of floats is needed, got torch.int64"),
+    (f"{LINEAR}.input", 0.5, "a tensor of floats is needed, got float"),
+    (f"{LINEAR}.input", torch.tensor(1e6), r"1e\+06 is more than the target's torch.float16 holds"),
+    ("down.forward.linear_0.input", torch.tensor(1.0), r"its site is not quantized \(excluded by rule\); leave it out"),
+    ("forward.add_0.lhs", torch.tensor(1.0), r"it is not quantized \(excluded by rule\); leave it out, or change"),
+]
+
+
+@pytest.mark.parametrize(("name", "scale", "message"), BAD)
+def test_a_scale_that_cannot_be_taken(name: str, scale: Any, message: str) -> None:
+    q = _calibrated(Mlp().eval(), exclude={"names": ["down"], "sites": ["forward.add_0.lhs"]})
+    before = q.scales()
+    with pytest.raises(CalibrationError, match=message):
+        q.load_scales({name: scale})
+    assert q.scales().keys() == before.keys()
+    assert all(torch.equal(q.scales()[key], value) for key, value in before.items())
+
+
+def test_all_problems_are_listed() -> None:
+    q = _calibrated(Mlp().eval())
+    with pytest.raises(CalibrationError, match="2 scales cannot be loaded") as caught:
+        q.load_scales({"nowhere": torch.tensor(1.0), f"{LINEAR}.input": torch.tensor(-1.0)})
+    assert "nowhere" in str(caught.value)
+    assert f"{LINEAR}.input" in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["scales", "load_scales"])
+def test_before_any_calibration(verb: str) -> None:
+    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
+        getattr(Quantizer(), verb)(*([{}] if verb == "load_scales" else []))
