@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BeforeValidator
 from pydantic import Field
-from pydantic import PlainValidator
+from pydantic import WrapValidator
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
@@ -52,7 +52,7 @@ class ActivationsConfig(Section):
     )
     percentile: Annotated[
         float | tuple[float, ...],
-        PlainValidator(_percentile),
+        WrapValidator(lambda value, _: _percentile(value)),
         Expects("a number, above 0 and at most 100, or a list of such numbers"),
     ] = Field(
         default=99.99,
@@ -61,7 +61,7 @@ class ActivationsConfig(Section):
     )
     smooth: Annotated[
         float | Literal["auto"] | None,
-        PlainValidator(_smooth),
+        WrapValidator(lambda value, _: _smooth(value)),
         Expects("a number, above 0 and at most 1, 'auto' or null"),
     ] = Field(
         default=None,

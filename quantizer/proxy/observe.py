@@ -43,6 +43,7 @@ from quantizer.source.geometry import Call
 
 __all__ = [
     "EMPTY",
+    "NOT_TRACED",
     "OF_PARAMETERS",
     "Observation",
     "VARIES",
@@ -54,7 +55,7 @@ __all__ = [
 
 EMPTY = "an operand was empty in every call"
 OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
-_NOT_TRACED = "first met in a pass that was not followed below Python; calibrate with one more batch"
+NOT_TRACED = "first met in a pass that was not followed below Python; calibrate with one more batch"
 VARIES = "an operand is a parameter in one call and something else in another"
 _NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
@@ -79,6 +80,14 @@ class SiteRecord:
     width: int | None = None
     multiply_adds: int = 0
     operands: dict[str, OperandRecord] = field(default_factory=dict)
+
+    def judge(self, reason: str | None) -> None:
+        """Keep what was observed before it was known whether the site fits (``reason`` None), or drop it."""
+        if NOT_TRACED in self.reasons:
+            self.reasons.remove(NOT_TRACED)
+            if reason is not None:
+                self.fit = 0
+                self.operands.clear()
 
 
 def padding_mask(keywords: Mapping[str, Any]) -> Tensor | None:
@@ -327,17 +336,21 @@ class Observation:
         return None
 
     def _judged(self, site: Site, tensors: list[Tensor]) -> str | None:
-        """Why an add is no residual one; in a pass that is not traced, what the same call was in one that was."""
+        """Why an add is no residual one; in a pass that is not traced, what the same call was in one that was.
+
+        Where that is not known yet, its operands are observed, to be kept or dropped once it is.
+        """
         call = (site.path, self._adds[site.path])
         self._adds[site.path] += 1
-        reasons = self.records[site.path].reasons
+        record = self.records[site.path]
         if self.traced:
             self._not_residual[call] = self._why_not_residual(tensors)
-            if _NOT_TRACED in reasons:
-                reasons.remove(_NOT_TRACED)
+            record.judge(self._not_residual[call])
         elif call not in self._not_residual:
             self._unjudged = True
-            return _NOT_TRACED
+            if NOT_TRACED not in record.reasons:
+                record.reasons.append(NOT_TRACED)
+            return None
         return self._not_residual[call]
 
     def _varies(self, record: SiteRecord, site: Site, weights: list[Weight | None]) -> str | None:

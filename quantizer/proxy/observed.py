@@ -24,6 +24,7 @@ from quantizer.calibrators.histogram import Histogram
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.observe import NOT_TRACED
 from quantizer.proxy.observe import VARIES
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import SiteRecord
@@ -41,7 +42,8 @@ _SITE_FIELDS = ("kind", "calls", "fit", "reasons", "depth", "width", "multiply_a
 
 def snapshot(observation: Observation) -> bytes:
     """Everything that a plan depends on; batches that are kept to be run again are not in it."""
-    groups = list(observation.groups)
+    records = [record for site in observation.records.values() for record in site.operands.values()]
+    groups = list(dict.fromkeys(record.group for record in records if record.group is not None))
     places = {group: place for place, group in enumerate(groups)}
     rows: list[Tensor] = []
     document = {
@@ -135,6 +137,7 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
 
 
 def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
+    values = _judged(record, values)
     record.kind = record.kind or values["kind"]
     record.calls += values["calls"]
     record.fit += values["fit"]
@@ -156,6 +159,18 @@ def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping
         mine.inner = operand["inner"] if mine.inner is None else mine.inner
         mine.softmax = mine.softmax or operand["softmax"]
     record.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in record.reasons]
+
+
+def _judged(record: SiteRecord, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What was seen of a site, where one side has judged what the other only met."""
+    if NOT_TRACED in record.reasons and values["calls"] and NOT_TRACED not in values["reasons"]:
+        record.judge(None if values["fit"] else values["reasons"][0])
+    if NOT_TRACED in values["reasons"] and record.calls and NOT_TRACED not in record.reasons:
+        reasons = [reason for reason in values["reasons"] if reason != NOT_TRACED]
+        values = (
+            {**values, "reasons": reasons} if record.fit else {**values, "reasons": reasons, "fit": 0, "operands": {}}
+        )
+    return dict(values)
 
 
 def _common(first: int | None, second: int | None) -> int | None:

@@ -61,6 +61,17 @@ def operand_plans(
     wanted: Format,
     indivisible: list[str],
 ) -> tuple[OperandPlan, ...]:
+    """What becomes of each operand of a site that was seen.
+
+    Args:
+        site: the site.
+        host: the module that makes the call.
+        record: what was seen.
+        refused: sites and operands that rules leave out.
+        settings: what a plan depends on besides the data.
+        wanted: the site's formats.
+        indivisible: weights that blocks of this size do not divide are added here, in words.
+    """
     plans = []
     migration = next((o.smoothed.migration for o in record.operands.values() if o.smoothed is not None), None)
     offloaded = any(parameter.is_meta for parameter in host.parameters(recurse=False))

@@ -10,6 +10,8 @@ from quantizer.errors import CalibrationError
 
 __all__ = ["HistogramCalibrator", "MaxCalibrator", "amax_of"]
 
+_METHODS = ("percentile", "mse", "entropy")
+
 
 class HistogramCalibrator:
     """One range for a tensor, from a streaming histogram of |x|."""
@@ -25,14 +27,14 @@ class HistogramCalibrator:
         """The range [], or None before any value.
 
         Raises:
-            CalibrationError: a method other than ``percentile``.
+            CalibrationError: a method other than ``percentile``, ``mse`` and ``entropy``.
         """
-        if method != "percentile":
-            raise CalibrationError(f"load_calib_amax({method!r}): expected 'percentile', with percentile=99.99 or so")
+        if method not in _METHODS:
+            raise CalibrationError(f"load_calib_amax({method!r}): expected one of {', '.join(_METHODS)}")
         if not self._seen.count:
             return None
-        self._seen.percentile = percentile
-        return torch.tensor(self._seen.amax())
+        options = {"percentile": percentile} if method == "percentile" else {}
+        return torch.tensor(self._seen.seen_as(method, **options).amax())
 
 
 class MaxCalibrator:
