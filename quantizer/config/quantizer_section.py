@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BeforeValidator
 from pydantic import Field
+from pydantic import PlainSerializer
 from pydantic import PlainValidator
 from pydantic_core import PydanticCustomError
 
@@ -27,6 +28,10 @@ def _percentile(value: Any) -> float | tuple[float, ...]:
     return _percentile_number(value)
 
 
+def _plain_percentile(value: float | tuple[float, ...]) -> float | list[float]:
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _percentile_number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 100:
         raise PydanticCustomError("percentile", "Input should be a number above 0 and at most 100")
@@ -43,6 +48,8 @@ class ActivationsConfig(Section):
     percentile: Annotated[
         float | tuple[float, ...],
         PlainValidator(_percentile),
+        # pydantic's own serializer of a plain validator warns of the list that it makes of a tuple.
+        PlainSerializer(_plain_percentile, return_type=Any, when_used="json"),
         Expects("a number, above 0 and at most 100, or a list of such numbers"),
     ] = Field(
         default=99.99,

@@ -68,9 +68,11 @@ def _tensors(plan: Plan) -> dict[str, Tensor]:
         texts.append([path, entry.kind, entry.quantized, entry.reason, entry.multiply_adds, list(entry.reads)])
         for operand in entry.operands:
             name = f"{path}.{operand.name}"
-            texts.append([name, operand.quantized, operand.reason, operand.range_group, operand.estimate, operand.group])
+            texts.append(
+                [name, operand.quantized, operand.reason, operand.range_group, operand.estimate, operand.group]
+            )
             numbers = (operand.minimum, operand.maximum, operand.sqnr_db, operand.clipped)
-            texts.append([name, *map(repr, numbers), operand.axis, operand.parameter])
+            texts.append([name, *map(repr, numbers), operand.axis, operand.parameter, operand.estimate])
             for field in ("amax", "scale"):
                 if getattr(operand, field) is not None:
                     found[f"{name}.{field}"] = getattr(operand, field).clone()
@@ -171,7 +173,9 @@ def test_two_ranks_decide_what_one_process_does(halves: Path, calibrator: str) -
     # The halves have not the same ranges, nor the same sites.
     half = _quantizer(calibrator)
     half.calibrate(_model(), _data()[:3])
-    assert not torch.equal(first["one.forward.linear_0.input.amax"], _tensors(half.plan)["one.forward.linear_0.input.amax"])
+    assert not torch.equal(
+        first["one.forward.linear_0.input.amax"], _tensors(half.plan)["one.forward.linear_0.input.amax"]
+    )
     assert half.plan["large.up.forward.linear_0"].reason == "never ran in calibration"
     assert q.plan["large.up.forward.linear_0"].quantized
     assert q.plan["small.forward.linear_0"].quantized
