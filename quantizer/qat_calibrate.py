@@ -135,7 +135,7 @@ class QATCalibrate:
         skipped = list(skipped_sources(model))
         observation = seen_by_all_ranks(self.config, model, observation, refused, skipped)
         plan = plan_of(self.config, model, observation, refused)
-        apply_plan(model, plan, self.config.dtype)
+        apply_plan(model, plan)
         for site in sites_of(model):
             site.active = plan[site.path].quantized
         self._plans.append((model, plan, observation.counter.products()))

@@ -46,7 +46,6 @@ from quantizer.sensitivity import Measurement
 from quantizer.sensitivity import choose
 from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
-from quantizer.settings import plan_settings
 from quantizer.settings import refused_sites
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.targets import profile
@@ -159,7 +158,7 @@ class Quantizer:
         self._serve(model)
         plan = self._plan()
         proxy = build_proxy(model, eager_attention=True).eval()
-        apply_plan(proxy, plan, self.config.dtype)
+        apply_plan(proxy, plan)
         store_weights(proxy, plan)
         measurement = Measurement(sites_of(proxy), plan)
         measurement.attach(proxy)
@@ -193,7 +192,7 @@ class Quantizer:
         self._serve(model)
         plan = self._final_plan()
         proxy = build_proxy(model, eager_attention=True).eval()
-        apply_plan(proxy, plan, self.config.dtype)
+        apply_plan(proxy, plan)
         freeze(proxy, plan)
         return proxy
 
@@ -219,7 +218,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
         """
-        plan = with_scales(self._plan(), scales, plan_settings(self.config))
+        plan = with_scales(self._plan(), scales, float_dtype(self.config))
         self._loaded, self._loaded_products, self._amp = plan, self._products(), None
 
     # -- files -----------------------------------------------------------------------------------------------------
@@ -239,7 +238,7 @@ class Quantizer:
             quant_model: what ``quantize()`` returned.
             path: the ``.onnx`` file.
             example: one batch, as for ``calibrate``; its values do not matter.
-            opset: the ONNX opset; None: what the target wants.
+            opset: the ONNX opset; None: what the target wants, or later where a format needs it.
             dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, and axis 1 of
                 every integer input is ``sequence``.
 
@@ -248,6 +247,7 @@ class Quantizer:
             ExportError: the model cannot be exported, or the file cannot be written.
         """
         from quantizer.export import export_onnx
+        from quantizer.export import least_opset
 
         if not is_proxy(quant_model) or any(quant_model is proxy for proxy in self._working_proxies()):
             raise ProxyError("export() takes the model that quantize() returned")
@@ -256,7 +256,7 @@ class Quantizer:
             quant_model,
             Path(path),
             example,
-            opset=opset or target.opset,
+            opset=opset or max(target.opset, least_opset(quant_model)),
             dtype=float_dtype(self.config),
             axes=dynamic_axes,
             unsigned=target.unsigned_activations,

@@ -15,21 +15,26 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from quantizer.config import QuantizerConfig
+from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import qtype
 from quantizer.proxy.auto_range import Trial
 from quantizer.proxy.auto_range import choose_ranges
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.decide import decide
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import padding_mask
+from quantizer.proxy.operand_plans import PlanSettings
+from quantizer.proxy.operand_plans import scale_of
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import PlanSettings
-from quantizer.proxy.plan import decide
-from quantizer.proxy.plan import scale_of
 from quantizer.proxy.ranks import summed
+from quantizer.proxy.smooth import ALPHAS
+from quantizer.proxy.smooth import migrate
 from quantizer.sensitivity.measure import flat_output
+from quantizer.settings import calibrator_of
 from quantizer.settings import plan_settings
-from quantizer.settings import searches_ranges
+from quantizer.settings import replays_batches
 
 __all__ = ["plan_of"]
 
@@ -39,20 +44,29 @@ def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Observation,
 
     Ranges are chosen once for what was seen, and again when more data came since.
     """
-    settings = plan_settings(config)
+    settings = plan_settings(config, proxy)
 
     def decided() -> Plan:
         return decide(proxy, list(sites_of(proxy)), observation, refused, settings)
 
-    plan = decided()
-    if not searches_ranges(config) or observation.batches in (0, observation.chosen_at):
-        return plan
+    if not replays_batches(config) or observation.batches in (0, observation.chosen_at):
+        return decided()
+    activations = config.activations
     with observation.paused(sites_of(proxy)), torch.no_grad():
-        if config.activations.calibrator == "auto":
+        if activations.smooth is not None:
+            migrate(
+                proxy,
+                observation,
+                decided,
+                alphas=ALPHAS if activations.smooth == "auto" else (activations.smooth,),
+                make=partial(calibrator_of, config, histogram=False),
+                scale_dtype=settings.scale_dtype,
+            )
+        if activations.calibrator == "auto":
             assert observation.kept is not None
-            choose_ranges(proxy, _trials(proxy, plan, observation, settings), observation.kept)
-        else:
-            _choose_percentile(config.activations.percentiles, proxy, observation, decided, config.dtype)
+            choose_ranges(proxy, _trials(proxy, decided(), observation, settings), observation.kept)
+        elif activations.calibrator == "percentile" and len(activations.percentiles) > 1:
+            _choose_percentile(activations.percentiles, proxy, observation, decided)
     observation.chosen_at = observation.batches
     return decided()
 
@@ -61,19 +75,22 @@ def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: Pl
     """The activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
-            group = observation.records[site.path].operands[operand.name].group
+            group = observation.records[site.path].operands[operand.name].range
+            # A zero point follows from the range: it is judged as if it were symmetric.
+            dtype = INT8 if operand.zero_point is not None else qtype(operand.dtype)
             if group is not None and operand.scale is not None:
                 yield Trial(
                     site=site,
                     operand=operand.name,
                     group=group,
-                    dtype=settings.dtype,
-                    scale=partial(scale_of, settings=settings),
+                    dtype=dtype,
+                    scale=partial(scale_of, dtype=dtype, scale_dtype=settings.scale_dtype),
+                    planned=plan[site.path].operands,
                 )
 
 
 def _choose_percentile(
-    percentiles: Sequence[float], proxy: nn.Module, observation: Observation, decided: Callable[[], Plan], dtype: str
+    percentiles: Sequence[float], proxy: nn.Module, observation: Observation, decided: Callable[[], Plan]
 ) -> None:
     """Give every range the percentile with which the model's output, everything quantized, comes out best."""
     assert observation.kept is not None
@@ -81,7 +98,7 @@ def _choose_percentile(
     errors: dict[float, float] = {}
     for percentile in tqdm(percentiles, "choosing a percentile", leave=False, disable=None):
         _take_percentile(observation, percentile)
-        with _quantized(proxy, decided(), dtype):
+        with _quantized(proxy, decided()):
             errors[percentile] = sum(_error(_output(proxy, batch), output) for batch, output in expected)
     errors = dict(zip(errors, summed(errors.values()), strict=True))
     # Of equal errors, the larger range.
@@ -95,10 +112,10 @@ def _take_percentile(observation: Observation, percentile: float) -> None:
 
 
 @contextmanager
-def _quantized(proxy: nn.Module, plan: Plan, dtype: str) -> Iterator[None]:
+def _quantized(proxy: nn.Module, plan: Plan) -> Iterator[None]:
     """The proxy with a plan carried out, its weights still float parameters; as it was afterwards."""
     sites = list(sites_of(proxy))
-    apply_plan(proxy, plan, dtype)
+    apply_plan(proxy, plan)
     try:
         for site in sites:
             site.active = plan[site.path].quantized

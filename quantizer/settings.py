@@ -14,16 +14,21 @@ from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
+from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.formats import Format
+from quantizer.proxy.formats import FormatRule
+from quantizer.proxy.formats import Formats
+from quantizer.proxy.formats import formats_for
 from quantizer.proxy.observe import Observation
-from quantizer.proxy.plan import PlanSettings
+from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import refusals
 from quantizer.targets import profile
 
-__all__ = ["float_dtype", "observation_of", "plan_settings", "refused_sites", "searches_ranges"]
+__all__ = ["calibrator_of", "float_dtype", "observation_of", "plan_settings", "refused_sites", "replays_batches"]
 
 
 def observation_of(
@@ -32,18 +37,26 @@ def observation_of(
     """What watches the sites of ``proxy``, still to be attached; ``skipped``: calls that are no sites, and why."""
     # What a switch turns off need not be observed either.
     off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
-    keep = searches_ranges(config)
-    return Observation(sites_of(proxy), refused, partial(_calibrator, config), off, skipped, keep=keep)
+    return Observation(
+        sites_of(proxy),
+        refused,
+        partial(calibrator_of, config),
+        off,
+        skipped,
+        keep=replays_batches(config),
+        channels=config.activations.smooth is not None,
+    )
 
 
-def searches_ranges(config: QuantizerConfig) -> bool:
+def replays_batches(config: QuantizerConfig) -> bool:
     """Whether ranges are found by running the model again: a few batches are kept for that."""
     activations = config.activations
     several = activations.calibrator == "percentile" and len(activations.percentiles) > 1
-    return several or activations.calibrator == "auto"
+    return several or activations.calibrator == "auto" or activations.smooth is not None
 
 
-def _calibrator(config: QuantizerConfig, histogram: bool) -> Calibrator:
+def calibrator_of(config: QuantizerConfig, histogram: bool) -> Calibrator:
+    """A calibrator as the config wants it; ``histogram`` asks for a histogram in any case."""
     activations = config.activations
     # Until ranges are chosen: the estimate that needs nothing but the values.
     name = "mse" if activations.calibrator == "auto" else activations.calibrator
@@ -74,12 +87,39 @@ def float_dtype(config: QuantizerConfig) -> torch.dtype:
     return dtype
 
 
-def plan_settings(config: QuantizerConfig) -> PlanSettings:
-    """What a plan depends on besides the data."""
+def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
+    """What a plan for ``proxy`` depends on besides the data.
+
+    Raises:
+        ConfigError: a rule of ``formats`` matches nothing in it, or asks for what the target cannot compute in.
+    """
     return PlanSettings(
-        dtype=qtype(config.dtype),
+        formats=_formats(config, proxy),
         per_channel=config.weights.granularity == "per_channel",
         switches=config.sites.model_dump(),
         scale_dtype=float_dtype(config),
         profile=profile(config.backend),
     )
+
+
+def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
+    usual = qtype(config.dtype)
+    rules = []
+    for number, rule in enumerate(config.formats):
+        activations: QType | None = usual if rule.activations is None else None
+        if rule.activations not in (None, "float"):
+            activations = qtype(str(rule.activations))
+        rules.append(
+            FormatRule(
+                format=Format(
+                    activations=activations,
+                    weights=qtype(rule.weights) if rule.weights is not None else usual,
+                    block_size=rule.block_size,
+                    rule=f"formats[{number}]",
+                ),
+                kinds=rule.kinds,
+                sites=Rules(module_types=rule.module_types, names=rule.names, sites=rule.sites),
+            )
+        )
+    default = Format(activations=usual, weights=usual)
+    return formats_for(proxy, sites_of(proxy), default, rules, profile(config.backend))

@@ -69,6 +69,14 @@ class RangeRow:
     scale: float | None
     clipped: float | None
     sqnr_db: float | None
+    smoothing: str | None = None
+
+    @property
+    def used(self) -> str:
+        """Whether it is used, and what of it was migrated, in words."""
+        if not self.quantized:
+            return "no"
+        return "yes" if self.smoothing is None else f"yes, {self.smoothing}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,7 +278,7 @@ class Ranges(View[RangeRow]):
         return [
             [
                 row.name,
-                "yes" if row.quantized else "no",
+                row.used,
                 row.minimum,
                 row.maximum,
                 row.amax,
@@ -339,4 +347,5 @@ def _row_of_operand(site: SitePlan, operand: OperandPlan) -> RangeRow:
         scale=operand.largest_scale,
         clipped=operand.clipped,
         sqnr_db=operand.sqnr_db,
+        smoothing=operand.smoothing,
     )

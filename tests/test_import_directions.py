@@ -18,7 +18,7 @@ ORDER = (
     ("errors", "registry", "files"),
     ("config",),
     ("numerics",),
-    ("calibrators",),
+    ("calibrators", "functional"),
     ("source",),
     ("targets",),
     ("proxy",),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantizer.calibrators.histogram import Histogram
+from quantizer.calibrators.histogram import in_memory_order
 from quantizer.errors import CalibrationError
 from quantizer.registry import Registry
 
@@ -44,7 +45,7 @@ class Calibrator:
         """
         if x.numel() == 0:
             return
-        low, high = (float(bound) for bound in torch.aminmax(x.detach()))
+        low, high = (float(bound) for bound in torch.aminmax(in_memory_order(x.detach())))
         if not (math.isfinite(low) and math.isfinite(high)):
             what = "NaN" if math.isnan(low) or math.isnan(high) else "an infinite value"
             raise CalibrationError(f"{what} in its values, shape {tuple(x.shape)}")
@@ -52,13 +53,22 @@ class Calibrator:
         self.maximum = max(self.maximum, high)
         self.count += x.numel()
         if self.histogram is not None:
-            self.histogram.add(x, max(abs(low), abs(high)))
+            self.histogram.add(self.counted(x), max(abs(low), abs(high)))
+
+    def counted(self, x: Tensor) -> Tensor:
+        """The values of x [*] that the histogram counts."""
+        return x
 
     def start_histogram(self, x: Tensor) -> None:
         """Keep a histogram from now on, beginning with x [*], which was observed just before."""
         if self.histogram is None and x.numel():
             self.histogram = Histogram()
-            self.histogram.add(x, float(x.detach().abs().max()))
+            self.histogram.add(self.counted(x), float(x.detach().abs().max()))
+
+    def widen(self, low: float, high: float) -> None:
+        """Take in the bounds of values of which no more is known; they are counted nowhere."""
+        self.minimum = min(self.minimum, low)
+        self.maximum = max(self.maximum, high)
 
     def merge(self, other: Calibrator) -> None:
         """Take in all that another calibrator of the same kind has seen."""
@@ -87,6 +97,10 @@ class Calibrator:
         other.minimum, other.maximum, other.count = self.minimum, self.maximum, self.count
         other.histogram = self.histogram
         return other
+
+    def for_format(self, dtype: str) -> Calibrator:
+        """The same estimate for another format; itself where the estimate does not depend on one."""
+        return self
 
     def amax(self) -> float:
         """The magnitude that maps to the largest step of the format; computed again only where data came since."""

@@ -23,11 +23,21 @@ class EntropyCalibrator(Calibrator):
     Args:
         dtype: the integer format that the operand will be held in.
         histogram: taken for the sake of the common signature; this calibrator always keeps one.
+
+    Raises:
+        ValueError: ``dtype`` is no integer format.
     """
 
     def __init__(self, *, dtype: str = "int8", histogram: bool = True) -> None:
         super().__init__(histogram=True)
-        self.levels = qtype(dtype).qmax + 1
+        kind = qtype(dtype)
+        if kind.is_float:
+            raise ValueError(f"entropy counts equal steps, and those of {dtype} are not; expected an integer format")
+        self.dtype = dtype
+        self.levels = kind.qmax + 1
+
+    def for_format(self, dtype: str) -> Calibrator:
+        return self if dtype == self.dtype else self.seen_as("entropy", dtype=dtype)
 
     def estimate(self) -> float:
         histogram = self.histogram

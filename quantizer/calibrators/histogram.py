@@ -14,7 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["BINS", "Histogram"]
+from quantizer.numerics.ops import fake_quantize
+
+__all__ = ["BINS", "Histogram", "in_memory_order"]
 
 BINS = 2048
 
@@ -64,7 +66,7 @@ class Histogram:
         self._grow(_exponent_for(float(torch.tensor(amax, dtype=torch.float32))))
         assert self.exponent is not None
         size = _PIECE if x.device.type == "cpu" else x.numel()
-        for piece in torch.split(x.detach().flatten(), size):
+        for piece in torch.split(in_memory_order(x.detach()).flatten(), size):
             # Scaling by a power of two is exact, so truncation gives the true bin.
             bins = piece.float().abs().mul_(2.0**-self.exponent).to(torch.int32)
             self.counts += torch.bincount(bins, minlength=BINS).cpu()
@@ -99,18 +101,19 @@ class Histogram:
         first = math.ceil(amax * 2.0**-self.exponent)
         return int(self.counts[first:].sum()) / self.total
 
-    def noise(self, scale: float, qmin: int, qmax: int) -> float:
-        """The sum of squared errors if all values were rounded with ``scale``, from the bin centres."""
-        centres = self.centres()
-        rounded = (centres / scale).round().clamp(qmin, qmax) * scale
-        return float((self.counts.double() * (centres - rounded) ** 2).sum())
+    def sqnr_db(self, scale: float, dtype: str) -> float:
+        """Signal to quantization-noise ratio in dB if all values were rounded with ``scale``, from the bin centres.
 
-    def sqnr_db(self, scale: float, qmin: int, qmax: int) -> float:
-        """Signal to quantization-noise ratio in dB if all values were rounded with ``scale``, from the bin centres."""
+        Args:
+            scale: the size of a step.
+            dtype: the format of the steps.
+        """
         if self.exponent is None:
             return math.inf
-        noise = self.noise(scale, qmin, qmax)
-        signal = float((self.counts.double() * self.centres() ** 2).sum())
+        centres = self.centres().float()
+        rounded = fake_quantize(centres, torch.tensor(scale, dtype=torch.float32), dtype)
+        noise = float((self.counts.double() * (centres.double() - rounded.double()) ** 2).sum())
+        signal = float((self.counts.double() * centres.double() ** 2).sum())
         return 10 * math.log10(signal / noise) if noise > 0 else math.inf
 
     def _grow(self, exponent: int) -> None:
@@ -120,6 +123,15 @@ class Histogram:
             self.counts = _coarsened(self.counts, exponent - self.exponent)
             self.exponent = exponent
         # A smaller range than before keeps the wider bins.
+
+
+def in_memory_order(x: Tensor) -> Tensor:
+    """x [*] with its axes permuted as they lie in memory, where that makes it contiguous: passes over it are faster."""
+    if x.is_contiguous() or x.layout != torch.strided:
+        return x
+    strides = x.stride()
+    permuted = x.permute(sorted(range(x.dim()), key=lambda axis: -strides[axis]))
+    return permuted if permuted.is_contiguous() else x
 
 
 def _exponent_for(amax: float) -> int:

@@ -29,12 +29,15 @@ class MseCalibrator(Calibrator):
         super().__init__(histogram=True)
         self.dtype = qtype(dtype)
 
+    def for_format(self, dtype: str) -> Calibrator:
+        return self if dtype == self.dtype.name else self.seen_as("mse", dtype=dtype)
+
     def estimate(self) -> float:
         histogram = self.histogram
         assert isinstance(histogram, Histogram)
         if histogram.exponent is None:
             return self.largest
-        errors = squared_errors(histogram.counts, torch.arange(self.dtype.qmax + 1))
+        errors = squared_errors(histogram.counts, self.dtype.magnitudes)
         used = int(histogram.counts.nonzero().max()) + 1
         best = int(errors[:used].argmin()) + 1
         return min(best * 2.0**histogram.exponent, self.largest)

@@ -10,14 +10,16 @@ from pydantic import BeforeValidator
 from pydantic import Field
 from pydantic import PlainSerializer
 from pydantic import PlainValidator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from quantizer.config.section import Expects
 from quantizer.config.section import Section
 from quantizer.config.section import TextList
 from quantizer.config.section import reject
+from quantizer.config.section import tuple_from_list
 
-__all__ = ["ActivationsConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
+__all__ = ["ActivationsConfig", "FormatConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
 
 
 def _percentile(value: Any) -> float | tuple[float, ...]:
@@ -38,6 +40,14 @@ def _percentile_number(value: Any) -> float:
     return float(value)
 
 
+def _smooth(value: Any) -> float | str | None:
+    if value is None or value == "auto":
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise PydanticCustomError("smooth", "Input should be a number above 0 and at most 1, 'auto' or null")
+    return float(value)
+
+
 class ActivationsConfig(Section):
     """How the ranges of activations are found."""
 
@@ -55,6 +65,15 @@ class ActivationsConfig(Section):
         default=99.99,
         description="Percent of the absolute values that the range covers; used by calibrator 'percentile'. Of a list "
         "the one is taken with which the model's output comes out best.",
+    )
+    smooth: Annotated[
+        float | Literal["auto"] | None,
+        PlainValidator(_smooth),
+        Expects("a number, above 0 and at most 1, 'auto' or null"),
+    ] = Field(
+        default=None,
+        description="SmoothQuant: how much of the outliers of what linears read moves into their weights, such as 0.5; "
+        "'auto' chooses for each tensor, null moves nothing.",
     )
 
     @property
@@ -108,13 +127,43 @@ class SelectionConfig(Section):
     )
 
 
+class FormatConfig(SelectionConfig):
+    """Formats for some sites: those of ``kinds`` that the patterns match; what is left out matches every site."""
+
+    kinds: Annotated[
+        tuple[Literal["linear", "conv", "matmul", "residual_add", "embedding"], ...], BeforeValidator(tuple_from_list)
+    ] = Field(default=(), description="Kinds of site; empty: all.")
+    activations: Literal["int8", "uint8", "fp8", "float"] | None = Field(
+        default=None, description="Number format of activations; 'float': weights alone are quantized; null: dtype."
+    )
+    weights: Literal["int8", "fp8", "int4"] | None = Field(
+        default=None, description="Number format of weights; null: dtype."
+    )
+    block_size: int | None = Field(
+        default=None, ge=2, description="Weights in int4: how many input channels share a scale; null: all of a row."
+    )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> FormatConfig:
+        if self.activations is None and self.weights is None:
+            reject(("", "sets no format; expected activations, weights or both, such as weights: int4"))
+        if self.block_size is not None and self.weights != "int4":
+            reject(
+                ("block_size", f"got {self.block_size}; expected null, or weights: int4, the format that has blocks")
+            )
+        return self
+
+
 class QuantizerConfig(Section):
     """The settings of a ``Quantizer``."""
 
     backend: Literal["tensorrt", "tensorrt-rtx", "openvino", "onnxruntime"] = Field(
         default="tensorrt", description="The engine that will run the quantized model."
     )
-    dtype: Literal["int8"] = Field(default="int8", description="Number format of what is quantized.")
+    dtype: Literal["int8", "fp8"] = Field(default="int8", description="Number format of what is quantized.")
+    formats: Annotated[tuple[FormatConfig, ...], BeforeValidator(tuple_from_list)] = Field(
+        default=(), description="Other formats for some sites; of the rules that match a site the last decides."
+    )
     fallback_dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
         default=None, description="Number format of what is not quantized; null: what the backend wants."
     )
@@ -129,3 +178,11 @@ class QuantizerConfig(Section):
     exclude: SelectionConfig = Field(
         default=SelectionConfig(), description="Never quantize what these rules match; stronger than include."
     )
+
+    @model_validator(mode="after")
+    def _entropy_counts_equal_steps(self) -> QuantizerConfig:
+        fp8 = self.dtype == "fp8" or any(rule.activations == "fp8" for rule in self.formats)
+        if fp8 and self.activations.calibrator == "entropy":
+            text = "got 'entropy', which counts equal steps, and those of fp8 are not; expected another calibrator"
+            reject(("activations.calibrator", text))
+        return self

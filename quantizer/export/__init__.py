@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from quantizer.export.onnx_file import export_onnx
+from quantizer.export.onnx_file import least_opset
 
-__all__ = ["export_onnx"]
+__all__ = ["export_onnx", "least_opset"]

@@ -25,13 +25,17 @@ from quantizer.export.passes import PASSES
 from quantizer.export.passes import UnsignedActivations
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
-from quantizer.proxy.build import is_proxy
+from quantizer.numerics.qtype import QTYPES
+from quantizer.numerics.qtype import qtype
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 
-__all__ = ["export_onnx"]
+__all__ = ["export_onnx", "least_opset"]
 
 Axes = Mapping[str, Mapping[int, str]]
 
 _HALF_SCALES_OPSET = 19
+_BLOCKS_OPSET = 21
+_STORAGE = {kind.storage for kind in QTYPES.values()}
 
 
 def export_onnx(
@@ -65,7 +69,7 @@ def export_onnx(
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
         raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
     # A copy is converted, and put in eval mode: in place it would change what the caller holds.
-    exported = copy.deepcopy(model).eval().to(dtype)
+    exported = _converted(copy.deepcopy(model).eval(), dtype)
     args, keywords = _split(example, dtype)
     names = _output_names(model, example)
     _name_inputs(exported, keywords)
@@ -76,6 +80,12 @@ def export_onnx(
     run_passes(ir_model, PASSES if unsigned == "none" else (*PASSES, UnsignedActivations(unsigned)))
     _write(ir_model, path)
     return path
+
+
+def least_opset(model: nn.Module) -> int:
+    """The first opset that has all formats in which a frozen proxy holds operands; 0 where it holds none."""
+    held = [quantizer for quantizer in model.modules() if isinstance(quantizer, OperandQuantizer) and quantizer.enabled]
+    return max((_BLOCKS_OPSET if q.block_size is not None else qtype(q.dtype).onnx_opset for q in held), default=0)
 
 
 def _require(package: str) -> None:
@@ -92,6 +102,16 @@ def _check_folder(path: Path) -> None:
         raise ExportError(f"{path}: the folder {path.parent} does not exist; make it first")
     if not os.access(path.parent, os.W_OK):
         raise ExportError(f"{path}: the folder {path.parent} cannot be written")
+
+
+def _converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model in another float type, in place. ``Module.to`` would convert stored steps of FP8 as well."""
+
+    def convert(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() and value.dtype not in _STORAGE else value
+
+    converted: nn.Module = model._apply(convert)  # type: ignore[no-untyped-call]
+    return converted
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -194,7 +214,7 @@ def _export(
                 opset_version=opset,
                 dynamic_shapes=dynamic,
                 output_names=output_names,
-                custom_translation_table=translations(opset) if is_proxy(model) else None,
+                custom_translation_table=translations(opset),
                 verbose=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:

@@ -1,40 +1,137 @@
 """How our torch operators are spelled in ONNX.
 
-The types are in the graph: scale, input and output of a Q/DQ pair share one float type, and the zero point is an INT8
-zero, without which ``QuantizeLinear`` would give unsigned integers.
+The types are in the graph: scale, input and output of a Q/DQ pair share one float type, and ``QuantizeLinear`` always
+has a zero point, because its type is the type of the steps. ``DequantizeLinear`` has one where the format does.
+
+torch holds steps of INT4 as int8: a Cast stands where one becomes the other. ``StoreWeights`` carries out those of
+weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from quantizer.errors import ExportError
+from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import QType
+from quantizer.numerics.qtype import qtype
+
 __all__ = ["translations"]
+
+_BLOCKS_OPSET = 21
 
 
 def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
     """The table that ``torch.onnx.export`` takes as ``custom_translation_table``."""
-    import numpy as np
-    import onnxscript
+    spelling = _Spelling(opset)
 
-    op: Any = onnxscript.values.Opset("", opset)
-    zero = np.array(0, dtype=np.int8)
+    def fake_quantize(
+        x: Any,
+        scale: Any,
+        dtype: str = "int8",
+        axis: int | None = None,
+        block_size: int | None = None,
+        zero_point: Any = None,
+    ) -> Any:
+        kind, where = spelling.format(dtype, axis, block_size)
+        wide, wide_scale = spelling.in_one_type(x, scale)
+        zero = spelling.zeros(scale, kind) if zero_point is None else zero_point
+        steps = spelling.op.QuantizeLinear(wide, wide_scale, zero, **where)
+        return spelling.like(x, spelling.op.DequantizeLinear(steps, wide_scale, zero_point, **where), wide)
 
-    def fake_quantize(x: Any, scale: Any, dtype: str = "int8", axis: int | None = None) -> Any:
-        attributes = {} if axis is None else {"axis": axis}
-        steps = op.QuantizeLinear(x, scale, op.Constant(value=_tensor(zero)), **attributes)
-        return op.DequantizeLinear(steps, scale, **attributes)
+    def quantize(
+        x: Any,
+        scale: Any,
+        dtype: str = "int8",
+        axis: int | None = None,
+        block_size: int | None = None,
+        zero_point: Any = None,
+    ) -> Any:
+        kind, where = spelling.format(dtype, axis, block_size)
+        zero = spelling.zeros(scale, kind) if zero_point is None else zero_point
+        steps = spelling.op.QuantizeLinear(*spelling.in_one_type(x, scale), zero, **where)
+        return spelling.op.Cast(steps, to=_element(INT8)) if kind.is_packed else steps
 
-    def dequantize(q: Any, scale: Any, axis: int | None = None) -> Any:
-        return op.DequantizeLinear(q, scale, **({} if axis is None else {"axis": axis}))
+    def dequantize(
+        q: Any,
+        scale: Any,
+        dtype: str = "int8",
+        axis: int | None = None,
+        block_size: int | None = None,
+        zero_point: Any = None,
+    ) -> Any:
+        kind, where = spelling.format(dtype, axis, block_size)
+        steps = spelling.op.Cast(q, to=_element(kind)) if kind.is_packed else q
+        wide, _ = spelling.in_one_type(scale, scale)
+        return spelling.like(scale, spelling.op.DequantizeLinear(steps, wide, zero_point, **where), wide)
 
     operators = torch.ops.quantizer
-    return {operators.fake_quantize.default: fake_quantize, operators.dequantize.default: dequantize}
+    return {
+        operators.fake_quantize.default: fake_quantize,
+        operators.quantize.default: quantize,
+        operators.dequantize.default: dequantize,
+    }
 
 
-def _tensor(value: Any) -> Any:
+class _Spelling:
+    """What the translations share, in one version of ONNX.
+
+    ``where`` are the attributes of both ONNX operators that say what the scale belongs to.
+    """
+
+    def __init__(self, opset: int) -> None:
+        import onnxscript
+
+        self.opset = opset
+        self.op: Any = onnxscript.values.Opset("", opset)
+
+    def format(self, dtype: str, axis: int | None, block_size: int | None) -> tuple[QType, dict[str, int]]:
+        """The format, and ``where``."""
+        kind, where = qtype(dtype), {}
+        if self.opset < kind.onnx_opset:
+            raise ExportError(f"opset={self.opset}: {dtype} needs opset {kind.onnx_opset} or later")
+        if axis is not None:
+            where["axis"] = axis
+        if block_size is not None:
+            if self.opset < _BLOCKS_OPSET:
+                raise ExportError(f"opset={self.opset}: scales of blocks need opset {_BLOCKS_OPSET} or later")
+            where["block_size"] = block_size
+        return kind, where
+
+    def in_one_type(self, x: Any, scale: Any) -> tuple[Any, Any]:
+        """Both in float32 where they differ, or are of a type that ``QuantizeLinear`` does not take."""
+        import onnx_ir
+
+        if x.dtype == scale.dtype != onnx_ir.DataType.DOUBLE:
+            return x, scale
+        return tuple(
+            value if value.dtype == onnx_ir.DataType.FLOAT else self.op.Cast(value, to=onnx_ir.DataType.FLOAT)
+            for value in (x, scale)
+        )
+
+    def like(self, original: Any, result: Any, wide: Any) -> Any:
+        """The result in the type that ``original`` had before it became ``wide``."""
+        return result if wide is original else self.op.Cast(result, to=original.dtype)
+
+    def zeros(self, scale: Any, kind: QType) -> Any:
+        """Zero points of a format, of the scale's shape: a constant where that is known."""
+        import onnx
+
+        if not scale.shape.is_static():
+            # Not ConstantOfShape, which ONNX Runtime 1.31 has for neither FP8 nor INT4.
+            return self.op.Cast(self.op.Sub(scale, scale), to=_element(kind))
+        shape = scale.shape.numpy()
+        raw = bytes(-(-math.prod(shape) * kind.bits // 8))
+        return self.op.Constant(value=onnx.helper.make_tensor("zero", _element(kind), shape, raw, raw=True))
+
+
+def _element(kind: QType) -> int:
+    """The number of a format in ONNX's list of element types."""
     import onnx
 
-    return onnx.numpy_helper.from_array(value)
+    number: int = onnx.TensorProto.DataType.Value(kind.onnx_type)
+    return number

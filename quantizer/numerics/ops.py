@@ -1,13 +1,23 @@
 """``quantizer::quantize``, ``dequantize`` and ``fake_quantize`` as torch operators.
 
-Legend: x [*] any shape, s [] or [C] the scale, q = clamp(round(x / s), qmin, qmax), x' = q * s.
+Legend: x [*] any shape; s the scale and z the zero point (0 without one), of one shape, see ``granularity.py``; q [*]
+the steps, in the storage type of their format; x' [*] the values that they stand for.
 
-Rounding is to nearest, ties to even, of the quotient x / s, as ONNX ``QuantizeLinear`` defines it
+=======  =====================================================  =================
+format   q                                                      x'
+=======  =====================================================  =================
+integer  clamp(round(x / s) + z, qmin, qmax)                    (q - z) * s
+FP8      clamp(x / s, qmin, qmax), rounded to the format        q * s
+=======  =====================================================  =================
+
+x / s is a division in float32, whatever the type of x and s. Rounding is to the nearest step, ties to the even one; x'
+is rounded once, to the type that is asked for. That is ONNX ``QuantizeLinear``, with ``saturate`` for FP8
 (https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html). ``torch.fake_quantize_*`` multiplies by 1 / s instead, which
-differs near ties by at most one step. Half and bfloat16 inputs are computed in float32 and rounded once, at the end.
+differs near ties by at most one step. NaN stays NaN in x' and in FP8; its integer step is undefined.
 
 They are custom operators, because ``torch.fake_quantize_*`` has no kernel for symbolic shapes and cannot be exported
-with dynamic axes. Loading a traced or exported program that holds them needs ``import quantizer`` first.
+with dynamic axes. Loading a traced or exported program that holds them needs ``import quantizer`` first. They check
+nothing: reading a scale would wait for the device at each call. ``quantizer.functional`` does, for user code.
 """
 
 from __future__ import annotations
@@ -17,71 +27,117 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.numerics.granularity import beside
+from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
 
 __all__ = ["dequantize", "fake_quantize", "quantize"]
 
 
-def _shaped(scale: Tensor, ndim: int, axis: int | None) -> Tensor:
-    """The scale [C] as [1, .., C, .., 1] beside a tensor of ``ndim`` axes; a scalar as it is."""
-    if axis is None:
-        return scale.float()
-    shape = [1] * ndim
-    shape[axis] = -1
-    return scale.float().reshape(shape)
+def _steps(
+    x: Tensor, scale: Tensor, dtype: str, axis: int | None, block_size: int | None, zero_point: Tensor | None
+) -> Tensor:
+    """q [*] in float32, laid out as ``empty_like(x)`` is, which is what the fake kernels promise.
 
-
-def _steps(x: Tensor, scale: Tensor, dtype: str, axis: int | None) -> Tensor:
-    """round(x / s), clamped, in float32. Works in place on its own buffer: these passes are bound by memory."""
+    Works in place on its own buffer, as all that follows it does: these passes are bound by memory.
+    """
     kind = qtype(dtype)
-    steps = torch.div(x.float(), _shaped(scale, x.dim(), axis))
-    return steps.round_().clamp_(kind.qmin, kind.qmax)
+    result = torch.empty_like(x, dtype=torch.float32)
+    steps = in_blocks(result, axis, block_size)
+    torch.div(in_blocks(x.float(), axis, block_size), beside(scale, x.dim(), axis, block_size), out=steps)
+    if kind.is_float:
+        # Clamped first: a cast need not saturate.
+        return result.clamp_(kind.qmin, kind.qmax).to(kind.storage).float()
+    steps.round_()
+    if zero_point is not None:
+        steps.add_(beside(zero_point, x.dim(), axis, block_size))
+    return result.clamp_(kind.qmin, kind.qmax)
+
+
+def _to_values(
+    steps: Tensor, scale: Tensor, axis: int | None, block_size: int | None, zero_point: Tensor | None
+) -> Tensor:
+    """q [*] in float32 to x' [*], in place."""
+    blocks = in_blocks(steps, axis, block_size)
+    if zero_point is not None:
+        blocks.sub_(beside(zero_point, steps.dim(), axis, block_size))
+    blocks.mul_(beside(scale, steps.dim(), axis, block_size))
+    return steps
 
 
 @torch.library.custom_op("quantizer::quantize", mutates_args=())
-def quantize(x: Tensor, scale: Tensor, dtype: str = "int8", axis: int | None = None) -> Tensor:
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    dtype: str = "int8",
+    axis: int | None = None,
+    block_size: int | None = None,
+    zero_point: Tensor | None = None,
+) -> Tensor:
     """x [*] to steps q [*] in the storage type of ``dtype``."""
-    return _steps(x, scale, dtype, axis).to(qtype(dtype).storage)
-
-
-@quantize.register_fake
-def _(x: Tensor, scale: Tensor, dtype: str = "int8", axis: int | None = None) -> Tensor:
-    return torch.empty_like(x, dtype=qtype(dtype).storage)
+    return _steps(x, scale, dtype, axis, block_size, zero_point).to(qtype(dtype).storage)
 
 
 @torch.library.custom_op("quantizer::dequantize", mutates_args=())
-def dequantize(q: Tensor, scale: Tensor, axis: int | None = None) -> Tensor:
-    """Steps q [*] back to q * s in the scale's dtype."""
-    return (q.float() * _shaped(scale, q.dim(), axis)).to(scale.dtype)
-
-
-@dequantize.register_fake
-def _(q: Tensor, scale: Tensor, axis: int | None = None) -> Tensor:
-    return torch.empty_like(q, dtype=scale.dtype)
+def dequantize(
+    q: Tensor,
+    scale: Tensor,
+    dtype: str = "int8",
+    axis: int | None = None,
+    block_size: int | None = None,
+    zero_point: Tensor | None = None,
+) -> Tensor:
+    """Steps q [*] to x' [*] in the scale's type. ``dtype`` says how a file stores q: two formats share int8 here."""
+    return _to_values(q.float(), scale, axis, block_size, zero_point).to(scale.dtype)
 
 
 @torch.library.custom_op("quantizer::fake_quantize", mutates_args=())
-def fake_quantize(x: Tensor, scale: Tensor, dtype: str = "int8", axis: int | None = None) -> Tensor:
-    """x [*] rounded to what ``dtype`` can hold, in x's own dtype: dequantize(quantize(x))."""
-    return _steps(x, scale, dtype, axis).mul_(_shaped(scale, x.dim(), axis)).to(x.dtype)
+def fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    dtype: str = "int8",
+    axis: int | None = None,
+    block_size: int | None = None,
+    zero_point: Tensor | None = None,
+) -> Tensor:
+    """x [*] rounded to what ``dtype`` can hold, x' [*] in x's own type: dequantize(quantize(x))."""
+    steps = _steps(x, scale, dtype, axis, block_size, zero_point)
+    return _to_values(steps, scale, axis, block_size, zero_point).to(x.dtype)
+
+
+@quantize.register_fake
+def _(x: Tensor, scale: Tensor, dtype: str = "int8", *granularity: Any) -> Tensor:
+    return torch.empty_like(x, dtype=qtype(dtype).storage)
+
+
+@dequantize.register_fake
+def _(q: Tensor, scale: Tensor, *format_and_granularity: Any) -> Tensor:
+    return torch.empty_like(q, dtype=scale.dtype)
 
 
 @fake_quantize.register_fake
-def _(x: Tensor, scale: Tensor, dtype: str = "int8", axis: int | None = None) -> Tensor:
+def _(x: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _keep_operands(ctx: Any, inputs: tuple[Tensor, Tensor, str, int | None], output: Tensor) -> None:
-    x, scale, ctx.dtype, ctx.axis = inputs
-    ctx.save_for_backward(x, scale)
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point = inputs
+    ctx.save_for_backward(x, scale, zero_point)
 
 
-def _straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+def _straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """Rounding passes the gradient on, clipping stops it (Bengio et al. 2013, arXiv:1308.3432)."""
-    x, scale = ctx.saved_tensors
+    x, scale, zero_point = ctx.saved_tensors
     kind = qtype(ctx.dtype)
-    steps = torch.div(x.float(), _shaped(scale, x.dim(), ctx.axis)).round_()
-    return gradient * ((steps >= kind.qmin) & (steps <= kind.qmax)), None, None, None
+    where = (x.dim(), ctx.axis, ctx.block_size)
+    steps = torch.div(in_blocks(x.float(), ctx.axis, ctx.block_size), beside(scale, *where))
+    # What clamp meets: FP8 is clamped before it is rounded, an integer afterwards.
+    if not kind.is_float:
+        steps = steps.round_()
+    if zero_point is not None:
+        steps = steps.add_(beside(zero_point, *where))
+    inside = (steps >= kind.qmin) & (steps <= kind.qmax)
+    return gradient * inside.reshape(x.shape), None, None, None, None, None
 
 
 fake_quantize.register_autograd(_straight_through, setup_context=_keep_operands)

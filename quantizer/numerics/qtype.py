@@ -1,20 +1,33 @@
-"""Number formats as data. No integer range is spelled out anywhere else."""
+"""Number formats as data. No range is spelled out anywhere else."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-__all__ = ["INT8", "QType", "qtype"]
+__all__ = ["FP8", "INT4", "INT8", "QTYPES", "UINT8", "QType", "qtype"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QType:
-    """A low-precision format: its name, storage, and the range of its values, symmetric around zero.
+    """A low-precision format: its name, how it is stored, and the range of its steps.
 
-    ``qmin`` is the lowest stored value. Scales come from ``qmax`` alone (scale = amax / qmax), so the range is that of
-    the target's ``QuantizeLinear``: [-128, 127] for INT8, in training and in the engine alike.
+    A value is ``step * scale``, or ``(step - zero_point) * scale`` where the format has a zero point. The range is that
+    of ONNX ``QuantizeLinear``, in training and in the engine alike. Scales of formats without a zero point come from
+    ``qmax`` alone: scale = amax / qmax.
+
+    Attributes:
+        name: what a user calls it.
+        bits: bits of one step in an engine's file.
+        storage: the torch type that holds steps; it may have more bits than the format.
+        qmin: the lowest step.
+        qmax: the highest step.
+        is_float: steps are floating-point numbers, finer near zero; otherwise they are integers.
+        has_zero_point: the step that stands for 0.0 may be any; otherwise it is 0.
+        onnx_type: its name among ONNX's element types.
+        onnx_opset: the first version of ONNX whose ``QuantizeLinear`` writes it.
     """
 
     name: str
@@ -22,11 +35,57 @@ class QType:
     storage: torch.dtype
     qmin: int
     qmax: int
+    is_float: bool = False
+    has_zero_point: bool = False
+    onnx_type: str
+    onnx_opset: int
+
+    @property
+    def magnitudes(self) -> Tensor:
+        """The steps from 0 to ``qmax`` that the format has, ascending, float32."""
+        if not self.is_float:
+            return torch.arange(self.qmax + 1, dtype=torch.float32)
+        # The codes of positive numbers ascend as their numbers do; those beyond qmax are NaN.
+        values = torch.arange(2 ** (self.bits - 1), dtype=torch.uint8).view(self.storage).float()
+        found: Tensor = values[values <= self.qmax]
+        return found
+
+    @property
+    def is_packed(self) -> bool:
+        """A file holds several steps in what torch takes for one."""
+        return self.bits < 8 * self.storage.itemsize
 
 
-INT8 = QType(name="int8", bits=8, storage=torch.int8, qmin=-128, qmax=127)
+INT8 = QType(name="int8", bits=8, storage=torch.int8, qmin=-128, qmax=127, onnx_type="INT8", onnx_opset=10)
 
-_QTYPES = {entry.name: entry for entry in (INT8,)}
+UINT8 = QType(
+    name="uint8",
+    bits=8,
+    storage=torch.uint8,
+    qmin=0,
+    qmax=255,
+    has_zero_point=True,
+    onnx_type="UINT8",
+    onnx_opset=10,
+)
+
+# E4M3 without infinities: what is beyond the range saturates (Micikevicius et al. 2022, arXiv:2209.05433, table 1).
+FP8 = QType(
+    name="fp8",
+    bits=8,
+    storage=torch.float8_e4m3fn,
+    qmin=-448,
+    qmax=448,
+    is_float=True,
+    onnx_type="FLOAT8E4M3FN",
+    onnx_opset=19,
+)
+
+# For weights. torch computes with no 4-bit type: a step takes a byte there, and half a byte in an ONNX file.
+INT4 = QType(name="int4", bits=4, storage=torch.int8, qmin=-8, qmax=7, onnx_type="INT4", onnx_opset=21)
+
+QTYPES = {entry.name: entry for entry in (INT8, UINT8, FP8, INT4)}
+"""All formats by name."""
 
 
 def qtype(name: str) -> QType:
@@ -35,6 +94,6 @@ def qtype(name: str) -> QType:
     Raises:
         ValueError: there is none of that name.
     """
-    if name not in _QTYPES:
-        raise ValueError(f"unknown dtype {name!r}; known: {', '.join(sorted(_QTYPES))}")
-    return _QTYPES[name]
+    if name not in QTYPES:
+        raise ValueError(f"unknown dtype {name!r}; known: {', '.join(sorted(QTYPES))}")
+    return QTYPES[name]

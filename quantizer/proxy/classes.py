@@ -146,7 +146,7 @@ def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str)
     if key not in _STORED:
 
         def read(self: nn.Module) -> Tensor:
-            weight: Tensor = getattr(self, site).quantizer_of(operand).dequantized()
+            weight: Tensor = getattr(self, site).quantizer_of(operand).as_parameter()
             return weight
 
         read.__doc__ = "The stored weight, dequantized at each read."

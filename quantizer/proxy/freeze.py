@@ -16,10 +16,10 @@ from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.site import Site
 
-__all__ = ["apply_plan", "freeze", "store_weights"]
+__all__ = ["apply_factor", "apply_plan", "apply_site_plan", "freeze", "store_weights"]
 
 
-def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan], dtype: str) -> None:
+def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Give every operand that the plan quantizes its scale; sites stay inactive.
 
     Raises:
@@ -33,12 +33,24 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan], dtype: str) -> No
             "calibrate this model with a Quantizer of its own"
         )
     for path, entry in plan.items():
-        site = sites[path]
-        for position, operand in enumerate(site.operation.operands):
-            planned = next((o for o in entry.operands if o.name == operand.name), None)
-            if planned is not None and planned.quantized:
-                assert planned.scale is not None
-                site.quantizer(position).set_scale(planned.scale, dtype, planned.axis)
+        apply_site_plan(sites[path], entry)
+
+
+def apply_site_plan(site: Site, entry: SitePlan) -> None:
+    """Give each operand of one site that the plan quantizes its scale, and its factor; the site stays as it is."""
+    for planned in entry.operands:
+        if planned.quantized:
+            assert planned.scale is not None
+            quantizer = site.quantizer_of(planned.name)
+            quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
+            apply_factor(quantizer, planned)
+
+
+def apply_factor(quantizer: OperandQuantizer, planned: OperandPlan) -> None:
+    """Let a quantizer do its part of a migration of outliers, where the plan has one."""
+    if planned.factor is not None:
+        assert planned.smooth_axis is not None
+        quantizer.set_factor(planned.factor, planned.smooth_axis)
 
 
 def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
@@ -79,7 +91,8 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         if alone and planned.view is None and owner is proxy.get_submodule(site.host_path):
             del owner._parameters[name]
             owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
-            quantizer.handed_over = True
+            # What the module shows is the weight without the factor, so the site reads its own.
+            quantizer.handed_over = quantizer.factor is None
 
 
 def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:

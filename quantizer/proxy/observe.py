@@ -6,6 +6,7 @@ once a batch, one range.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
@@ -30,6 +31,9 @@ from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
+from quantizer.proxy.range_group import ChannelRange
+from quantizer.proxy.range_group import OperandRecord
+from quantizer.proxy.range_group import RangeGroup
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import Weights
@@ -41,8 +45,6 @@ __all__ = [
     "EMPTY",
     "OF_PARAMETERS",
     "Observation",
-    "OperandRecord",
-    "RangeGroup",
     "VARIES",
     "SiteRecord",
     "padding_mask",
@@ -52,35 +54,10 @@ __all__ = [
 
 EMPTY = "an operand was empty in every call"
 OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
+_NOT_TRACED = "first met in a pass that was not followed below Python; calibrate with one more batch"
 VARIES = "an operand is a parameter in one call and something else in another"
 _NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class RangeGroup:
-    """Operands that read one tensor, with their one calibrator.
-
-    ``chosen`` is an amax that was taken instead of the calibrator's own, and the name of the estimate.
-    """
-
-    calibrator: Calibrator
-    operands: list[str] = field(default_factory=list)
-    chosen: tuple[float, str] | None = None
-
-    @property
-    def amax(self) -> float:
-        """The magnitude that maps to the largest step of the format."""
-        return self.calibrator.amax() if self.chosen is None else self.chosen[0]
-
-
-@dataclass(kw_only=True, slots=True)
-class OperandRecord:
-    """What was seen of one operand: the weight that it is, with the axis of its channels, or an activation's group."""
-
-    weight: Weight | None = None
-    axis: int | None = None
-    group: RangeGroup | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,7 +107,8 @@ class Observation:
     Attributes:
         records: by site name.
         batches: forward passes of the whole proxy so far.
-        provenance: origins of tensors in the pass that is running.
+        traced: whether the pass that is running is followed below Python, see ``_is_traced``.
+        provenance: origins of tensors in the last pass that was traced.
         counter: the products of all passes.
         kept: batches to run again (None: none are kept).
         make: makes a calibrator; its argument asks for a histogram.
@@ -146,6 +124,7 @@ class Observation:
         skipped: Iterable[SkippedSource] = (),
         *,
         keep: bool = False,
+        channels: bool = False,
     ) -> None:
         """
         Args:
@@ -155,21 +134,28 @@ class Observation:
             off: kinds of site that are counted, not observed; which kind a site is, its operands say.
             skipped: calls and functions that could not be rewritten.
             keep: keep a few batches.
+            channels: keep the range of each channel of what linears read.
         """
         self.records = {site.path: SiteRecord() for site in sites}
         self.batches = 0
+        self.traced = False
         self.counter = ProductCounter(skipped)
         self.provenance = Provenance(self.counter)
         self.kept = KeptBatches() if keep else None
         self.chosen_at = 0
         self._refused = refused
         self.make = make
+        self._channels = channels
         self._off = off
         self._seen: Any = WeakIdKeyDictionary()
         self._handles: list[Any] = []
         self._call: Call | None = None
         self._weights = Weights()
         self._mask: Tensor | None = None
+        self._not_residual: dict[tuple[str, int], str | None] = {}
+        self._adds: Counter[str] = Counter()
+        self._unjudged = False
+        self._passes = 0
 
     def attach(self, proxy: nn.Module, sites: Iterable[Site]) -> None:
         """Start observing."""
@@ -203,8 +189,8 @@ class Observation:
 
     @property
     def groups(self) -> Iterator[RangeGroup]:
-        """Every group of operands that share a range, each once."""
-        seen = (record.group for site in self.records.values() for record in site.operands.values())
+        """Every group of operands that share a range that is used, each once."""
+        seen = (record.range for site in self.records.values() for record in site.operands.values())
         yield from dict.fromkeys(group for group in seen if group is not None)
 
     # -- the whole pass --------------------------------------------------------------------------------------------
@@ -223,9 +209,22 @@ class Observation:
         # At each pass: a cast gives the proxy parameters of its own.
         self._weights = Weights(proxy.named_parameters())
         self._mask = padding_mask(keywords)
-        self.counter.start(proxy)
-        self.provenance = Provenance(self.counter)
-        self.provenance.__enter__()  # type: ignore[no-untyped-call]
+        self._adds.clear()
+        self.traced = self._is_traced()
+        if self.traced:
+            self._unjudged = False
+            self.counter.start(proxy)
+            self.provenance = Provenance(self.counter)
+            self.provenance.__enter__()  # type: ignore[no-untyped-call]
+
+    def _is_traced(self) -> bool:
+        """Whether the pass that begins is followed below Python.
+
+        What that tells (where an operand comes from, which products torch computes) is the same in most passes, and
+        following costs a tenth of one. So it is done in passes 1, 2, 3, 5, 9 and so on, and after one that met an add
+        of which nothing was known.
+        """
+        return self._unjudged or self._passes & (self._passes - 1) == 0
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         # always_call: this also runs after an exception in the pass, and after one in _begin itself.
@@ -236,6 +235,7 @@ class Observation:
     def _count(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         # A pass that fails is not counted: what it saw is no calibration.
         self.batches += 1
+        self._passes += 1
         if self.kept is not None:
             self.kept.offer(args, keywords)
 
@@ -247,16 +247,19 @@ class Observation:
         Raises:
             CalibrationError: an operand holds NaN or an infinity.
         """
+        if not self.traced:
+            self._see(site, values, inside)
+            return
         # What is computed to see them is none of the model's: nobody counts it or asks where it comes from.
         with torch.utils._python_dispatch._disable_current_modes():
             self._see(site, values, inside)
 
     def _see(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
         record = self.records[site.path]
+        self._call = None
         record.calls += 1
         weights = [self._weights.find(value) for value in values]
         record.reads |= {weight.path for weight in weights if weight is not None and weight.path is not None}
-        self._call = None
         reason = self._unfit(site, values, weights) or self._varies(record, site, weights)
         if reason is not None:
             if reason not in record.reasons:
@@ -273,10 +276,16 @@ class Observation:
         for operand in site.operation.operands:
             value, weight = (inside(), None) if operand.index is None else next(given)
             seen = record.operands.setdefault(operand.name, OperandRecord())
+            # The operand that fused attention makes inside is its softmax.
+            if self.traced:
+                origin = self.provenance.origin(value)
+                seen.softmax = operand.index is None or (origin is not None and origin.kind == "softmax")
             if weight is not None:
                 seen.weight = weight
             elif f"{site.path}.{operand.name}" not in self._refused:
                 self._observe(site, operand.name, value, seen)
+                if self._channels and record.kind == "linear":
+                    _add_channels(seen, without_padding(value, self._mask))
 
     def after(self, site: Site, result: Any) -> None:
         """Measure the call, and mark what it made."""
@@ -285,12 +294,12 @@ class Observation:
         if not isinstance(result, Tensor):
             return
         if kind == "residual_add":
-            if result.is_floating_point():
+            if self.traced and result.is_floating_point():
                 self.provenance.mark(result, Origin("add", site.path))
             return
         if self._call is not None:
             self._measure(site, replace(self._call, result=tuple(result.shape)), record)
-        if kind != "embedding":
+        if self.traced and kind != "embedding":
             self.provenance.mark(result, Origin("product" if kind == "matmul" else "weighted", site.path))
 
     def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
@@ -302,7 +311,7 @@ class Observation:
         if any(tensor.numel() == 0 for tensor in tensors):
             return EMPTY
         if site.operation.kind == "residual_add":
-            return self._not_residual(tensors)
+            return self._judged(site, tensors)
         origins = [self.provenance.origin(tensor) for tensor in tensors]
         if any(
             origin is not None and origin.kind == "parameter" and weight is None
@@ -317,6 +326,20 @@ class Observation:
             return "an operand of the attention is a parameter"
         return None
 
+    def _judged(self, site: Site, tensors: list[Tensor]) -> str | None:
+        """Why an add is no residual one; in a pass that is not traced, what the same call was in one that was."""
+        call = (site.path, self._adds[site.path])
+        self._adds[site.path] += 1
+        reasons = self.records[site.path].reasons
+        if self.traced:
+            self._not_residual[call] = self._why_not_residual(tensors)
+            if _NOT_TRACED in reasons:
+                reasons.remove(_NOT_TRACED)
+        elif call not in self._not_residual:
+            self._unjudged = True
+            return _NOT_TRACED
+        return self._not_residual[call]
+
     def _varies(self, record: SiteRecord, site: Site, weights: list[Weight | None]) -> str | None:
         """Why a site that is called many times cannot hold its weight: it is not always the same."""
         given = (operand for operand in site.operation.operands if operand.index is not None)
@@ -327,7 +350,7 @@ class Observation:
                 return VARIES
         return None
 
-    def _not_residual(self, tensors: list[Tensor]) -> str | None:
+    def _why_not_residual(self, tensors: list[Tensor]) -> str | None:
         """Why an add does not join two branches of the network.
 
         A residual add has two computed operands of one shape, at least one of them made by a weighted product, and
@@ -353,7 +376,7 @@ class Observation:
         record.multiply_adds += size.multiply_adds
         for seen in record.operands.values():
             if seen.weight is not None:
-                seen.axis = size.axis
+                seen.axis, seen.inner = size.axis, size.inner
 
     def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord) -> None:
         name = f"{site.path}.{operand}"
@@ -384,6 +407,8 @@ class Observation:
         former = record.group
         group.calibrator.merge(former.calibrator)
         group.operands += former.operands
+        if group.channels is not None and former.channels is not None:
+            group.channels = group.channels.joined(former.channels)
         for other in self.records.values():
             for seen in other.operands.values():
                 if seen.group is former:
@@ -391,6 +416,13 @@ class Observation:
         for tensor, (version, owner) in list(self._seen.items()):
             if owner is former:
                 self._seen[tensor] = (version, group)
+
+
+def _add_channels(record: OperandRecord, value: Tensor) -> None:
+    assert record.group is not None
+    seen = ChannelRange.of(value)
+    known = record.group.channels
+    record.group.channels = seen if known is None else known.joined(seen)
 
 
 def same_weight(first: Weight | None, second: Weight | None) -> bool:

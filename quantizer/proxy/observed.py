@@ -26,10 +26,11 @@ from quantizer.errors import QuantizerError
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.observe import VARIES
 from quantizer.proxy.observe import Observation
-from quantizer.proxy.observe import OperandRecord
-from quantizer.proxy.observe import RangeGroup
 from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.observe import same_weight
+from quantizer.proxy.range_group import ChannelRange
+from quantizer.proxy.range_group import OperandRecord
+from quantizer.proxy.range_group import RangeGroup
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import WeightView
 
@@ -98,6 +99,8 @@ def _plain_site(record: SiteRecord, places: Mapping[RangeGroup, int]) -> dict[st
         name: {
             "weight": None if seen.weight is None else _plain_weight(seen.weight),
             "axis": seen.axis,
+            "inner": seen.inner,
+            "softmax": seen.softmax,
             "group": None if seen.group is None else places[seen.group],
         }
         for name, seen in record.operands.items()
@@ -123,6 +126,7 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
     return {
         "operands": group.operands,
         "chosen": group.chosen,
+        "channels": group.channels and [group.channels.low.tolist(), group.channels.high.tolist()],
         "minimum": calibrator.minimum,
         "maximum": calibrator.maximum,
         "count": calibrator.count,
@@ -149,6 +153,8 @@ def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping
         elif not same_weight(mine.weight, weight):
             reasons.append(VARIES)
         mine.axis = operand["axis"] if mine.axis is None else mine.axis
+        mine.inner = operand["inner"] if mine.inner is None else mine.inner
+        mine.softmax = mine.softmax or operand["softmax"]
     record.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in record.reasons]
 
 
@@ -182,6 +188,9 @@ def _add_group(observation: Observation, values: Mapping[str, Any], counts: Tens
         if group.calibrator.histogram is None and added.histogram is not None:
             group.calibrator.histogram = Histogram()
         group.calibrator.merge(added)
+    if values["channels"] is not None:
+        channels = ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in values["channels"]))
+        group.channels = channels if group.channels is None else group.channels.joined(channels)
     group.chosen = group.chosen or (values["chosen"] and (values["chosen"][0], values["chosen"][1]))
     for name, record in seen:
         observation.join(record, group, name)

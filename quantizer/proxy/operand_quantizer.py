@@ -1,6 +1,6 @@
 """The quantizer of one operand: an activation rounded at run time, or a weight held as integers.
 
-Legend: x [*] the operand; scale [] or [C]; stored [*] the weight's steps, in the storage type of its dtype.
+Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the weight's steps, in the storage type of its dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ class OperandQuantizer(nn.Module):
 
     Attributes:
         enabled: off, the operand passes through untouched.
-        scale: float [] (per tensor) or [C] (along ``axis``); None until a range is set.
+        scale: float [] (per tensor), [C] (along ``axis``) or in blocks of ``block_size`` along it; None until a range
+            is set.
+        zero_point: uint8 [], the step of 0.0 of an asymmetric format; None: 0.
+        factor: float [K] along ``factor_axis``, what the operand is multiplied by before it is rounded; None: nothing.
         stored: the weight's steps once it is frozen; None for an activation.
         handed_over: the host's parameter is gone and its ``weight`` reads from here, so the operand that arrives is
             already the dequantized weight.
@@ -33,37 +36,77 @@ class OperandQuantizer(nn.Module):
         self.enabled = False
         self.dtype = "int8"
         self.axis: int | None = None
+        self.block_size: int | None = None
+        self.factor_axis = -1
         self.handed_over = False
         self.register_buffer("scale", None)
+        self.register_buffer("zero_point", None)
+        self.register_buffer("factor", None)
         self.register_buffer("stored", None)
         self.scale: Tensor | None
+        self.zero_point: Tensor | None
+        self.factor: Tensor | None
         self.stored: Tensor | None
 
-    def set_scale(self, scale: Tensor, dtype: str, axis: int | None) -> None:
+    def set_scale(
+        self,
+        scale: Tensor,
+        dtype: str,
+        axis: int | None,
+        block_size: int | None = None,
+        zero_point: int | None = None,
+    ) -> None:
         """Fix the range and switch on. Scale must be positive and finite."""
         if not bool(((scale > 0) & torch.isfinite(scale)).all()):
             raise ValueError("a scale must be positive and finite")
         self.scale = scale.detach().clone()
+        self.zero_point = (
+            None if zero_point is None else torch.tensor(zero_point, dtype=torch.uint8, device=scale.device)
+        )
         self.dtype = dtype
         self.axis = axis
+        self.block_size = block_size
+        self.enabled = True
+
+    def set_factor(self, factor: Tensor, axis: int) -> None:
+        """Multiply the operand by factor [K] along ``axis`` before it is rounded, and switch on."""
+        self.factor = factor.detach().clone()
+        self.factor_axis = axis
         self.enabled = True
 
     def reset(self) -> None:
         """Back to passing the operand through, without a range."""
-        self.scale = None
+        self.scale = self.zero_point = self.factor = None
         self.enabled = False
 
     def store(self, weight: Tensor) -> None:
         """Keep the weight as integers; from now on the operand that arrives is ignored."""
         assert self.scale is not None
-        self.stored = ops.quantize(weight.detach(), self.scale, self.dtype, self.axis)
+        multiplied = self._multiplied(weight.detach().float())
+        self.stored = ops.quantize(multiplied, self.scale, self.dtype, self.axis, self.block_size)
 
     def dequantized(self) -> Tensor:
-        """The stored weight in the scale's dtype."""
+        """The stored weight in the scale's dtype, multiplied by its factor."""
         assert self.scale is not None
         assert self.stored is not None
-        result: Tensor = ops.dequantize(self.stored, self.scale, self.axis)
+        result: Tensor = ops.dequantize(self.stored, self.scale, self.dtype, self.axis, self.block_size)
         return result
+
+    def as_parameter(self) -> Tensor:
+        """The stored weight as the model knows it: in the scale's dtype, without the factor."""
+        weight = self.dequantized()
+        return weight if self.factor is None else weight / self._shaped_factor(weight)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What ``.to()`` and ``.half()`` do. Steps follow to a device; those of FP8 are no floats to convert."""
+        stored = self.stored
+        if stored is not None:
+            self.stored = stored.view(torch.uint8)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if stored is not None:
+            assert self.stored is not None
+            self.stored = self.stored.view(stored.dtype)
+        return self
 
     def forward(self, x: Any) -> Any:
         # A sum that starts from the number 0 meets a tensor only in its later calls.
@@ -71,12 +114,27 @@ class OperandQuantizer(nn.Module):
             return x
         if self.stored is not None:
             return self.dequantized()
-        return ops.fake_quantize(x, self.scale, self.dtype, self.axis)
+        x = self._multiplied(x)
+        if self.scale is None:
+            return x
+        return ops.fake_quantize(x, self.scale, self.dtype, self.axis, self.block_size, self.zero_point)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        return x if self.factor is None else x * self._shaped_factor(x)
+
+    def _shaped_factor(self, x: Tensor) -> Tensor:
+        """The factor [K] as [K, 1, ..], to be multiplied by x along its axis, in x's own dtype."""
+        assert self.factor is not None
+        after = x.dim() - 1 - self.factor_axis % x.dim()
+        return self.factor.to(x.dtype).reshape([-1] + [1] * after)
 
     def extra_repr(self) -> str:
         if self.scale is None:
             return "off"
         kind = "per tensor" if self.axis is None else f"per channel, axis {self.axis}"
+        if self.block_size is not None:
+            kind = f"blocks of {self.block_size}, axis {self.axis}"
         amax = float(self.scale.float().max()) * qtype(self.dtype).qmax
         state = "stored" if self.stored is not None else "rounding" if self.enabled else "off"
-        return f"{self.dtype}, {kind}, amax {amax:.4g}, {state}"
+        migrated = "" if self.factor is None else ", smoothed"
+        return f"{self.dtype}, {kind}, amax {amax:.4g}, {state}{migrated}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,13 +24,15 @@ from quantizer.proxy.products import product_name
 
 __all__ = ["Origin", "Provenance"]
 
+_SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """What a tensor was last made by.
 
     ``kind`` is ``weighted`` (a linear or convolution), ``product`` (of two activations), ``add`` (an add of two
-    tensors) or ``parameter`` (computed from parameters alone); ``name`` tells two of a kind apart.
+    tensors), ``softmax`` or ``parameter`` (computed from parameters alone); ``name`` tells two of a kind apart.
     """
 
     kind: str
@@ -77,6 +80,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [tensor for tensor in _tensors([result]) if tensor.is_floating_point()]
         if made:
             origin = self._joined([*_tensors(args), *_tensors(kwargs.values())])
+            if func in _SOFTMAX:
+                origin = Origin("softmax", "")
             for tensor in made if origin is not None else ():
                 self.origins[tensor] = origin
         return result

@@ -25,7 +25,7 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 from quantizer.source.catalogue import Kind
 
-__all__ = ["Rules", "by_kind", "matches", "refusals"]
+__all__ = ["Rules", "by_kind", "matched", "matches", "refusals"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +64,8 @@ def refusals(proxy: nn.Module, sites: Iterable[Site], include: Rules, exclude: R
     """
     sites = list(sites)
     problems: list[str] = []
-    excluded = _matched(proxy, sites, exclude, "exclude", problems)
-    included = _matched(proxy, sites, include, "include", problems)
+    excluded = matched(proxy, sites, exclude, "exclude", problems)
+    included = matched(proxy, sites, include, "include", problems)
     if problems:
         raise ConfigError(problems)
     if include:
@@ -79,10 +79,8 @@ def refusals(proxy: nn.Module, sites: Iterable[Site], include: Rules, exclude: R
     return excluded
 
 
-def _matched(
-    proxy: nn.Module, sites: Sequence[Site], rules: Rules, section: str, problems: list[str]
-) -> dict[str, str]:
-    """The rule that matched each site or operand."""
+def matched(proxy: nn.Module, sites: Sequence[Site], rules: Rules, section: str, problems: list[str]) -> dict[str, str]:
+    """The rule that matched each site or operand, by its name; what matches nothing is added to ``problems``."""
     found: dict[str, str] = {}
     modules = {
         path: module for path, module in proxy.named_modules() if not isinstance(module, Site | OperandQuantizer)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import CalibrationError
+from quantizer.numerics.qtype import qtype
+from quantizer.proxy.operand_plans import held_scale
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import PlanSettings
-from quantizer.proxy.plan import held_scale
 
 __all__ = ["scales_of", "with_scales"]
 
@@ -28,7 +28,7 @@ def scales_of(plan: Plan) -> dict[str, Tensor]:
     }
 
 
-def with_scales(plan: Plan, scales: Mapping[str, Tensor], settings: PlanSettings) -> Plan:
+def with_scales(plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dtype) -> Plan:
     """The plan with other scales for some of its operands.
 
     A scale is rounded to the target's float type; amax is what the format reaches with the scale as given. A scale for
@@ -37,7 +37,7 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], settings: PlanSettings
     Args:
         plan: what calibration decided.
         scales: by ``SITE.OPERAND``, each [], or [C] with one entry for each output channel of a weight.
-        settings: those that the plan was made with.
+        scale_dtype: the float type that holds scales on the target.
 
     Raises:
         CalibrationError: scales that cannot be taken; all of them are listed.
@@ -48,7 +48,7 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], settings: PlanSettings
     # What a range group was given, and the operand that it was given for.
     shared: dict[str, tuple[str, Tensor]] = {}
     for name, scale in scales.items():
-        problem = _problem(name, scale, plan, settings)
+        problem = _problem(name, scale, plan, scale_dtype)
         if problem is not None:
             problems.append(problem)
             continue
@@ -57,7 +57,7 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], settings: PlanSettings
         if group is None:
             continue
         first, other = shared.setdefault(group, (name, scale))
-        if not torch.equal(held_scale(scale, settings), held_scale(other, settings)):
+        if not torch.equal(held_scale(scale, scale_dtype), held_scale(other, scale_dtype)):
             problems.append(
                 f"{name}: {float(scale):.6g}, but {first} has {float(other):.6g}: they read one tensor and share one "
                 "range; give both the same scale, or one of them alone"
@@ -71,12 +71,12 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], settings: PlanSettings
         for operand in entry.operands:
             scale_of_group = shared[operand.range_group][1] if operand.range_group in shared else None
             new = given.get(f"{path}.{operand.name}", scale_of_group)
-            operands.append(operand if new is None else _scaled(operand, new, settings))
+            operands.append(operand if new is None else _scaled(operand, new, scale_dtype))
         result[path] = replace(entry, operands=tuple(operands))
     return result
 
 
-def _problem(name: str, scale: object, plan: Plan, settings: PlanSettings) -> str | None:
+def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> str | None:
     """Why a scale cannot be taken; None where it can."""
     path, _, last = name.rpartition(".")
     entry = plan.get(path)
@@ -101,17 +101,24 @@ def _problem(name: str, scale: object, plan: Plan, settings: PlanSettings) -> st
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         worst = scale[~(torch.isfinite(scale) & (scale > 0))].flatten()[0]
         return f"{name}: {float(worst):g} among its values; a scale is positive and finite"
-    if not bool(torch.isfinite(held_scale(scale, settings) * settings.dtype.qmax).all()):
-        return f"{name}: {float(scale.max()):g} is more than the target's {settings.scale_dtype} holds"
+    if not bool(torch.isfinite(held_scale(scale, scale_dtype) * qtype(operand.dtype).qmax).all()):
+        return f"{name}: {float(scale.max()):g} is more than the target's {scale_dtype} holds"
     return None
 
 
-def _scaled(operand: OperandPlan, scale: Tensor, settings: PlanSettings) -> OperandPlan:
+def _scaled(operand: OperandPlan, scale: Tensor, scale_dtype: torch.dtype) -> OperandPlan:
+    held = held_scale(scale, scale_dtype)
+    zero_point = operand.zero_point
+    if zero_point is not None:
+        assert operand.minimum is not None
+        zero_point = min(round(max(-operand.minimum, 0.0) / float(held)), qtype(operand.dtype).qmax)
     return replace(
         operand,
-        scale=held_scale(scale, settings),
-        amax=(scale.double() * settings.dtype.qmax).float(),
+        scale=held,
+        amax=(scale.double() * qtype(operand.dtype).qmax).float(),
         axis=operand.axis if scale.dim() else None,
+        block_size=operand.block_size if scale.dim() else None,
+        zero_point=zero_point,
         # These were measured with the range that it had.
         sqnr_db=None,
         clipped=None,

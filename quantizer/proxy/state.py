@@ -1,8 +1,8 @@
 """Saving and loading a plan: YAML for what people read, safetensors for tensors.
 
 A folder holds ``quantizer.yaml`` (format, config, fallback, every site with its reason, every product counted) and
-``ranges.safetensors`` (amax and scale of every operand, float32, under ``SITE/OPERAND/amax`` and ``/scale``), and
-``observed.safetensors``, what calibration saw, to go on with. It appears as a whole or not at all.
+``ranges.safetensors`` (amax, scale and smooth of every operand, float32, under ``SITE/OPERAND/amax``, ``/scale`` and
+``/smooth``), and ``observed.safetensors``, what calibration saw, to go on with. It appears as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMAT = 1
 _YAML = "quantizer.yaml"
 _TENSORS = "ranges.safetensors"
 _OBSERVED = "observed.safetensors"
-_TENSOR_FIELDS = ("amax", "scale")
+_TENSOR_FIELDS = ("amax", "scale", "smooth")
 _OPERAND_FIELDS = tuple(name for name in OperandPlan.__slots__ if name not in _TENSOR_FIELDS)
 _SITE_FIELDS = tuple(name for name in SitePlan.__slots__ if name != "operands")
 
@@ -67,7 +67,8 @@ def save_state(
             for name in _TENSOR_FIELDS:
                 value = getattr(operand, name)
                 if value is not None:
-                    tensors[f"{entry.name}/{operand.name}/{name}"] = value.contiguous()
+                    # A copy: both operands of a product have one ``smooth``, and the format shares no memory.
+                    tensors[f"{entry.name}/{operand.name}/{name}"] = value.contiguous().clone()
 
     def fill(target: Path) -> None:
         whole = {"format": FORMAT, **document, "sites": sites, "products": [product.plain() for product in products]}
@@ -110,9 +111,9 @@ def load_state(
         for site in document.pop("sites"):
             operands = tuple(
                 OperandPlan(
-                    **operand | {"view": _view(operand.get("view"))},
-                    amax=tensors.get(f"{site['name']}/{operand['name']}/amax"),
-                    scale=tensors.get(f"{site['name']}/{operand['name']}/scale"),
+                    **operand
+                    | {"view": _view(operand.get("view"))}
+                    | {name: tensors.get(f"{site['name']}/{operand['name']}/{name}") for name in _TENSOR_FIELDS}
                 )
                 for operand in site.pop("operands")
             )

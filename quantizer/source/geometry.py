@@ -18,6 +18,8 @@ __all__ = ["Call", "Geometry", "GeometryOf", "attention", "einsum", "lookup", "p
 
 Shape = Sequence[int]
 
+_LINEAR = 2  # axes of a linear's weight; those of a convolution have more
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
@@ -36,6 +38,7 @@ class Call:
 class Geometry:
     """``depth`` K, ``width`` N, ``multiply_adds`` of the call, ``axis`` of the weight's channels (None: it has none).
 
+    ``inner`` is the axis of the weight that the last axis of the other operand is summed with (None: another axis is).
     N of a product with a weight are the weight's channels, whichever side it stands on.
     """
 
@@ -43,6 +46,7 @@ class Geometry:
     width: int
     multiply_adds: int
     axis: int | None = None
+    inner: int | None = None
 
 
 GeometryOf = Callable[[Call], Geometry]
@@ -52,7 +56,8 @@ def weighted(call: Call) -> Geometry:
     """A linear or a convolution: the weight is [N, ...] and all its other axes are K."""
     weight = call.operands[1]
     depth = math.prod(weight[1:])
-    return Geometry(depth=depth, width=weight[0], multiply_adds=math.prod(call.result) * depth, axis=0)
+    inner = 1 if len(weight) == _LINEAR else None
+    return Geometry(depth=depth, width=weight[0], multiply_adds=math.prod(call.result) * depth, axis=0, inner=inner)
 
 
 def transposed(call: Call) -> Geometry:
@@ -74,12 +79,14 @@ def product(call: Call) -> Geometry:
     rows, columns = (first[-2] if len(first) > 1 else 1), (second[-1] if len(second) > 1 else 1)
     depth = first[-1]
     batches = math.prod(_broadcast(first[:-2], second[:-2]))
-    axis, width = None, columns
+    axis, inner, width = None, None, columns
     if call.weight == 0:
         axis, width = (len(first) - 2 if len(first) > 1 else None), rows
     elif call.weight == 1:
         axis = len(second) - 1 if len(second) > 1 else None
-    return Geometry(depth=depth, width=width, multiply_adds=batches * rows * depth * columns, axis=axis)
+        inner = max(len(second) - 2, 0)
+    multiply_adds = batches * rows * depth * columns
+    return Geometry(depth=depth, width=width, multiply_adds=multiply_adds, axis=axis, inner=inner)
 
 
 def einsum(call: Call) -> Geometry:

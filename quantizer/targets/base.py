@@ -19,6 +19,8 @@ class TargetProfile:
         name: the backend, as a configuration names it.
         float_dtype: the type of everything that is not quantized, scales included.
         site_kinds: the kinds of site that are worth quantizing there.
+        activation_dtypes: the formats in which it computes with activations.
+        weight_dtypes: those that it takes weights in.
         min_gemm_dim: a product of [M, K] and [K, N] stays float where K or N is smaller; None: no limit.
         opset: the ONNX opset to write.
         unsigned_activations: where the same INT8 values are stored as UINT8 with zero point 128: nowhere, where they
@@ -28,6 +30,8 @@ class TargetProfile:
     name: str
     float_dtype: FloatDtype
     site_kinds: frozenset[SiteKind]
+    activation_dtypes: frozenset[str] = frozenset({"int8"})
+    weight_dtypes: frozenset[str] = frozenset({"int8"})
     min_gemm_dim: int | None = None
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"

@@ -13,6 +13,8 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         float_dtype="float32",
         # Its fused integer kernels take U8 activations; with S8 half of the products stay behind a DequantizeLinear.
         unsigned_activations="all",
+        activation_dtypes=frozenset({"int8", "uint8"}),
+        weight_dtypes=frozenset({"int8", "int4"}),
         # Quantized attention matmuls and adds gained nothing there.
         site_kinds=frozenset({"linear", "conv", "embedding"}),
     )

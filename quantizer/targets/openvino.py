@@ -12,6 +12,8 @@ OPENVINO = profiles.add("openvino")(
         name="openvino",
         float_dtype="float32",
         site_kinds=frozenset({"linear", "conv", "matmul", "residual_add", "embedding"}),
+        activation_dtypes=frozenset({"int8", "uint8"}),
+        weight_dtypes=frozenset({"int8", "int4"}),
         # Its linear kernel is a tenth faster with U8 inputs; its fused attention takes S8 alone.
         unsigned_activations="weighted",
     )

@@ -12,6 +12,9 @@ TENSORRT = profiles.add("tensorrt")(
         name="tensorrt",
         float_dtype="float16",
         site_kinds=frozenset({"linear", "conv", "matmul", "residual_add", "embedding"}),
+        # FP8 from Ada on. INT4 weights are unpacked into the float type, so they save memory and not arithmetic.
+        activation_dtypes=frozenset({"int8", "fp8"}),
+        weight_dtypes=frozenset({"int8", "fp8", "int4"}),
         # Matrix-vector products and narrow ones run slower in INT8: the tensor cores' tiles stay half empty.
         min_gemm_dim=16,
     )

@@ -136,7 +136,7 @@ def test_an_opset_without_half_scales(write: Write, setting: str) -> None:
         ("sites: {residual_add: atuo}", "did you mean 'auto'"),
         ("sites: {matmuls: true}", "quantizer.sites.matmuls: unknown key; .*did you mean 'matmul'"),
         ("fallback_dtype: fp16", "expected 'float16', 'bfloat16' or 'float32' or null; did you mean 'float16'"),
-        ("dtype: int4", "got the text 'int4'; expected 'int8'; did you mean 'int8'"),
+        ("dtype: int4", "got the text 'int4'; expected 'int8' or 'fp8'; did you mean 'int8'"),
         ("activations: {percentile: 0}", "got the whole number 0; expected a number, above 0 and at most 100"),
         ("activations: {percentile: 100.1}", "got the number 100.1; expected a number, above 0 and at most 100"),
         ("activations: {percentile: .nan}", "got the number nan; expected a number, above 0"),
@@ -146,6 +146,14 @@ def test_an_opset_without_half_scales(write: Write, setting: str) -> None:
             "activations: {calibrator: entropie}",
             "got the text 'entropie'; expected 'percentile', 'max', 'mse', 'entropy' or 'auto'; did you mean 'entropy'",
         ),
+        (
+            "activations: {smooth: 0}",
+            "got the whole number 0; expected a number, above 0 and at most 1, 'auto' or null",
+        ),
+        ("activations: {smooth: 1.5}", "got the number 1.5; expected a number, above 0 and at most 1, 'auto' or null"),
+        ("activations: {smooth: x}", "got the text 'x'; expected a number, above 0 and at most 1, 'auto' or null"),
+        ("activations: {smooth: true}", "got true; expected a number, above 0 and at most 1, 'auto' or null"),
+        ("activations: {smooth: .nan}", "got the number nan; expected a number, above 0 and at most 1"),
         ("weights: {granularity: per_chanel}", "did you mean 'per_channel'"),
         ("exclude: {names: classifier}", r"quantizer.exclude.names: got the text 'classifier'; .*write \[classifier\]"),
         ("exclude: {names: [a, 3]}", r"quantizer.exclude.names\[1\]: got the whole number 3; expected text"),
@@ -347,8 +355,8 @@ def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
         "good.yaml:2: sites.linear: got the whole number 1; expected true or false",
         "keyword 'exclude': exclude.name: unknown key; expected one of module_types, names, sites; "
         "did you mean 'names'?",
-        "keyword 'bakend': bakend: unknown key; expected one of backend, dtype, fallback_dtype, activations, weights, "
-        "sites, include, exclude; did you mean 'backend'?",
+        "keyword 'bakend': bakend: unknown key; expected one of backend, dtype, formats, fallback_dtype, activations, "
+        "weights, sites, include, exclude; did you mean 'backend'?",
     ]
 
 

@@ -23,6 +23,8 @@ from torch.nn import functional as F
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
 from quantizer.numerics import ops
+from quantizer.numerics.qtype import QTYPES
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 
 HERE = Path(__file__).parent
 
@@ -93,6 +95,22 @@ def test_a_frozen_model_is_in_eval_mode() -> None:
     _, frozen = _frozen(model, torch.randn(2, 3, 16, 16))
     assert not any(module.training for module in frozen.modules())
     assert model.training
+
+
+@pytest.mark.parametrize("dtype", sorted(QTYPES))
+def test_a_cast_leaves_stored_steps_alone(dtype: str) -> None:
+    weight = torch.randn(4, 8)
+    quantizer = OperandQuantizer()
+    quantizer.set_scale(weight.abs().amax(1) / QTYPES[dtype].qmax, dtype, 0)
+    quantizer.store(weight)
+    before = quantizer.stored
+    assert before is not None
+    assert before.dtype == QTYPES[dtype].storage
+    quantizer.half()
+    assert quantizer.stored is not None
+    assert quantizer.stored.dtype == before.dtype
+    assert torch.equal(quantizer.stored.float(), before.float())
+    assert quantizer.dequantized().dtype == torch.float16
 
 
 def test_frozen_bfloat16_and_half() -> None:

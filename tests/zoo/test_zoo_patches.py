@@ -192,7 +192,7 @@ def test_tensorrt_takes_the_model_with_the_patch_alone(
 def test_the_exporter_takes_the_model_with_the_patch_alone(apply: Any, tmp_path: Path) -> None:
     model = IntegerMask()
     example = (torch.tensor([[1, 1, 0]]),)
-    with pytest.raises(ExportError):
+    with pytest.raises(ExportError, match="cannot be exported"):
         _exported(model, example, tmp_path, axes={})
     apply("float minus an integer mask", IntegerMask)
     assert torch.equal(Quantizer(backend="tensorrt-rtx").proxy(model)(*example), model(*example))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quantizer.export.passes.base import GraphPass
 from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
+from quantizer.export.passes.fold_channel_factors import FoldChannelFactors
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.unsigned_activations import UnsignedActivations
@@ -12,4 +13,4 @@ from quantizer.export.passes.weights_as_read import WeightsAsRead
 
 __all__ = ["PASSES", "GraphPass", "UnsignedActivations", "run_passes"]
 
-PASSES: tuple[GraphPass, ...] = (StoreWeights(), WeightsAsRead(), ClampMasks(), NameNodes())
+PASSES: tuple[GraphPass, ...] = (StoreWeights(), WeightsAsRead(), FoldChannelFactors(), ClampMasks(), NameNodes())

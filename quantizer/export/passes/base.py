@@ -9,7 +9,7 @@ from typing import Protocol
 
 from quantizer.errors import ExportError
 
-__all__ = ["GraphPass", "run_passes", "scalar"]
+__all__ = ["GraphPass", "block_size", "run_passes", "scalar"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,3 +51,9 @@ def scalar(value: Any) -> float | None:
     if constant is None or constant.size != 1 or not constant.dtype.is_floating_point():
         return None
     return float(constant.numpy().reshape(()))
+
+
+def block_size(node: Any) -> int | None:
+    """How many values share a scale of a Q or DQ; None where its scale is not one of blocks."""
+    size = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
+    return size or None

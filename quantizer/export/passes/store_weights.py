@@ -1,21 +1,26 @@
-"""Weights stored as integers: a Q whose input is a constant is carried out at export.
+"""Weights stored in their format: what turns a constant into steps is carried out at export.
 
-A frozen proxy holds its weights as integers already; a proxy that trains holds them as floats behind a Q/DQ pair.
+A frozen proxy holds its weights as steps already, those of INT4 in a byte each; a proxy that trains holds them as
+floats behind a Q/DQ pair.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from quantizer.export.passes.base import block_size
 from quantizer.numerics import ops
+from quantizer.numerics.qtype import QTYPES
+from quantizer.numerics.qtype import QType
 
 __all__ = ["StoreWeights"]
 
 
 class StoreWeights:
-    """``Q(w, s) -> DQ`` of a constant w becomes ``DQ`` of stored integers."""
+    """``Q(w, s) -> DQ`` and ``Cast(w) -> DQ`` of a constant w become ``DQ`` of stored steps."""
 
     def requires(self, model: Any) -> str | None:
         return None
@@ -24,15 +29,15 @@ class StoreWeights:
         import onnx_ir
 
         found = _constant_weights(model)
-        for node in found:
-            weight, scale = (torch.from_numpy(node.inputs[i].const_value.numpy().copy()) for i in (0, 1))
-            axis = node.attributes["axis"].as_int() if scale.dim() and "axis" in node.attributes else None
-            steps = ops.quantize(weight.float(), scale.float(), "int8", axis).numpy()
-            name = f"{node.inputs[0].name}_stored_{node.inputs[1].name}"
+        for node, kind in found:
+            element = onnx_ir.DataType[kind.onnx_type]
+            # A step of at most 8 bits is exact in float32, whence numpy knows the way to every format.
+            steps = _steps(node, kind).astype(np.float32).astype(element.numpy())
+            name = "_".join([*(value.name for value in node.inputs[:2]), "stored"])
             stored = onnx_ir.Value(
                 name=name,
                 shape=onnx_ir.Shape(steps.shape),
-                type=onnx_ir.TensorType(onnx_ir.DataType.INT8),
+                type=onnx_ir.TensorType(element),
                 const_value=onnx_ir.tensor(steps, name=name),
             )
             model.graph.register_initializer(stored)
@@ -41,21 +46,49 @@ class StoreWeights:
         return len(found)
 
     def ensures(self, model: Any) -> str | None:
-        left = [node.inputs[0].name for node in _constant_weights(model)]
-        return f"a weight is still a float behind a Q: {left[0]}" if left else None
+        left = [node.inputs[0].name for node, _ in _constant_weights(model)]
+        return f"a weight is not stored in its format: {left[0]}" if left else None
 
 
-def _constant_weights(model: Any) -> list[Any]:
-    return [
-        node
-        for node in model.graph
-        if node.op_type == "QuantizeLinear" and all(value.const_value is not None for value in node.inputs[:2])
-    ]
+def _constant_weights(model: Any) -> list[tuple[Any, QType]]:
+    """The nodes that make steps of constants, and the formats of those steps."""
+    formats = {kind.onnx_type: kind for kind in QTYPES.values()}
+    found = []
+    for node in model.graph:
+        if node.op_type not in ("QuantizeLinear", "Cast") or any(
+            v is None or v.const_value is None for v in node.inputs
+        ):
+            continue
+        kind = formats.get(_element_of(node))
+        if kind is not None and (node.op_type == "QuantizeLinear" or kind.is_packed):
+            found.append((node, kind))
+    return found
+
+
+def _element_of(node: Any) -> str:
+    """The name of the element type that a Q or a Cast makes."""
+    import onnx_ir
+
+    if node.op_type == "Cast":
+        return onnx_ir.DataType(node.attributes["to"].as_int()).name
+    return str(node.inputs[2].const_value.dtype.name)
+
+
+def _steps(node: Any, kind: QType) -> np.ndarray:
+    """The steps that a Q or a Cast makes of its constant."""
+    if node.op_type == "Cast":
+        return np.asarray(node.inputs[0].const_value.numpy())
+    weight, scale, zero = (torch.from_numpy(v.const_value.numpy().astype(np.float32)) for v in node.inputs)
+    axis = node.attributes["axis"].as_int() if scale.dim() and "axis" in node.attributes else None
+    zero_point = zero if kind.has_zero_point else None
+    steps = ops.quantize(weight, scale, kind.name, axis, block_size(node), zero_point)
+    return np.asarray(steps.float().numpy())
 
 
 def _remove(model: Any, node: Any) -> None:
-    """Take the node out, and the float weight where nothing else reads it."""
-    weight = node.inputs[0]
+    """Take the node out, and the float weight and the zero point where nothing else reads them."""
+    inputs = list(node.inputs)
     model.graph.remove(node, safe=True)
-    if weight.is_initializer() and not weight.uses():
-        del model.graph.initializers[weight.name]
+    for value in inputs:
+        if value.is_initializer() and not value.uses():
+            del model.graph.initializers[value.name]

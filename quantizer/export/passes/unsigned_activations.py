@@ -61,10 +61,16 @@ class UnsignedActivations:
 
     def _signed(self, model: Any) -> Iterator[Any]:
         for node in model.graph:
-            if node.op_type != "QuantizeLinear" or node.inputs[2].name == _NAME:
+            if node.op_type != "QuantizeLinear" or not _is_signed_scalar(node.inputs[2]):
                 continue
             if self.where == "all" or _feeds_a_weighted_product(node):
                 yield node
+
+
+def _is_signed_scalar(zero_point: Any) -> bool:
+    """It is of INT8, per tensor: no other format has its values in UINT8, and what is written is one number."""
+    constant = zero_point.const_value
+    return constant is not None and constant.dtype.name == INT8.onnx_type and len(constant.shape) == 0
 
 
 def _set_zero_point(node: Any, zero: Any) -> None:

@@ -1,5 +1,7 @@
 """Weights stored as MatMul reads them: [K, N] with the channels on axis 1, and no Transpose behind the DQ.
 
+Blocks go along with their axis: scales [N, K / B] of blocks on axis 1 become [K / B, N] of blocks on axis 0.
+
 ``torch.nn.functional.linear`` exports as DequantizeLinear - Transpose - MatMul of a weight [N, K].
 """
 
@@ -43,19 +45,29 @@ def _transposed_weights(model: Any) -> list[Any]:
         dequantize = node.inputs[0].producer()
         if dequantize is None or dequantize.op_type != "DequantizeLinear":
             continue
-        stored = dequantize.inputs[0]
-        if stored.is_initializer() and len(stored.shape) == 2 and len(list(stored.uses())) == 1:
+        if len(dequantize.inputs[0].shape) == 2 and all(map(_is_own, _matrices(dequantize))):
             found.append(node)
     return found
 
 
+def _matrices(dequantize: Any) -> list[Any]:
+    """The stored weight, and scale and zero point where they are those of blocks."""
+    return [value for value in dequantize.inputs if value is not None and len(value.shape) == 2]
+
+
+def _is_own(value: Any) -> bool:
+    """A constant of the file that one node alone reads."""
+    return value.is_initializer() and value.const_value is not None and len(list(value.uses())) == 1
+
+
 def _turn(dequantize: Any) -> None:
-    """Transpose a stored weight and move its channels to axis 1."""
+    """Transpose a stored weight, with the scales of its blocks, and move its channels or blocks to the other axis."""
     import onnx_ir
 
-    stored = dequantize.inputs[0]
-    stored.const_value = onnx_ir.tensor(np.ascontiguousarray(stored.const_value.numpy().T), name=stored.name)
-    stored.shape = onnx_ir.Shape(stored.const_value.shape)
-    dequantize.outputs[0].shape = onnx_ir.Shape(stored.const_value.shape)
-    if dequantize.inputs[1].const_value.size > 1:
-        dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", 1)
+    for value in _matrices(dequantize):
+        value.const_value = onnx_ir.tensor(np.ascontiguousarray(value.const_value.numpy().T), name=value.name)
+        value.shape = onnx_ir.Shape(value.const_value.shape)
+    dequantize.outputs[0].shape = onnx_ir.Shape(dequantize.inputs[0].const_value.shape)
+    if len(dequantize.inputs[1].shape) > 0:
+        axis = dequantize.attributes["axis"].as_int() % 2
+        dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", 1 - axis)

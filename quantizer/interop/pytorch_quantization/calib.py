@@ -31,8 +31,7 @@ class HistogramCalibrator:
             raise CalibrationError(f"load_calib_amax({method!r}): expected 'percentile', with percentile=99.99 or so")
         if not self._seen.count:
             return None
-        self._seen.percentile = percentile
-        return torch.tensor(self._seen.amax())
+        return torch.tensor(self._seen.seen_as("percentile", percentile=percentile).amax())
 
 
 class MaxCalibrator:

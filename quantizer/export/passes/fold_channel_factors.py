@@ -1,0 +1,167 @@
+"""Multiplications by one factor a channel, folded into what comes before them.
+
+Legend: f [K] the factors, 1 / s of a migration of outliers (``proxy/smooth.py``); x [.., K] what a Q reads; n what a
+normalization gives before its weight w and bias b; q [K', K] the steps of a linear's weight with scales t [K].
+
+    (n * w + b) * f = n * (w * f) + b * f        (x' (q * t) + b) * f = x' (q * (t * f)) + b * f
+
+So a normalization, or a linear whose weight has one scale for each output channel, does the multiplication at no cost,
+also through a Reshape that keeps the last axis and through the elementwise product of a gate. Where somebody else reads
+the value, or what comes before is of another kind, the multiplication stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["FoldChannelFactors"]
+
+_NORMALIZATIONS = {"LayerNormalization": (1, 2), "RMSNormalization": (1,)}
+"""Inputs that scale and shift the result, by operator; all of them are [K]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    """A constant input of a node that takes the factors in, and what it becomes."""
+
+    node: Any
+    index: int
+    array: np.ndarray[Any, Any]
+
+
+class FoldChannelFactors:
+    """``LayerNorm(x, w, b) -> Mul(f) -> Q`` becomes ``LayerNorm(x, w * f, b * f) -> Q``, and so on."""
+
+    def requires(self, model: Any) -> str | None:
+        return None
+
+    def run(self, model: Any) -> int:
+        changed = 0
+        for multiply in list(model.graph):
+            edits = _folded(multiply)
+            if edits is None:
+                continue
+            for edit in edits:
+                _carry_out(model, edit)
+            multiply.outputs[0].replace_all_uses_with(multiply.inputs[0])
+            factors = multiply.inputs[1]
+            model.graph.remove(multiply, safe=True)
+            _drop(model, factors)
+            changed += 1
+        return changed
+
+    def ensures(self, model: Any) -> str | None:
+        left = [node.name for node in model.graph if _folded(node) is not None]
+        return f"a multiplication could still be folded: {left[0]}" if left else None
+
+
+def _factors(node: Any) -> np.ndarray[Any, Any] | None:
+    """f of a Mul (x, f) that only quantizers read; None for any other node."""
+    if node.op_type != "Mul" or node.inputs[1] is None:
+        return None
+    readers = [reader.op_type for reader, _ in node.outputs[0].uses()]
+    array = _array(node.inputs[1])
+    if array is None or array.ndim != 1 or not readers or set(readers) != {"QuantizeLinear"}:
+        return None
+    return None if node.outputs[0].is_graph_output() else array
+
+
+def _folded(node: Any) -> list[_Edit] | None:
+    """What to change so that a multiplication by factors is no longer needed; None for what is none, or must stay."""
+    factors = _factors(node)
+    return None if factors is None else _edits(node.inputs[0], factors)
+
+
+def _edits(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
+    """What multiplies ``value`` [.., K] by the factors where it is made; None where that cannot be done."""
+    node = value.producer()
+    if node is None or value.is_graph_output() or len(list(value.uses())) != 1:
+        return None
+    if node.op_type in _NORMALIZATIONS:
+        return _scaled(node, [i for i in _NORMALIZATIONS[node.op_type] if i < len(node.inputs)], factors)
+    if node.op_type == "Reshape":
+        shapes = value.shape, node.inputs[0].shape
+        kept = all(shape is not None and len(shape) > 0 and shape[-1] == len(factors) for shape in shapes)
+        return _edits(node.inputs[0], factors) if kept else None
+    if node.op_type == "Mul":
+        constant = next((i for i in (0, 1) if _array(node.inputs[i]) is not None), None)
+        if constant is not None:
+            return _scaled(node, [constant], factors)
+        first = _edits(node.inputs[0], factors)
+        return _edits(node.inputs[1], factors) if first is None else first
+    if node.op_type in ("Add", "Gemm", "MatMul"):
+        return _of_sum(node, factors)
+    return None
+
+
+def _of_sum(node: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
+    """The same for a product with a stored weight, or for anything that a constant is added to."""
+    if node.op_type == "MatMul":
+        return _stored_weight(node.inputs[1], factors)
+    if node.op_type == "Gemm":
+        turned = "transB" in node.attributes and node.attributes["transB"].as_int()
+        product = None if turned else _stored_weight(node.inputs[1], factors)
+        bias = [2] if len(node.inputs) > 2 else []
+    else:
+        bias = [i for i in (0, 1) if _array(node.inputs[i]) is not None][:1]
+        product = _edits(node.inputs[1 - bias[0]], factors) if bias else None
+    added = _scaled(node, bias, factors)
+    return None if product is None or added is None else product + added
+
+
+def _stored_weight(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
+    """The scales of a weight whose channels are its last axis, as long as the float type holds them exactly enough."""
+    node = value.producer()
+    if node is None or node.op_type != "DequantizeLinear" or len(list(value.uses())) != 1:
+        return None
+    stored, axis = node.inputs[0].const_value, node.attributes.get("axis")
+    if stored is None or axis is None or axis.as_int() % len(stored.shape) != len(stored.shape) - 1:
+        return None
+    edits = _scaled(node, [1], factors)
+    tiny = edits is None or any((edit.array < np.finfo(edit.array.dtype).smallest_normal).any() for edit in edits)
+    return None if tiny else edits
+
+
+def _scaled(node: Any, inputs: list[int], factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
+    """Some inputs of a node times the factors; None where one of them is not a constant [K]."""
+    arrays = [_array(node.inputs[index]) for index in inputs]
+    edits = []
+    for index, array in zip(inputs, arrays, strict=True):
+        if array is None or array.shape != factors.shape:
+            return None
+        edits.append(_Edit(node, index, (array.astype(np.float64) * factors).astype(array.dtype)))
+    return edits
+
+
+def _array(value: Any) -> np.ndarray[Any, Any] | None:
+    """The value of a floating constant that the graph holds; None for anything else."""
+    constant = None if value is None else value.const_value
+    return constant.numpy() if constant is not None and constant.dtype.is_floating_point() else None
+
+
+def _carry_out(model: Any, edit: _Edit) -> None:
+    """Give the node a constant of its own: others may read the one that it has."""
+    import onnx_ir
+
+    old = edit.node.inputs[edit.index]
+    name = f"{old.name}_folded_{edit.node.outputs[0].name}"
+    folded = onnx_ir.Value(
+        name=name,
+        shape=onnx_ir.Shape(edit.array.shape),
+        type=old.type,
+        const_value=onnx_ir.tensor(edit.array, name=name),
+    )
+    model.graph.register_initializer(folded)
+    edit.node.replace_input_with(edit.index, folded)
+    _drop(model, old)
+
+
+def _drop(model: Any, value: Any) -> None:
+    """Take a constant out that nobody reads any more."""
+    if value.is_initializer() and not value.uses():
+        del model.graph.initializers[value.name]
+    elif value.producer() is not None and not value.uses():
+        model.graph.remove(value.producer(), safe=True)

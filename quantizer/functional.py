@@ -1,0 +1,181 @@
+"""Quantization as functions on tensors, for user code: every argument is checked.
+
+Legend: x [*] floating values; s the scale; z the zero point, of the shape of s; q [*] the steps.
+
+The formats are ``int8``, ``fp8`` (E4M3, saturating), ``int4`` and ``uint8``, which takes a zero point; the formulas are
+in ``quantizer.numerics.ops``. The scale says how many values share it:
+
+- per tensor, s []: no axis;
+- per axis, s [A]: ``axis``, of size A;
+- per block, s of x's shape but for the axis, which has A / B entries: ``axis`` and ``block_size`` B.
+
+The functions compile, trace and export as one operator each, and become ``QuantizeLinear`` and ``DequantizeLinear`` in
+ONNX: opset 19 or later for ``fp8``, 21 for ``int4`` and for blocks. What depends on values (that a scale is positive)
+is checked when they run by themselves, not in a compiled, traced or exported program, where values are not known.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantizer.numerics import ops
+from quantizer.numerics.granularity import scale_shape
+from quantizer.numerics.qtype import QType
+from quantizer.numerics.qtype import qtype
+
+__all__ = ["dequantize", "fake_quantize", "quantize"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    dtype: str = "int8",
+    axis: int | None = None,
+    block_size: int | None = None,
+    zero_point: Tensor | None = None,
+) -> Tensor:
+    """The nearest steps of a format, clipped to its range.
+
+    Args:
+        x: [*] float16, bfloat16, float32 or float64; computed in float32.
+        scale: the size of a step, positive and finite, of one of these types; its shape is the granularity.
+        dtype: the format: ``int8``, ``uint8``, ``fp8`` or ``int4``.
+        axis: the axis along which scales differ; negative ones count from the end. None: one scale for all of x.
+        block_size: how many neighbours along the axis share a scale; it divides the axis.
+        zero_point: uint8, of the scale's shape: the step of 0.0, for ``uint8`` alone. None: 0.
+
+    Returns:
+        Steps [*]: int8 for ``int8`` and ``int4``, uint8 for ``uint8``, float8_e4m3fn for ``fp8``.
+
+    Raises:
+        TypeError: a tensor is of the wrong type.
+        ValueError: an unknown format, an axis, block size, scale or zero point that does not fit.
+    """
+    kind = qtype(dtype)
+    _check_floating("x", x)
+    _check_parameters(x, scale, kind, axis, block_size, zero_point)
+    result: Tensor = ops.quantize(x, scale, dtype, axis, block_size, zero_point)
+    return result
+
+
+def dequantize(
+    q: Tensor,
+    scale: Tensor,
+    dtype: str = "int8",
+    axis: int | None = None,
+    block_size: int | None = None,
+    zero_point: Tensor | None = None,
+) -> Tensor:
+    """The values that steps stand for.
+
+    Args:
+        q: [*] steps as ``quantize`` gives them, in the format's storage type.
+        scale, dtype, axis, block_size, zero_point: as for ``quantize``.
+
+    Returns:
+        Values [*] in the type of the scale.
+
+    Raises:
+        TypeError: a tensor is of the wrong type.
+        ValueError: an unknown format, an axis, block size, scale or zero point that does not fit, or a step outside of
+            the format's range.
+    """
+    kind = qtype(dtype)
+    if q.dtype != kind.storage:
+        raise TypeError(f"q is {q.dtype}; the steps of {dtype} are {kind.storage}")
+    _check_parameters(q, scale, kind, axis, block_size, zero_point)
+    if kind.is_packed and _reads_values() and not bool(((q >= kind.qmin) & (q <= kind.qmax)).all()):
+        raise ValueError(f"q has steps outside of {dtype}'s range, {kind.qmin} to {kind.qmax}")
+    result: Tensor = ops.dequantize(q, scale, dtype, axis, block_size, zero_point)
+    return result
+
+
+def fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    dtype: str = "int8",
+    axis: int | None = None,
+    block_size: int | None = None,
+    zero_point: Tensor | None = None,
+) -> Tensor:
+    """x rounded to what a format can hold: ``dequantize(quantize(x))`` in the type of x.
+
+    The gradient passes straight through to x, and is zero where x was clipped; the scale gets none.
+
+    Args:
+        x, scale, dtype, axis, block_size, zero_point: as for ``quantize``.
+
+    Returns:
+        Values [*] in the type of x.
+
+    Raises:
+        TypeError: a tensor is of the wrong type.
+        ValueError: an unknown format, an axis, block size, scale or zero point that does not fit.
+    """
+    kind = qtype(dtype)
+    _check_floating("x", x)
+    _check_parameters(x, scale, kind, axis, block_size, zero_point)
+    result: Tensor = ops.fake_quantize(x, scale, dtype, axis, block_size, zero_point)
+    return result
+
+
+def _reads_values() -> bool:
+    """Values are there: nothing is compiled, exported or traced."""
+    return not (torch.compiler.is_compiling() or _is_tracing())
+
+
+def _is_tracing() -> bool:
+    """Sizes are tensors, which a trace would compare once and for all."""
+    return bool(torch._C._get_tracing_state())
+
+
+def _check_floating(name: str, value: Tensor) -> None:
+    if value.dtype not in _FLOATS:
+        raise TypeError(f"{name} is {value.dtype}; expected float16, bfloat16, float32 or float64")
+
+
+def _check_parameters(
+    x: Tensor, scale: Tensor, kind: QType, axis: int | None, block_size: int | None, zero_point: Tensor | None
+) -> None:
+    """Scale and zero point fit each other, the format and a tensor like x."""
+    _check_floating("scale", scale)
+    _check_granularity(x, scale, axis, block_size)
+    if zero_point is not None:
+        _check_zero_point(zero_point, scale, kind)
+    if _reads_values() and not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ValueError(f"scale must be positive and finite; it has {_worst(scale)}")
+
+
+def _check_granularity(x: Tensor, scale: Tensor, axis: int | None, block_size: int | None) -> None:
+    if axis is None and block_size is not None:
+        raise ValueError(f"block_size={block_size} needs the axis that it divides")
+    if axis is not None and not -x.dim() <= axis < x.dim():
+        raise ValueError(f"axis={axis} is out of range for a tensor with {x.dim()} axes")
+    if _is_tracing():
+        return
+    if axis is not None and block_size is not None and (block_size < 1 or x.shape[axis] % block_size):
+        raise ValueError(f"block_size={block_size} does not divide axis {axis} of size {x.shape[axis]}")
+    expected = scale_shape(x.shape, axis, block_size)
+    if scale.shape != expected:
+        how = "per tensor" if axis is None else f"along axis {axis}"
+        how += "" if block_size is None else f" in blocks of {block_size}"
+        raise ValueError(
+            f"the scale of a tensor {list(x.shape)} {how} is {list(expected)}; this one is {list(scale.shape)}"
+        )
+
+
+def _check_zero_point(zero_point: Tensor, scale: Tensor, kind: QType) -> None:
+    if not kind.has_zero_point:
+        raise ValueError(f"{kind.name} is symmetric and takes no zero_point")
+    if zero_point.dtype != kind.storage:
+        raise TypeError(f"zero_point is {zero_point.dtype}; that of {kind.name} is {kind.storage}")
+    if not _is_tracing() and zero_point.shape != scale.shape:
+        raise ValueError(f"zero_point {list(zero_point.shape)} and scale {list(scale.shape)} must have one shape")
+
+
+def _worst(scale: Tensor) -> float:
+    """One value of a scale that cannot be."""
+    return float(scale[~((scale > 0) & scale.isfinite())].flatten()[0])

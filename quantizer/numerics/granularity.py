@@ -1,0 +1,51 @@
+"""How many values share one scale: all of them, those of one index along an axis, or a block of neighbours.
+
+Legend: x [.., A, ..] the values, A the size of ``axis``; B the block size.
+
+====================  ==================  ==================================  ====================
+granularity           arguments           scale                               x [6, 8] with
+====================  ==================  ==================================  ====================
+per tensor            neither             []                                  none: []
+per axis              axis                [A]                                 axis 1: [8]
+per block             axis, block_size    [.., A / B, ..], as many axes as x  axis 1, B 4: [6, 2]
+====================  ==================  ==================================  ====================
+
+These are the granularities of ONNX ``QuantizeLinear`` (https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+__all__ = ["beside", "in_blocks", "scale_shape"]
+
+
+def scale_shape(shape: Sequence[int], axis: int | None, block_size: int | None) -> tuple[int, ...]:
+    """The shape that the scale of values [*shape] has. Axis and block size must fit the shape."""
+    if axis is None:
+        return ()
+    if block_size is None:
+        return (shape[axis],)
+    blocks = list(shape)
+    blocks[axis] //= block_size
+    return tuple(blocks)
+
+
+def in_blocks(x: Tensor, axis: int | None, block_size: int | None) -> Tensor:
+    """x [.., A, ..] as a view [.., A / B, B, ..]; as it is where there are no blocks."""
+    if axis is None or block_size is None:
+        return x
+    axis %= x.dim()
+    return x.view(*x.shape[:axis], x.shape[axis] // block_size, block_size, *x.shape[axis + 1 :])
+
+
+def beside(scale: Tensor, ndim: int, axis: int | None, block_size: int | None) -> Tensor:
+    """A scale or zero point in float32, as it broadcasts against ``in_blocks(x)`` of an x of ``ndim`` axes."""
+    if axis is None:
+        return scale.float()
+    axis %= ndim
+    if block_size is not None:
+        return scale.float().unsqueeze(axis + 1)
+    return scale.float().reshape([-1 if d == axis else 1 for d in range(ndim)])

@@ -1,0 +1,201 @@
+"""From what was seen of an operand to its range and scale, in the format that it is to be held in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.calibrators import Calibrator
+from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import QType
+from quantizer.proxy.formats import Format
+from quantizer.proxy.formats import Formats
+from quantizer.proxy.observe import SiteRecord
+from quantizer.proxy.plan import OperandPlan
+from quantizer.proxy.range_group import Migration
+from quantizer.proxy.range_group import OperandRecord
+from quantizer.proxy.site import Site
+from quantizer.source.catalogue import Operand
+from quantizer.targets import TargetProfile
+
+__all__ = ["RESIDUAL_SQNR_DB", "WEIGHTS_ALONE", "PlanSettings", "held_scale", "operand_plans", "scale_of"]
+
+RESIDUAL_SQNR_DB = 30.0
+"""``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
+
+docs/architecture.md shows the measurement behind the figure.
+"""
+
+_UNREGISTERED = "the weight is a parameter that no module of the model has registered"
+WEIGHTS_ALONE = "weights alone are quantized here"
+_MATRIX = 2  # axes of a weight that has blocks
+
+_OFFLOADED = "the weight is offloaded: it is loaded for each call, and the model holds none to store as integers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """What a plan depends on besides the data.
+
+    ``scale_dtype`` is the float type that holds the scales on the target.
+    """
+
+    formats: Formats
+    per_channel: bool
+    switches: Mapping[str, bool | str]
+    scale_dtype: torch.dtype
+    profile: TargetProfile
+
+
+def operand_plans(
+    site: Site,
+    host: nn.Module,
+    record: SiteRecord,
+    refused: Mapping[str, str],
+    settings: PlanSettings,
+    wanted: Format,
+    indivisible: list[str],
+) -> tuple[OperandPlan, ...]:
+    plans = []
+    migration = next((o.smoothed.migration for o in record.operands.values() if o.smoothed is not None), None)
+    offloaded = any(parameter.is_meta for parameter in host.parameters(recurse=False))
+    for operand in site.operation.operands:
+        seen = record.operands.get(operand.name, OperandRecord())
+        if f"{site.path}.{operand.name}" in refused:
+            plans.append(OperandPlan(name=operand.name, role="activation", quantized=False, reason="excluded by rule"))
+        elif seen.weight is not None:
+            plans.append(_weight(site, operand, seen, settings, wanted, indivisible, migration, offloaded))
+        elif seen.group is not None:
+            plans.append(_activation(site, operand.name, seen, settings, wanted))
+    return tuple(plans)
+
+
+def _weight(
+    site: Site,
+    operand: Operand,
+    seen: OperandRecord,
+    settings: PlanSettings,
+    wanted: Format,
+    indivisible: list[str],
+    migration: Migration | None,
+    offloaded: bool,
+) -> OperandPlan:
+    def refused(reason: str) -> OperandPlan:
+        return OperandPlan(name=operand.name, role="weight", quantized=False, reason=reason)
+
+    assert seen.weight is not None
+    if seen.weight.path is None:
+        return refused(_OFFLOADED if offloaded else _UNREGISTERED)
+    weight, axis = seen.weight.tensor().float(), seen.axis
+    if migration is not None:
+        assert seen.inner is not None
+        weight = weight * migration.factors.reshape([-1] + [1] * (weight.dim() - 1 - seen.inner))
+    block = wanted.block_size
+    if block is not None:
+        if axis is None or weight.dim() != _MATRIX:
+            return refused(f"a weight of {weight.dim()} axes has no blocks of input channels")
+        axis = 1 - axis
+        if weight.shape[axis] % block:
+            indivisible.append(
+                f"quantizer.{wanted.rule or 'formats'}: block_size {block} does not divide the {weight.shape[axis]} "
+                f"input channels of {site.path}; choose another, or leave the site out by a rule"
+            )
+            return refused("its block size does not divide its input channels")
+        amax = in_blocks(weight, axis, block).abs().amax(dim=axis + 1)
+    elif axis is None or not settings.per_channel:
+        amax, axis = weight.abs().amax(), None
+    else:
+        amax = weight.abs().amax(dim=[d for d in range(weight.dim()) if d != axis])
+    return OperandPlan(
+        name=operand.name,
+        role="weight",
+        parameter=seen.weight.path,
+        view=seen.weight.view,
+        quantized=True,
+        amax=amax,
+        scale=scale_of(amax, wanted.weights, settings.scale_dtype),
+        dtype=wanted.weights.name,
+        axis=axis,
+        block_size=block,
+        minimum=float(weight.min()),
+        maximum=float(weight.max()),
+        smooth=migration.factors if migration is not None else None,
+        smooth_axis=seen.inner if migration is not None else None,
+        smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
+    )
+
+
+def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings, wanted: Format) -> OperandPlan:
+    group = seen.range
+    assert group is not None
+    calibrator, migration = group.calibrator, group.migration
+    if wanted.activations is None:
+        low, high = calibrator.minimum, calibrator.maximum
+        return OperandPlan(
+            name=name, role="activation", quantized=False, reason=WEIGHTS_ALONE, minimum=low, maximum=high
+        )
+    dtype = wanted.activations
+    # What a softmax gives is at most 1; an attention in FP8 takes exactly that range.
+    fixed = dtype.is_float and seen.softmax
+    amax = torch.tensor(1.0 if fixed else group.amax(_judged_as(dtype).name), dtype=torch.float32)
+    if dtype.has_zero_point:
+        scale, zero_point = _asymmetric(calibrator, float(amax), dtype, settings.scale_dtype)
+    else:
+        scale, zero_point = scale_of(amax, dtype, settings.scale_dtype), None
+    histogram = calibrator.histogram
+    judged = _judged_as(dtype)
+    sqnr = histogram.sqnr_db(float(amax) / judged.qmax, judged.name) if histogram is not None else None
+    reason = None
+    if site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto":
+        assert sqnr is not None
+        if sqnr < RESIDUAL_SQNR_DB:
+            reason = f"{dtype.name} does not hold it: SQNR {sqnr:.1f} dB, below {RESIDUAL_SQNR_DB:g} dB"
+    return OperandPlan(
+        name=name,
+        role="activation",
+        quantized=reason is None,
+        reason=reason,
+        amax=amax,
+        scale=scale,
+        dtype=dtype.name,
+        zero_point=zero_point,
+        minimum=calibrator.minimum,
+        maximum=calibrator.maximum,
+        sqnr_db=sqnr,
+        clipped=histogram.share_above(float(amax)) if histogram is not None else None,
+        range_group=group.operands[0],
+        estimate=group.chosen[1] if group.chosen is not None else None,
+        smooth=migration.factors if migration is not None else None,
+        smooth_axis=-1 if migration is not None else None,
+        smoothing=f"smooth {migration.alpha:g}" if migration is not None else seen.left,
+    )
+
+
+def _judged_as(dtype: QType) -> QType:
+    """The format by which a range is estimated: histograms are of magnitudes, which know no zero point."""
+    return INT8 if dtype.has_zero_point else dtype
+
+
+def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype) -> Tensor:
+    """amax / qmax as the target's float type holds it; 1 where the range is empty (all zeros stay zeros anyhow)."""
+    scale = amax.double() / dtype.qmax
+    return held_scale(torch.where(amax > 0, scale, torch.ones_like(scale)), scale_dtype)
+
+
+def held_scale(scale: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """A scale [*] rounded to the float type that holds it on the target, as float32."""
+    # In float64, so that the one rounding is to the target's type; a subnormal scale would lose its precision.
+    return scale.double().clamp(min=torch.finfo(scale_dtype).smallest_normal).to(scale_dtype).float()
+
+
+def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: torch.dtype) -> tuple[Tensor, int]:
+    """The scale and the zero point of a range that holds 0: what was seen, clipped at amax on either side."""
+    low, high = max(min(calibrator.minimum, 0.0), -amax), min(max(calibrator.maximum, 0.0), amax)
+    # As if the range were symmetric, with as many steps on its one side as the format has in all.
+    scale = scale_of(torch.tensor(high - low), dtype, scale_dtype)
+    return scale, round(-low / float(scale)) if high > low else 0

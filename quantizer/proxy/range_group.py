@@ -1,0 +1,98 @@
+"""What calibration collects of an operand: the group that shares its range, and what the channels of a group hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+from torch import Tensor
+
+from quantizer.calibrators import Calibrator
+from quantizer.proxy.weight import Weight
+
+__all__ = ["ChannelRange", "Migration", "OperandRecord", "RangeGroup"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelRange:
+    """The least and the largest value of each channel, a channel being an index of the last axis: float32 [K] each."""
+
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> ChannelRange:
+        """The channels of x [.., K], which is not empty."""
+        low, high = torch.aminmax(x.detach().reshape(-1, x.shape[-1]), dim=0)
+        return cls(low.float(), high.float())
+
+    @property
+    def magnitude(self) -> Tensor:
+        """The largest magnitude of each channel, [K]."""
+        return torch.maximum(self.low.abs(), self.high.abs())
+
+    def joined(self, other: ChannelRange) -> ChannelRange | None:
+        """The channels of both; None where their numbers differ."""
+        if self.low.shape != other.low.shape:
+            return None
+        return ChannelRange(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Migration:
+    """How far outliers of an activation x [.., K] move into the weights W it meets: (x / s) (W * s) is x W.
+
+    ``factors`` are s, float32 [K]; ``alpha`` is the share of the activation, see ``smooth.migration_factors``.
+    """
+
+    alpha: float
+    factors: Tensor
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RangeGroup:
+    """Operands that read one tensor, with their one calibrator.
+
+    ``chosen`` is an amax that was taken instead of the calibrator's own, and the name of the estimate. ``channels`` are
+    kept where a migration may want them (None: not kept, or their number changes); ``migration`` is what the tensor is
+    divided by before the calibrator sees it.
+    """
+
+    calibrator: Calibrator
+    operands: list[str] = field(default_factory=list)
+    chosen: tuple[float, str] | None = None
+    channels: ChannelRange | None = None
+    migration: Migration | None = None
+
+    def amax(self, dtype: str) -> float:
+        """The magnitude that maps to the largest step of a format."""
+        return self.calibrator.for_format(dtype).amax() if self.chosen is None else self.chosen[0]
+
+
+@dataclass(kw_only=True, slots=True)
+class OperandRecord:
+    """What was seen of one operand: a weight, or an activation's group.
+
+    Attributes:
+        weight: the weight that it is.
+        axis: the axis of the weight's output channels (None: it has none).
+        inner: the axis of the weight that runs along the last axis of the activation (None: none does).
+        group: the activation's group.
+        softmax: it is what a softmax gave, values from 0 to 1.
+        smoothed: the group that it shares a range with once outliers are migrated (None: they are not).
+        left: why they are not, where they might have been.
+    """
+
+    weight: Weight | None = None
+    axis: int | None = None
+    inner: int | None = None
+    group: RangeGroup | None = None
+    softmax: bool = False
+    smoothed: RangeGroup | None = None
+    left: str | None = None
+
+    @property
+    def range(self) -> RangeGroup | None:
+        """The group whose range is used."""
+        return self.group if self.smoothed is None else self.smoothed

@@ -1,0 +1,342 @@
+"""Outliers of activations, moved into the weights: the formula, what is smoothed and what is not, and what it gains."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Mlp
+from helpers import assert_same
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch import nn
+from torch.nn import functional as F
+
+from quantizer import Quantizer
+from quantizer.proxy.plan import OperandPlan
+from quantizer.proxy.smooth import ALPHAS
+from quantizer.proxy.smooth import migration_factors
+
+GAIN_DB = 15.0
+"""What smoothing adds to the output's SQNR where outliers are planted; measured: 24 to 26."""
+
+NO_RESIDUAL = {"residual_add": False}
+
+
+class Outliers(nn.Module):
+    """Three linears that read one normalization with outlier channels, and one more: [rows, 32] to [rows, 32]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.query, self.key, self.value = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.out = nn.Linear(32, 32)
+        with torch.no_grad():
+            self.norm.weight[3], self.norm.weight[17] = 60.0, -40.0
+            for layer in (self.query, self.key, self.value):
+                # As in trained networks: what reads an outlier has small weights for it.
+                layer.weight[:, [3, 17]] *= 0.05
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.out(torch.tanh(self.query(y)) * torch.tanh(self.key(y)) + torch.tanh(self.value(y)))
+
+
+def data(batches: int = 3, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(40, 32, generator=generator) for _ in range(batches)]
+
+
+def calibrated(model: nn.Module, smooth: Any = 0.5, calibrator: str = "max", **options: Any) -> Quantizer:
+    activations = {"calibrator": calibrator, "smooth": smooth}
+    q = Quantizer(**{"backend": "onnxruntime", "sites": NO_RESIDUAL, "activations": activations, **options})
+    q.calibrate(model.eval(), data())
+    return q
+
+
+def operand(q: Quantizer, site: str, name: str) -> OperandPlan:
+    return next(entry for entry in q.plan[site].operands if entry.name == name)
+
+
+def sqnr_db(found: Tensor, expected: Tensor) -> float:
+    return 10 * math.log10(float(expected.square().sum() / (found - expected).square().sum()))
+
+
+@torch.no_grad()
+def gain_db(model: nn.Module, **options: Any) -> float:
+    """What smoothing adds to the SQNR of the output, on data that calibration did not see."""
+    x = data(1, seed=9)[0]
+    smooth = options.pop("smooth")
+    with_it, without = (calibrated(model, share, **options).quantize(model)(x) for share in (smooth, None))
+    return sqnr_db(with_it, model(x)) - sqnr_db(without, model(x))
+
+
+# -- the formula ---------------------------------------------------------------------------------------------------
+
+
+@given(alpha=st.floats(0.01, 1.0), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16]))
+def test_the_product_stays_what_it_was(alpha: float, seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 16, generator=generator) * torch.logspace(-2, 2, 16)
+    weight = torch.randn(4, 16, generator=generator)
+    s = migration_factors(x.abs().amax(0), weight.abs().amax(0), alpha, dtype)
+    assert torch.allclose(F.linear(x / s, weight * s), F.linear(x, weight), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
+def test_the_factors_are_those_of_the_paper(alpha: float) -> None:
+    x, weight = torch.tensor([1.0, 100.0, 0.01]), torch.tensor([0.5, 0.02, 0.3])
+    expected = x**alpha / weight ** (1 - alpha)
+    assert torch.allclose(migration_factors(x, weight, alpha, torch.float32), expected, rtol=1e-6)
+    # The target's type holds the inverse, and that is what the weights are multiplied by the inverse of.
+    inverse = migration_factors(x, weight, alpha, torch.float16).reciprocal()
+    assert torch.equal(inverse.half().float().reciprocal(), inverse.half().double().reciprocal().float())
+    assert torch.allclose(inverse, inverse.half().float(), rtol=1e-6)
+
+
+def test_channels_of_zeros_have_a_finite_factor() -> None:
+    zeros, some = torch.zeros(3), torch.tensor([0.0, 2.0, 3.0])
+    assert torch.equal(migration_factors(zeros, some, 0.5, torch.float32), torch.ones(3))
+    assert torch.equal(migration_factors(some, zeros, 0.5, torch.float32), torch.ones(3))
+    factors = migration_factors(some, some.flip(0), 0.5, torch.float16)
+    assert bool((torch.isfinite(factors) & (factors > 0)).all())
+
+
+# -- what it gains -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calibrator", ["max", "mse", "percentile"])
+def test_outliers_cost_less(calibrator: str) -> None:
+    assert gain_db(Outliers(), smooth=0.5, calibrator=calibrator) > GAIN_DB
+
+
+def test_a_search_is_as_good_as_a_fixed_share() -> None:
+    model = Outliers()
+    assert gain_db(model, smooth="auto") > GAIN_DB
+    chosen = calibrated(model, "auto")
+    found = {operand(chosen, f"{name}.forward.linear_0", "input").smoothing for name in ("query", "key", "value")}
+    assert len(found) == 1
+    assert found < {f"smooth {alpha:g}" for alpha in ALPHAS}
+
+
+def test_a_search_leaves_what_has_no_outliers() -> None:
+    class Even(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.sign(x))
+
+    model = Even()
+    with torch.no_grad():
+        # Steps of both operands, exactly; a factor could only lose them.
+        model.layer.weight.copy_(torch.randint(-127, 128, (32, 32)).float())
+        model.layer.weight[:, 0] = 127.0
+    q = calibrated(model, "auto")
+    assert operand(q, "layer.forward.linear_0", "input").smooth is None
+    assert "not smoothed: its outputs come out best without" in q.coverage.text()
+
+
+def test_ranges_of_max_are_exact_over_all_batches() -> None:
+    model = Outliers()
+    q = calibrated(model)
+    with torch.no_grad():
+        y = model.norm(torch.cat(data()))
+    planned = operand(q, "key.forward.linear_0", "input")
+    assert planned.smooth is not None
+    assert torch.allclose(planned.amax, (y.abs().amax(0) / planned.smooth).max(), rtol=1e-6)  # type: ignore[arg-type]
+    weight = operand(q, "key.forward.linear_0", "weight")
+    expected = (model.key.weight * planned.smooth).abs().amax(1)
+    assert torch.allclose(weight.amax, expected)  # type: ignore[arg-type]
+    assert planned.minimum == pytest.approx(float((y.amin(0) / planned.smooth).min()))
+
+
+def test_more_data_is_smoothed_again() -> None:
+    model = Outliers()
+    q = calibrated(model)
+    before = operand(q, "query.forward.linear_0", "input").smooth
+    q.calibrate(model, [data(1, seed=5)[0] * 3], resume=True)
+    whole = Quantizer(backend="onnxruntime", sites=NO_RESIDUAL, activations={"calibrator": "max", "smooth": 0.5})
+    whole.calibrate(model, [data(1, seed=5)[0] * 3, *data()])
+    after = operand(q, "query.forward.linear_0", "input").smooth
+    assert torch.equal(after, operand(whole, "query.forward.linear_0", "input").smooth)  # type: ignore[arg-type]
+    assert not torch.equal(before, after)  # type: ignore[arg-type]
+
+
+# -- what is smoothed ----------------------------------------------------------------------------------------------
+
+
+def test_what_reads_one_tensor_shares_one_factor() -> None:
+    model = Outliers()
+    q = calibrated(model)
+    names = ("query", "key", "value")
+    inputs = [operand(q, f"{name}.forward.linear_0", "input") for name in names]
+    magnitude = torch.stack([getattr(model, name).weight.abs().amax(0) for name in names]).amax(0)
+    with torch.no_grad():
+        activation = model.norm(torch.cat(data())).abs().amax(0)
+    for planned in inputs:
+        assert torch.allclose(planned.smooth, (activation / magnitude).sqrt(), rtol=1e-5)  # type: ignore[arg-type]
+    assert all(row.reason == "int8: input, weight; smooth 0.5" for row in q.coverage.quantized)
+    assert "yes, smooth 0.5" in q.ranges.text()
+
+
+class Shared(nn.Module):
+    """A linear whose input an addition reads too, and products by weights on either side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.left = nn.Parameter(torch.randn(32, 32))
+        self.right = nn.Parameter(torch.randn(32, 16))
+        self.bias = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.layer(x)) + x
+        z = self.left @ y.T
+        return torch.addmm(self.bias[:16], z.T * 2, self.right)
+
+
+@pytest.mark.parametrize(("residual", "reason"), [(True, "not smoothed: .*reads the same tensor"), (False, "smooth")])
+def test_what_others_read_in_low_precision_is_left(residual: bool, reason: str) -> None:
+    q = calibrated(Shared(), sites={"residual_add": residual}, backend="tensorrt")
+    said = q.plan["layer.forward.linear_0"].reason
+    assert said.startswith("int8: input, weight; " + reason.partition(".*")[0])
+    assert reason.partition(".*")[2] in said
+    assert (operand(q, "layer.forward.linear_0", "input").smooth is None) == residual
+
+
+def test_the_weight_must_be_met_along_the_last_axis() -> None:
+    model = Shared().eval()
+    q = calibrated(model)
+    assert "not smoothed: its channels are not its last axis" in q.plan["forward.matmul_0"].reason
+    planned = operand(q, "forward.addmm_0", "rhs")
+    assert planned.smooth_axis == 0
+    x = data(1)[0]
+    with torch.no_grad():
+        assert sqnr_db(q.quantize(model)(x), model(x)) > 25
+
+
+def test_a_tied_weight_stays_what_it_was() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 32)
+            self.head = nn.Linear(32, 50, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.table(ids) * 5))
+
+    model, ids = Tied().eval(), torch.arange(20).reshape(2, 10)
+    q = Quantizer(backend="onnxruntime", activations={"smooth": 0.5})
+    q.calibrate(model, [ids])
+    frozen: Any = q.quantize(model)
+    assert "smooth 0.5" in q.plan["head.forward.linear_0"].reason
+    assert torch.equal(frozen.table.weight, model.table.weight)
+    assert frozen.table.weight is frozen.head.weight
+    with torch.no_grad():
+        assert sqnr_db(frozen(ids), model(ids)) > 30
+
+
+def test_a_branch_that_no_kept_batch_takes_is_left() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.rarely = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.always(x) + (self.rarely(x * 2) if len(x) == 7 else 0)
+
+    model = Branch().eval()
+    for seed in range(20):
+        q = Quantizer(backend="onnxruntime", sites=NO_RESIDUAL, activations={"calibrator": "max", "smooth": 0.5})
+        q.calibrate(model, [*data(6, seed), torch.randn(7, 32, generator=torch.Generator().manual_seed(seed))])
+        if "not smoothed" in q.plan["rarely.forward.linear_0"].reason:
+            break
+    assert "not smoothed: no batch that was kept reaches it" in q.plan["rarely.forward.linear_0"].reason
+    assert "smooth 0.5" in q.plan["always.forward.linear_0"].reason
+
+
+# -- proxies -------------------------------------------------------------------------------------------------------
+
+
+def test_off_is_the_model() -> None:
+    model, x = Outliers().eval(), data(1)[0]
+    q = calibrated(model)
+    with torch.no_grad():
+        assert_same(q.amp(model)(x), model(x))
+        assert_same(q.calib(model)(x), model(x))
+
+
+def test_the_module_shows_its_own_weight() -> None:
+    model = Outliers().eval()
+    frozen: Any = calibrated(model).quantize(model)
+    step = model.key.weight.abs().amax() / 50
+    assert bool(((frozen.key.weight - model.key.weight).abs() < step).all())
+    assert not [name for name, _ in frozen.key.named_parameters() if name.endswith("weight")]
+
+
+def test_fallback_puts_it_back() -> None:
+    model, x = Outliers().eval(), data(1)[0]
+    q = calibrated(model)
+    amp = q.amp(model)
+    with torch.no_grad():
+        amp(x)
+        q.fallback(amp, ratio=1.0)
+        assert_same(q.quantize(model)(x), model(x))
+    q.fallback(amp, num=1)
+    back = [path for path, entry in q.plan.items() if not entry.quantized and "linear" in path]
+    assert back in ([f"{name}.forward.linear_0" for name in ("query", "key", "value")], ["out.forward.linear_0"])
+
+
+def test_a_saved_calibration_gives_the_same_bits(tmp_path: Path) -> None:
+    model, x = Outliers().eval(), data(1)[0]
+    q = calibrated(model, "auto", calibrator="auto")
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    for path, entry in q.plan.items():
+        for one, two in zip(entry.operands, loaded.plan[path].operands, strict=True):
+            assert (one.smooth is None) == (two.smooth is None)
+            assert one.smooth is None or torch.equal(one.smooth, two.smooth)  # type: ignore[arg-type]
+            assert (one.smoothing, one.smooth_axis) == (two.smoothing, two.smooth_axis)
+    with torch.no_grad():
+        assert_same(loaded.quantize(model)(x), q.quantize(model)(x))
+
+
+def test_a_frozen_proxy_compiles_in_one_graph() -> None:
+    model, x = Outliers().eval(), data(1)[0]
+    frozen = calibrated(model).quantize(model)
+    compiled = torch.compile(frozen, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert_same(compiled(x), frozen(x))
+
+
+def test_half_precision_keeps_the_factors() -> None:
+    model, x = Outliers().eval(), data(1)[0]
+    q = calibrated(model, backend="tensorrt")
+    frozen = q.quantize(model)
+    with torch.no_grad():
+        expected = frozen(x)
+        found = frozen.half()(x.half())
+    assert found.dtype == torch.float16
+    assert sqnr_db(found.float(), expected) > 35
+
+
+def test_another_search_goes_on_top() -> None:
+    model = Outliers().eval()
+    q = calibrated(model, activations={"percentile": (99.0, 100.0), "smooth": 0.5})
+    planned = operand(q, "query.forward.linear_0", "input")
+    assert planned.smoothing == "smooth 0.5"
+    assert planned.estimate in ("percentile 99", "percentile 100")
+    chosen = operand(calibrated(model, calibrator="auto"), "query.forward.linear_0", "input")
+    assert chosen.estimate is not None
+    assert chosen.amax <= operand(calibrated(model), "query.forward.linear_0", "input").amax  # type: ignore[operator]
+
+
+def test_nothing_of_it_without_the_setting() -> None:
+    q = calibrated(Mlp(), None)
+    assert all(o.smooth is None and o.smoothing is None for entry in q.plan.values() for o in entry.operands)
