@@ -29,6 +29,10 @@ def _percentile(value: Any) -> float | tuple[float, ...]:
     return _percentile_number(value)
 
 
+def _plain_percentile(value: float | tuple[float, ...]) -> float | list[float]:
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _percentile_number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 100:
         raise PydanticCustomError("percentile", "Input should be a number above 0 and at most 100")

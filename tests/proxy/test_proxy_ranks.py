@@ -72,7 +72,7 @@ def _tensors(plan: Plan) -> dict[str, Tensor]:
                 [name, operand.quantized, operand.reason, operand.range_group, operand.estimate, operand.group]
             )
             numbers = (operand.minimum, operand.maximum, operand.sqnr_db, operand.clipped)
-            texts.append([name, *map(repr, numbers), operand.axis, operand.parameter])
+            texts.append([name, *map(repr, numbers), operand.axis, operand.parameter, operand.estimate])
             for field in ("amax", "scale"):
                 if getattr(operand, field) is not None:
                     found[f"{name}.{field}"] = getattr(operand, field).clone()
