@@ -146,7 +146,10 @@ def test_an_opset_without_half_scales(write: Write, setting: str) -> None:
             "activations: {calibrator: entropie}",
             "got the text 'entropie'; expected 'percentile', 'max', 'mse', 'entropy' or 'auto'; did you mean 'entropy'",
         ),
-        ("activations: {smooth: 0}", "got the whole number 0; expected a number, above 0 and at most 1, 'auto' or null"),
+        (
+            "activations: {smooth: 0}",
+            "got the whole number 0; expected a number, above 0 and at most 1, 'auto' or null",
+        ),
         ("activations: {smooth: 1.5}", "got the number 1.5; expected a number, above 0 and at most 1, 'auto' or null"),
         ("activations: {smooth: x}", "got the text 'x'; expected a number, above 0 and at most 1, 'auto' or null"),
         ("activations: {smooth: true}", "got true; expected a number, above 0 and at most 1, 'auto' or null"),
