@@ -66,7 +66,7 @@ class ActivationsConfig(Section):
     smooth: Annotated[
         float | Literal["auto"] | None,
         WrapValidator(lambda value, _: _smooth(value)),
-        Expects("a number, above 0 and at most 1, 'auto' or null"),
+        Expects("a number, above 0 and at most 1, or 'auto'"),
     ] = Field(
         default=None,
         description="SmoothQuant: how much of the outliers of what linears read moves into their weights, such as 0.5; "

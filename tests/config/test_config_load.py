@@ -148,11 +148,14 @@ def test_an_opset_without_half_scales(write: Write, setting: str) -> None:
         ),
         (
             "activations: {smooth: 0}",
-            "got the whole number 0; expected a number, above 0 and at most 1, 'auto' or null",
+            "got the whole number 0; expected a number, above 0 and at most 1, or 'auto' or null",
         ),
-        ("activations: {smooth: 1.5}", "got the number 1.5; expected a number, above 0 and at most 1, 'auto' or null"),
-        ("activations: {smooth: x}", "got the text 'x'; expected a number, above 0 and at most 1, 'auto' or null"),
-        ("activations: {smooth: true}", "got true; expected a number, above 0 and at most 1, 'auto' or null"),
+        (
+            "activations: {smooth: 1.5}",
+            "got the number 1.5; expected a number, above 0 and at most 1, or 'auto' or null",
+        ),
+        ("activations: {smooth: x}", "got the text 'x'; expected a number, above 0 and at most 1, or 'auto' or null"),
+        ("activations: {smooth: true}", "got true; expected a number, above 0 and at most 1, or 'auto' or null"),
         ("activations: {smooth: .nan}", "got the number nan; expected a number, above 0 and at most 1"),
         ("weights: {granularity: per_chanel}", "did you mean 'per_channel'"),
         ("exclude: {names: classifier}", r"quantizer.exclude.names: got the text 'classifier'; .*write \[classifier\]"),

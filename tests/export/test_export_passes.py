@@ -371,11 +371,22 @@ def test_a_broken_promise_names_the_pass_and_stops_the_next() -> None:
     assert (first.runs, second.runs) == (1, 0)
 
 
+def scaled_before_q() -> Any:
+    """Two multiplications by a constant a channel, then a Q: one is enough."""
+    x = ir.Value(name="x", shape=ir.Shape([2, 3]), type=ir.TensorType(ir.DataType.FLOAT))
+    first, second, step = constant("w", SCALE), constant("f", SCALE), constant("s", np.array(0.5, np.float32))
+    scaled = ir.Node("", "Mul", [x, first], name="n")
+    again = ir.Node("", "Mul", [scaled.outputs[0], second], name="m")
+    quantize = ir.Node("", "QuantizeLinear", [again.outputs[0], step], name="q")
+    return model_of([x], [quantize.outputs[0]], [scaled, again, quantize], [first, second, step])
+
+
 @pytest.mark.parametrize("entry", [*PASSES, UnsignedActivations("all")], ids=lambda entry: type(entry).__name__)
 def test_the_promise_of_each_pass_is_checked(entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     models = {
         "StoreWeights": float_weight_behind_qdq(),
         "WeightsAsRead": linear(),
+        "FoldChannelFactors": scaled_before_q(),
         "ClampMasks": masked({"m": np.array(-65504, np.float16)}),
         "NameNodes": scoped("['', 'a', 'relu']", "['', 'a', 'relu']"),
         "UnsignedActivations": quantized_products(),

@@ -11,6 +11,6 @@ from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.unsigned_activations import UnsignedActivations
 from quantizer.export.passes.weights_as_read import WeightsAsRead
 
-__all__ = ["PASSES", "GraphPass", "UnsignedActivations", "run_passes"]
+__all__ = ["PASSES", "FoldChannelFactors", "GraphPass", "UnsignedActivations", "run_passes"]
 
 PASSES: tuple[GraphPass, ...] = (StoreWeights(), WeightsAsRead(), FoldChannelFactors(), ClampMasks(), NameNodes())

@@ -102,8 +102,8 @@ def _of_sum(node: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
     if node.op_type == "MatMul":
         return _stored_weight(node.inputs[1], factors)
     if node.op_type == "Gemm":
-        turned = "transB" in node.attributes and node.attributes["transB"].as_int()
-        product = None if turned else _stored_weight(node.inputs[1], factors)
+        turned = "transB" in node.attributes and bool(node.attributes["transB"].as_int())
+        product = _stored_weight(node.inputs[1], factors, from_end=2 if turned else 1)
         bias = [2] if len(node.inputs) > 2 else []
     else:
         bias = [i for i in (0, 1) if _array(node.inputs[i]) is not None][:1]
@@ -112,13 +112,16 @@ def _of_sum(node: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
     return None if product is None or added is None else product + added
 
 
-def _stored_weight(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
-    """The scales of a weight whose channels are its last axis, as long as the float type holds them exactly enough."""
+def _stored_weight(value: Any, factors: np.ndarray[Any, Any], from_end: int = 1) -> list[_Edit] | None:
+    """The scales of a weight whose channels are the last axis (2: the last but one); None where they get too small.
+
+    A subnormal scale would lose its precision.
+    """
     node = value.producer()
     if node is None or node.op_type != "DequantizeLinear" or len(list(value.uses())) != 1:
         return None
     stored, axis = node.inputs[0].const_value, node.attributes.get("axis")
-    if stored is None or axis is None or axis.as_int() % len(stored.shape) != len(stored.shape) - 1:
+    if stored is None or axis is None or axis.as_int() % len(stored.shape) != len(stored.shape) - from_end:
         return None
     edits = _scaled(node, [1], factors)
     tiny = edits is None or any((edit.array < np.finfo(edit.array.dtype).smallest_normal).any() for edit in edits)
