@@ -15,7 +15,6 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from quantizer.config import QuantizerConfig
-from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.auto_range import Trial
 from quantizer.proxy.auto_range import choose_ranges
@@ -27,6 +26,7 @@ from quantizer.proxy.observe import padding_mask
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import PlanSettings
 from quantizer.proxy.plan import decide
+from quantizer.proxy.plan import judged_as
 from quantizer.proxy.plan import scale_of
 from quantizer.sensitivity.measure import flat_output
 from quantizer.settings import plan_settings
@@ -63,8 +63,7 @@ def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: Pl
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
             group = observation.records[site.path].operands[operand.name].group
-            # A zero point follows from the range: it is judged as if it were symmetric.
-            dtype = INT8 if operand.zero_point is not None else qtype(operand.dtype)
+            dtype = judged_as(qtype(operand.dtype))
             if group is not None and operand.scale is not None:
                 scale = partial(scale_of, dtype=dtype, scale_dtype=settings.scale_dtype)
                 yield Trial(site=site, operand=operand.name, group=group, dtype=dtype, scale=scale)

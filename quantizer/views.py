@@ -257,7 +257,7 @@ class BarPlot:
 class Ranges(View[RangeRow]):
     """The range of every operand that was observed."""
 
-    columns = (
+    columns: Sequence[Column | str] = (
         Column(title="site", mono=True),
         Column(title="operand", mono=True),
         "format",
