@@ -58,7 +58,8 @@ def _bars(histogram: Histogram, cut: float) -> str:
         height = _HEIGHT * math.log1p(count) / largest
         bar = f"M{place} {_HEIGHT}v{-height:.1f}h1v{height:.1f}z"
         if count:
-            (clipped if place * histogram.width >= cut else kept).append(bar)
+            # The first bin holds zeros, which no range clips.
+            (clipped if place and place * histogram.width >= cut else kept).append(bar)
     return (
         f'<svg width="100%" height="{_HEIGHT}" viewBox="0 0 {len(histogram.counts)} {_HEIGHT}" '
         f'preserveAspectRatio="none"><path fill="{_KEPT}" d="{"".join(kept)}"/>'
@@ -80,9 +81,9 @@ def _axis(end: float) -> Iterator[str]:
 
 def _row(entry: RangeCandidate, top: float, end: float) -> Iterator[str]:
     name = f"{entry.name}, chosen" if entry.chosen else entry.name
-    costs = f"{significant(entry.amax)}  clips {percent(entry.clipped)}  {decibels(entry.sqnr_db)} dB"
-    weight = ' font-weight="650"' if entry.chosen else ""
+    costs = f"amax {significant(entry.amax)}, clips {percent(entry.clipped)}, {decibels(entry.sqnr_db)} dB"
+    weight, fade = (' font-weight="650"', "") if entry.chosen else ("", ' fill-opacity="0.5"')
     width = f"{100 * entry.amax / end:.2f}%"
     yield f"<g{weight}>" + svg_text(0, top + 11, name, "qz-name") + svg_text("100%", top + 11, costs, "qz-value", "end")
     yield f'<rect class="qz-track" x="0" y="{top + 15}" width="100%" height="4" rx="2"/>'
-    yield f'<rect x="0" y="{top + 15}" width="{width}" height="4" rx="2" fill="{_KEPT}"/></g>'
+    yield f'<rect x="0" y="{top + 15}" width="{width}" height="4" rx="2" fill="{_KEPT}"{fade}/></g>'
