@@ -77,7 +77,7 @@ class Calibration:
         Raises:
             CalibrationError: no rank has seen any data, or the ranks have different configurations.
         """
-        whole = self._whole()
+        whole = self.observation()
         if whole.batches == 0:
             raise CalibrationError(
                 "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
@@ -88,13 +88,14 @@ class Calibration:
 
     def products(self) -> tuple[CountedProduct, ...]:
         """What torch computed."""
-        return self._whole().counter.products()
+        return self.observation().counter.products()
 
     def seen(self) -> bytes:
         """Everything that was seen, to be saved."""
-        return snapshot(self._whole())
+        return snapshot(self.observation())
 
-    def _whole(self) -> Observation:
+    def observation(self) -> Observation:
+        """What all ranks saw."""
         batches = self._observation.batches
         if self._gathered is None or self._gathered[0] != batches:
             whole = seen_by_all_ranks(self._config, self.proxy, self._observation, self._refused, self._skipped)

@@ -38,6 +38,7 @@ from quantizer.engines import peak_memory_mib
 from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
 from quantizer.files import write_folder
+from quantizer.histograms import noisiest
 from quantizer.quantizer import Quantizer
 from quantizer.report import EngineFile
 from quantizer.report import Fallback
@@ -71,6 +72,7 @@ __all__ = ["inspect", "run"]
 
 _CPU_BACKENDS = ("openvino", "onnxruntime")
 _LATENCY_ROUNDS = 15
+_HISTOGRAMS = 6
 
 
 def run(config: RunConfig, output: Path | None, force: bool, console: Console) -> Path:
@@ -166,6 +168,7 @@ class _Run:
             coverage=site_records(coverage, quantizer.plan),
             covered_share=coverage.share,
             escaped=escaped_records(coverage.escaped),
+            histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
             sensitivity=sensitivity_records(quantizer.sensitivity) if config.amp is not None else (),
             fallback=self._fallback(quantizer),
             engine=self._engine(built["engine"], bool(engines)),

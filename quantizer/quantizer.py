@@ -21,6 +21,8 @@ from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import SensitivityError
+from quantizer.histogram_view import HistogramView
+from quantizer.histograms import histogram_of
 from quantizer.interop import transformers_patches as _patches
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import applied_patches
@@ -347,6 +349,17 @@ class Quantizer:
     def ranges(self) -> Ranges:
         """The range of every operand."""
         return Ranges.from_plan(self._final_plan())
+
+    def histogram(self, operand: str) -> HistogramView:
+        """The values that calibration saw of one operand (``SITE.OPERAND``), and what ranges it might have.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+            QuantizerError: there is no such operand, or no histogram of it: it is a weight, it was calibrated with
+                ``max``, or this quantizer was loaded.
+        """
+        seen = self._calibration.observation() if self._calibration is not None else None
+        return HistogramView(histogram_of(operand, self._final_plan(), seen))
 
     @property
     def sensitivity(self) -> Sensitivity:

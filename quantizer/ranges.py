@@ -15,7 +15,6 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from quantizer.config import QuantizerConfig
-from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.auto_range import Trial
 from quantizer.proxy.auto_range import choose_ranges
@@ -26,6 +25,7 @@ from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import padding_mask
 from quantizer.proxy.operand_plans import PlanSettings
+from quantizer.proxy.operand_plans import judged_as
 from quantizer.proxy.operand_plans import scale_of
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.ranks import summed
@@ -76,8 +76,7 @@ def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: Pl
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
             group = observation.records[site.path].operands[operand.name].range
-            # A zero point follows from the range: it is judged as if it were symmetric.
-            dtype = INT8 if operand.zero_point is not None else qtype(operand.dtype)
+            dtype = judged_as(qtype(operand.dtype))
             if group is not None and operand.scale is not None:
                 yield Trial(
                     site=site,

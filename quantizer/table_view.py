@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 from typing import Generic
 from typing import TypeVar
 
 from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from quantizer.report.tables import Column
 from quantizer.report.tables import html_table
@@ -27,9 +30,15 @@ _NAME_WIDTH = 76
 
 
 class View(Generic[Row]):
-    """A read-only list of rows with a title."""
+    """A read-only list of rows with a title.
+
+    Attributes:
+        columns: one for each cell of a row.
+        grouped: in a terminal, the first column is a line of its own above the rows that share its value.
+    """
 
     columns: Sequence[Column | str]
+    grouped = False
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)
@@ -54,17 +63,38 @@ class View(Generic[Row]):
     def text(self, limit: int | None = None) -> str:
         """The table as plain text, for a terminal of 120 columns; ``limit`` rows at most, None shows all."""
         cells = self.cells()
-        table = text_table(self.columns, cells, title=self.title(), limit=limit)
-        table.box, table.pad_edge, table.show_edge, table.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
+        if self.grouped:
+            return self._grouped_text(cells, limit)
+        table = self._table(self.columns, cells, limit)
+        table.title = Text(self.title())
         # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
         widest = max((len(row[at]) for row in cells[:limit] for at in self._names()), default=0)
         for at in self._names():
             table.columns[at].no_wrap = widest <= _NAME_WIDTH
+        return "\n".join(_lines(table))
+
+    def _grouped_text(self, cells: list[list[Any]], limit: int | None) -> str:
+        table = self._table(self.columns[1:], [row[1:] for row in cells], limit)
+        for column in table.columns:
+            column.no_wrap = True  # one line a row, so that each is known again below
+        heading, rule, *lines = _lines(table)
+        parts = [self.title(), f"  {heading}", rule[:1] * 2 + rule]
+        above = None
+        for row, line in zip_longest(cells[:limit], lines):
+            if row is not None and row[0] != above:
+                above = row[0]
+                parts.append(above)
+            parts.append(f"  {line}" if row is not None else line)
+        return "\n".join(parts)
+
+    def _table(self, columns: Sequence[Column | str], cells: list[list[Any]], limit: int | None) -> Table:
+        table = text_table(columns, cells, limit=limit)
+        table.title_justify = "left"
+        table.box, table.pad_edge, table.show_edge, table.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
         if table.caption is not None:
             table.caption = f"{table.caption}; print .text() to see all, .rows holds them"
             table.caption_justify = "left"
-        lines = string_from_table(table, width=_WIDTH).splitlines()
-        return "\n".join(line.rstrip() for line in lines)
+        return table
 
     def _names(self) -> list[int]:
         return [at for at, column in enumerate(self.columns) if isinstance(column, Column) and column.mono]
@@ -75,3 +105,7 @@ class View(Generic[Row]):
     def _repr_html_(self) -> str:
         table = html_table(self.columns, self.cells(), caption=self.title(), limit=_HTML_ROWS)
         return f'<div style="max-height:32em;overflow:auto">{table}</div>'
+
+
+def _lines(table: Table) -> list[str]:
+    return [line.rstrip() for line in string_from_table(table, width=_WIDTH).splitlines()]

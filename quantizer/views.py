@@ -19,6 +19,10 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
 from quantizer.report.plots import sensitivity_bars
 from quantizer.report.tables import Column
+from quantizer.report.text import decibels
+from quantizer.report.text import format_name
+from quantizer.report.text import granularity
+from quantizer.report.text import percent
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.table_view import View
 
@@ -58,25 +62,31 @@ class CoverageRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangeRow:
-    """The range of one operand; ``scale`` is the largest of a per-channel weight."""
+    """The range of one operand; of several scales, ``amax`` and ``scale`` are the largest.
+
+    ``format`` and ``granularity`` are text; ``estimate`` is the calibrator that was chosen among several.
+    """
 
     name: str
     role: str
     quantized: bool
+    format: str
+    granularity: str
     minimum: float | None
     maximum: float | None
     amax: float | None
     scale: float | None
     clipped: float | None
     sqnr_db: float | None
-    smoothing: str | None = None
+    smoothing: str | None
+    estimate: str | None
 
     @property
-    def used(self) -> str:
-        """Whether it is used, and what of it was migrated, in words."""
+    def shown_format(self) -> str:
+        """The format that it is held in, and what of it was migrated."""
         if not self.quantized:
-            return "no"
-        return "yes" if self.smoothing is None else f"yes, {self.smoothing}"
+            return "float"
+        return self.format if self.smoothing is None else f"{self.format}, {self.smoothing}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,15 +265,26 @@ class BarPlot:
 class Ranges(View[RangeRow]):
     """The range of every operand that was observed."""
 
-    columns = (
+    columns: Sequence[Column | str] = (
+        Column(title="site", mono=True),
         Column(title="operand", mono=True),
-        "used",
+        "format",
+        "granularity",
         "min",
         "max",
         "amax",
-        Column(title="clipped", show=lambda value: f"{value:.4%}"),
-        Column(title="SQNR dB", show=lambda value: f"{value:.1f}"),
+        "scale",
+        Column(title="clipped", show=percent),
+        Column(title="SQNR dB", show=decibels),
+        "estimate",
     )
+    grouped = True
+
+    def __init__(self, rows: Sequence[RangeRow]) -> None:
+        super().__init__(rows)
+        if not any(row.estimate for row in self.rows):
+            # Nothing was chosen among several: the config says how ranges were estimated.
+            self.columns = Ranges.columns[:-1]
 
     @classmethod
     def from_plan(cls, plan: Plan) -> Ranges:
@@ -277,14 +298,17 @@ class Ranges(View[RangeRow]):
     def cells(self) -> list[list[Any]]:
         return [
             [
-                row.name,
-                row.used,
+                *row.name.rpartition(".")[::2],
+                row.shown_format,
+                row.granularity if row.amax is not None else None,
                 row.minimum,
                 row.maximum,
                 row.amax,
+                row.scale,
                 row.clipped,
                 row.sqnr_db,
-            ]
+                row.estimate,
+            ][: len(self.columns)]
             for row in self.rows
         ]
 
@@ -341,6 +365,8 @@ def _row_of_operand(site: SitePlan, operand: OperandPlan) -> RangeRow:
         name=f"{site.name}.{operand.name}",
         role=operand.role,
         quantized=operand.quantized,
+        format=format_name(operand.dtype, operand.block_size, operand.zero_point),
+        granularity=granularity(operand.scales, operand.block_size),
         minimum=operand.minimum,
         maximum=operand.maximum,
         amax=operand.largest_amax,
@@ -348,4 +374,5 @@ def _row_of_operand(site: SitePlan, operand: OperandPlan) -> RangeRow:
         clipped=operand.clipped,
         sqnr_db=operand.sqnr_db,
         smoothing=operand.smoothing,
+        estimate=operand.estimate,
     )

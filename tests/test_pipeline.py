@@ -174,6 +174,11 @@ def test_the_report_holds_every_part(place: Place) -> None:
     assert record.engine is not None
     assert (place.done / record.engine.path).is_file()
     assert "scored" in record.engine.verified
+    operands = {f"{site.name}.{operand.name}": operand for site in record.coverage for operand in site.operands}
+    noisiest = [operands[histogram.name].sqnr_db for histogram in record.histograms]
+    assert 0 < len(noisiest) <= 6
+    assert noisiest == sorted(noisiest)
+    assert noisiest[0] == min(o.sqnr_db for o in operands.values() if o.quantized and o.sqnr_db is not None)
     assert record.diff.startswith("---")
     assert record.versions["torch"] == torch.__version__
     names = [stage.name for stage in record.stages]

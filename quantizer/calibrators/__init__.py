@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from quantizer.calibrators.base import Calibrator
 from quantizer.calibrators.base import make_calibrator
+from quantizer.calibrators.candidates import CANDIDATES
+from quantizer.calibrators.candidates import OF_FORMAT
+from quantizer.calibrators.candidates import estimates
 from quantizer.calibrators.entropy import EntropyCalibrator
 from quantizer.calibrators.max import MaxCalibrator
 from quantizer.calibrators.mse import MseCalibrator
 from quantizer.calibrators.percentile import PercentileCalibrator
 
 __all__ = [
+    "CANDIDATES",
     "OF_FORMAT",
     "Calibrator",
     "EntropyCalibrator",
     "MaxCalibrator",
     "MseCalibrator",
     "PercentileCalibrator",
+    "estimates",
     "make_calibrator",
 ]
-
-OF_FORMAT = frozenset({"mse", "entropy"})
-"""The calibrators that weigh rounding errors, and so take the ``dtype`` of the operand."""

@@ -10,16 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
-from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch import nn
 
-from quantizer.calibrators import OF_FORMAT
+from quantizer.calibrators import estimates
 from quantizer.numerics.qtype import QType
 from quantizer.proxy.freeze import apply_factor
 from quantizer.proxy.kept_batches import Batch
@@ -30,17 +28,7 @@ from quantizer.proxy.replay import SiteCall
 from quantizer.proxy.replay import replay
 from quantizer.proxy.site import Site
 
-__all__ = ["CANDIDATES", "Trial", "choose_ranges"]
-
-CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("max", {}),
-    ("percentile", {"percentile": 99.999}),
-    ("percentile", {"percentile": 99.99}),
-    ("percentile", {"percentile": 99.9}),
-    ("mse", {}),
-    ("entropy", {}),
-)
-"""The calibrators that are tried, with their options."""
+__all__ = ["Trial", "choose_ranges"]
 
 _SHARES = tuple(0.9**step for step in range(1, 17))
 """Shares of the largest value that are tried too: down to 0.19, in steps that change the error by little."""
@@ -110,12 +98,8 @@ def _migrated(trial: Trial) -> Iterator[None]:
 
 def _candidates(trial: Trial) -> list[tuple[float, str]]:
     found: dict[float, str] = {}
-    for name, options in CANDIDATES:
-        if name == "entropy" and trial.dtype.is_float:
-            continue
-        of_format = {"dtype": trial.dtype.name} if name in OF_FORMAT else {}
-        amax = trial.group.calibrator.seen_as(name, **options, **of_format).amax()
-        found.setdefault(amax, " ".join([name, *map(str, options.values())]))
+    for name, amax in estimates(trial.group.calibrator, trial.dtype):
+        found.setdefault(amax, name)
     for share in _SHARES:
         found.setdefault(trial.group.calibrator.largest * share, f"{share:.2f} of max")
     return list(found.items())

@@ -23,7 +23,7 @@ from quantizer.proxy.site import Site
 from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
 
-__all__ = ["RESIDUAL_SQNR_DB", "WEIGHTS_ALONE", "PlanSettings", "held_scale", "operand_plans", "scale_of"]
+__all__ = ["RESIDUAL_SQNR_DB", "WEIGHTS_ALONE", "PlanSettings", "held_scale", "judged_as", "operand_plans", "scale_of"]
 
 RESIDUAL_SQNR_DB = 30.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
@@ -153,13 +153,13 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     dtype = wanted.activations
     # What a softmax gives is at most 1; an attention in FP8 takes exactly that range.
     fixed = dtype.is_float and seen.softmax
-    amax = torch.tensor(1.0 if fixed else group.amax(_judged_as(dtype).name), dtype=torch.float32)
+    amax = torch.tensor(1.0 if fixed else group.amax(judged_as(dtype).name), dtype=torch.float32)
     if dtype.has_zero_point:
         scale, zero_point = _asymmetric(calibrator, float(amax), dtype, settings.scale_dtype)
     else:
         scale, zero_point = scale_of(amax, dtype, settings.scale_dtype), None
     histogram = calibrator.histogram
-    judged = _judged_as(dtype)
+    judged = judged_as(dtype)
     sqnr = histogram.sqnr_db(float(amax) / judged.qmax, judged.name) if histogram is not None else None
     reason = None
     if site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto":
@@ -187,7 +187,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     )
 
 
-def _judged_as(dtype: QType) -> QType:
+def judged_as(dtype: QType) -> QType:
     """The format by which a range is estimated: histograms are of magnitudes, which know no zero point."""
     return INT8 if dtype.has_zero_point else dtype
 

@@ -71,6 +71,11 @@ class OperandPlan:
         return None if self.amax is None else float(self.amax.max())
 
     @property
+    def scales(self) -> int:
+        """How many scales it has; 1 where no range was seen."""
+        return 1 if self.amax is None else self.amax.numel()
+
+    @property
     def largest_scale(self) -> float | None:
         """The largest scale of its channels; None where no range was seen."""
         return None if self.scale is None else float(self.scale.max())

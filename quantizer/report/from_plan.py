@@ -49,11 +49,17 @@ def _operand(operand: OperandPlan) -> Operand:
         name=operand.name,
         role=operand.role,
         quantized=operand.quantized,
+        dtype=operand.dtype,
+        block_size=operand.block_size,
+        zero_point=operand.zero_point,
+        minimum=operand.minimum,
+        maximum=operand.maximum,
         amax=operand.largest_amax,
         scale=operand.largest_scale,
-        channels=1 if operand.amax is None else operand.amax.numel(),
+        channels=operand.scales,
         sqnr_db=operand.sqnr_db,
         clipped=operand.clipped,
+        estimate=operand.estimate,
         group=operand.group,
     )
 

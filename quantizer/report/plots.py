@@ -1,8 +1,4 @@
-"""The sensitivity ranking as a picture.
-
-The SVG is written here rather than by a plotting library: its bars are in percent of the width and its text is in
-pixels, so that it stays readable from a phone to a wide notebook, and it takes its text colour from the page.
-"""
+"""The sensitivity ranking as a picture."""
 
 from __future__ import annotations
 
@@ -10,6 +6,8 @@ import html
 from collections.abc import Sequence
 from typing import Protocol
 
+from quantizer.report.svg import svg_picture
+from quantizer.report.svg import svg_text
 from quantizer.report.text import percent
 from quantizer.report.text import shorten
 
@@ -21,7 +19,6 @@ _COLOURS = {"linear": "#2f7fd6", "matmul": "#c26a12", "residual_add": "#a35bd0",
 _OTHER = "#7d8590"
 _ROW = 31
 _LEGEND_ROW = 20
-_FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 
 
 class BarRow(Protocol):
@@ -57,7 +54,9 @@ def sensitivity_bars(rows: Sequence[BarRow], *, limit: int = 30) -> str:
     # A NaN compares with nothing: it goes last, so that the order is the same for every order of the rows.
     ranked = sorted(rows, key=lambda row: (row.error != row.error, -row.error, row.group))[:limit]
     if not ranked:
-        return _svg("Sensitivity was not measured", 24, [_text(0, 16, "Sensitivity was not measured.", "qz-name")])
+        return svg_picture(
+            "Sensitivity was not measured", 24, [svg_text(0, 16, "Sensitivity was not measured.", "qz-name")]
+        )
     kinds = list(dict.fromkeys(row.kind for row in ranked))
     legend, top = _legend(kinds, any(row.fallback for row in ranked))
     finite = [row.error for row in ranked if 0 < row.error < float("inf")]
@@ -68,7 +67,7 @@ def sensitivity_bars(rows: Sequence[BarRow], *, limit: int = 30) -> str:
         f"Relative error of the output with one group quantized at a time: {len(ranked)} of {len(rows)} groups; "
         f"largest {first.group}, {percent(first.error)}"
     )
-    return _svg(label, top + len(ranked) * _ROW, [*legend, *bars])
+    return svg_picture(label, top + len(ranked) * _ROW, [*legend, *bars])
 
 
 def _bar(row: BarRow, top: float, largest: float) -> str:
@@ -79,10 +78,10 @@ def _bar(row: BarRow, top: float, largest: float) -> str:
     width = f"{max(share * 100, 0.3):.2f}%"
     return (
         f"<g><title>{html.escape(title)}</title>"
-        + _text(0, top + 11, row.group, "qz-name qz-wide")
-        + _text(0, top + 11, shorten(row.group, 42), "qz-name qz-narrow")
-        + _text("100%", top + 11, f"{note}  {percent(row.error)}", "qz-value qz-wide", anchor="end")
-        + _text("100%", top + 11, f"{short}{percent(row.error)}", "qz-value qz-narrow", anchor="end")
+        + svg_text(0, top + 11, row.group, "qz-name qz-wide")
+        + svg_text(0, top + 11, shorten(row.group, 42), "qz-name qz-narrow")
+        + svg_text("100%", top + 11, f"{note}  {percent(row.error)}", "qz-value qz-wide", anchor="end")
+        + svg_text("100%", top + 11, f"{short}{percent(row.error)}", "qz-value qz-narrow", anchor="end")
         + f'<rect class="qz-track" x="0" y="{top + 16}" width="100%" height="8" rx="2"/>'
         + f'<rect x="0" y="{top + 16}" width="{width}" height="8" rx="2" {_look(row.kind, row.fallback)}/></g>'
     )
@@ -103,25 +102,5 @@ def _legend(kinds: Sequence[str], fallback: bool) -> tuple[list[str], int]:
         x, y = 50 * (index % 2), _LEGEND_ROW * (index // 2)
         parts.append(f'<svg x="{x}%" y="{y}" overflow="visible" width="1" height="1">')
         parts.append(f'<rect x="1" y="3" width="11" height="11" rx="2" {look}/>')
-        parts.append(_text(19, 13, name, "qz-value") + "</svg>")
+        parts.append(svg_text(19, 13, name, "qz-value") + "</svg>")
     return parts, _LEGEND_ROW * ((len(entries) + 1) // 2) + 12
-
-
-def _text(x: float | str, y: float, content: str, css: str, anchor: str = "start") -> str:
-    return f'<text class="{css}" x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(content)}</text>'
-
-
-def _svg(label: str, height: float, parts: Sequence[str]) -> str:
-    style = (
-        f".qz-bars{{display:block;width:100%;max-width:1100px;font-family:{_FONT}}}"
-        ".qz-bars text{fill:currentColor;font-size:12px}"
-        ".qz-bars .qz-value{font-size:11.5px;opacity:.85;font-variant-numeric:tabular-nums}"
-        ".qz-bars .qz-track{fill:currentColor;opacity:.07}"
-        ".qz-bars .qz-narrow{display:none}"
-        "@media(max-width:700px){.qz-bars .qz-wide{display:none}.qz-bars .qz-narrow{display:inline}"
-        ".qz-bars text,.qz-bars .qz-value{font-size:11px}}"
-    )
-    return (
-        f'<svg class="qz-bars" role="img" aria-label="{html.escape(label)}" width="100%" height="{height}" '
-        f'xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{"".join(parts)}</svg>'
-    )

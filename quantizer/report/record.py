@@ -18,11 +18,13 @@ __all__ = [
     "EngineFile",
     "EscapedProduct",
     "Fallback",
+    "Histogram",
     "Latency",
     "LatencyEntry",
     "MemoryEntry",
     "ModelFacts",
     "Operand",
+    "RangeCandidate",
     "RunRecord",
     "Score",
     "SensitivityRow",
@@ -31,7 +33,7 @@ __all__ = [
     "Stage",
 ]
 
-VERSION = 1
+VERSION = 2
 
 
 class _Record:
@@ -143,16 +145,28 @@ class Operand(_Record):
     """``activation`` or ``weight``."""
     quantized: bool
     """Whether this operand is in low precision."""
+    dtype: str = "int8"
+    """The format that it is held in where it is quantized: ``int8``, ``uint8``, ``fp8``, ``int4``."""
+    block_size: int | None = None
+    """How many neighbours along the input channels of a weight share a scale; null where there are no blocks."""
+    zero_point: int | None = None
+    """The step of 0.0 in an asymmetric format; null in a symmetric one."""
+    minimum: float | None = None
+    """Lowest value seen; null where none was."""
+    maximum: float | None = None
+    """Highest value seen; null where none was."""
     amax: float | None = None
     """Largest absolute value that is represented (of all channels); null where there is no range."""
     scale: float | None = None
     """Step between two neighbouring values (the largest of all channels); null where there is no range."""
     channels: int = 1
-    """Number of ranges: 1 is per tensor, more is one for each output channel."""
+    """Number of ranges: 1 is per tensor, more is one for each output channel, or for each block."""
     sqnr_db: float | None = None
     """Signal to quantization noise of this operand in calibration, in dB; null where it was not measured."""
     clipped: float | None = None
     """Share of the values beyond the range in calibration, 0 to 1; null where it was not measured."""
+    estimate: str | None = None
+    """The calibrator that was chosen for the range among several; null where there was no choice."""
     group: str | None = None
     """The group that shares this operand's range; null where there is none."""
 
@@ -181,6 +195,43 @@ class Site(_Record):
     """Multiply-adds of one call in calibration; null where they were not counted."""
     operands: tuple[Operand, ...] = ()
     """The operands that can be quantized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeCandidate(_Record):
+    """A range that an operand might have."""
+
+    name: str
+    """How it is estimated: ``max``, ``percentile 99.9``, ``mse``, ``entropy``; ``chosen`` for a range that none of
+    them gives."""
+    amax: float
+    """Largest absolute value that it represents."""
+    clipped: float
+    """Share of the values beyond it, 0 to 1."""
+    sqnr_db: float
+    """Signal to quantization noise of the operand with this range, in dB."""
+    chosen: bool = False
+    """Whether this is the range that the operand has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram(_Record):
+    """The absolute values that an operand took in calibration, and what ranges would make of them."""
+
+    name: str
+    """The operand, as ``SITE.OPERAND``."""
+    dtype: str
+    """The format that the candidates are judged by."""
+    minimum: float
+    """Lowest value seen."""
+    maximum: float
+    """Highest value seen."""
+    width: float
+    """Width of a bin."""
+    counts: tuple[int, ...]
+    """Number of values in each bin: bin i holds absolute values from i times the width up to the next bin."""
+    candidates: tuple[RangeCandidate, ...]
+    """Ranges to choose from, the largest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +337,8 @@ class RunRecord(_Record):
     site was found for them or not, that run in low precision: 0 to 1; null where nothing was counted."""
     escaped: tuple[EscapedProduct, ...] = ()
     """The products that do not run in low precision, the largest first, each with its reason."""
+    histograms: tuple[Histogram, ...] = ()
+    """Histograms of the quantized activations with the lowest SQNR, the lowest first; empty where none were kept."""
     sensitivity: tuple[SensitivityRow, ...] = ()
     """The ranking of groups; empty where it was not measured."""
     fallback: Fallback | None = None

@@ -8,6 +8,8 @@ __all__ = [
     "MISSING",
     "count",
     "decibels",
+    "format_name",
+    "granularity",
     "interval",
     "mebibytes",
     "milliseconds",
@@ -86,6 +88,19 @@ def mebibytes(size_bytes: float) -> str:
 def count(value: int) -> str:
     """A whole number with separators: ``22,713,216``."""
     return f"{value:,}"
+
+
+def format_name(dtype: str, block_size: int | None = None, zero_point: int | None = None) -> str:
+    """A number format with what belongs to it: ``int8``, ``int4 /128`` in blocks of 128, ``uint8 zp 113``."""
+    blocks = "" if block_size is None else f" /{block_size}"
+    return dtype + blocks + ("" if zero_point is None else f" zp {zero_point}")
+
+
+def granularity(scales: int, block_size: int | None = None) -> str:
+    """What shares a scale, by how many there are: ``tensor``, ``384 channels``, ``1,152 blocks``."""
+    if scales == 1:
+        return "tensor"
+    return f"{count(scales)} {'channels' if block_size is None else 'blocks'}"
 
 
 def plain(value: object) -> str:

@@ -12,6 +12,7 @@ import yaml
 from quantizer.errors import MissingDependencyError
 from quantizer.report import text
 from quantizer.report.codec import mapping_from_record
+from quantizer.report.histogram_plot import histogram_figure
 from quantizer.report.plots import sensitivity_bars
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
@@ -94,6 +95,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "escaped_table": _safe(escaped_table(record.escaped)),
         "coverage_table": _safe(coverage_table(record.coverage)),
         "ranges_table": _safe(ranges_table(record.coverage)),
+        "histograms": [_safe(histogram_figure(histogram)) for histogram in record.histograms],
         "bars": _safe(sensitivity_bars(record.sensitivity, limit=_BARS)),
         "bars_shown": min(_BARS, len(record.sensitivity)),
         "sensitivity_table": _safe(sensitivity_table(record.sensitivity)),
@@ -211,7 +213,7 @@ def _stages(stages: Sequence[tuple[str, float]]) -> str:
 
 
 def _safe(markup: str) -> Markup:
-    """Markup that html_table or sensitivity_bars made, where every value is already escaped."""
+    """Markup that html_table, sensitivity_bars or histogram_figure made, where every value is already escaped."""
     try:
         from markupsafe import Markup
     except ImportError as error:

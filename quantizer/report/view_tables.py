@@ -161,18 +161,20 @@ def coverage_table(sites: Sequence[Site]) -> str:
 
 
 def ranges_table(sites: Sequence[Site]) -> str:
-    """Range, scale and noise of every operand that has a range; empty where none has."""
+    """Format, range, scale and noise of every operand that has a range; empty where none has."""
     rows = [
         (
             site.name,
             operand.name,
+            text.format_name(operand.dtype, operand.block_size, operand.zero_point) if operand.quantized else "float",
+            text.granularity(operand.channels, operand.block_size),
+            operand.minimum,
+            operand.maximum,
             operand.amax,
             operand.scale,
-            operand.sqnr_db,
             operand.clipped,
-            operand.quantized,
-            operand.role,
-            operand.channels,
+            operand.sqnr_db,
+            operand.estimate,
             operand.group,
         )
         for site in sites
@@ -182,13 +184,15 @@ def ranges_table(sites: Sequence[Site]) -> str:
     columns = [
         Column(title="Site", mono=True),
         Column(title="Operand", mono=True),
+        Column(title="Format"),
+        Column(title="Granularity"),
+        Column(title="Min", numeric=True),
+        Column(title="Max", numeric=True),
         Column(title="amax", numeric=True),
         Column(title="Scale", numeric=True),
-        Column(title="SQNR, dB", numeric=True, show=text.decibels),
         Column(title="Clipped", numeric=True, show=text.percent),
-        Column(title="Quantized", tone=_yes_or_no),
-        Column(title="Role"),
-        Column(title="Ranges", numeric=True),
+        Column(title="SQNR, dB", numeric=True, show=text.decibels),
+        Column(title="Estimate"),
         Column(title="Group", mono=True),
     ]
     return html_table(columns, rows, label="Ranges", style=False) if rows else ""

@@ -18,6 +18,8 @@ from quantizer.report import latency_entries
 from quantizer.report import memory_entries
 from quantizer.report import size_entries
 from quantizer.report.record import EscapedProduct
+from quantizer.report.record import Histogram
+from quantizer.report.record import RangeCandidate
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/bert/modeling_bert.py"
 SITES = (
@@ -70,6 +72,7 @@ def sample_record() -> RunRecord:
                 detail="LSTM",
             ),
         ),
+        histograms=(sample_histogram(),),
         sensitivity=ranking,
         fallback=Fallback(groups=(ranking[0].group,), reason="num=1"),
         engine=EngineFile(
@@ -79,6 +82,24 @@ def sample_record() -> RunRecord:
         versions={"quantizer": "0.1.0", "torch": "2.13.0+cpu", "openvino": "2026.4.1"},
         machine={"cpu": "Intel(R) Xeon(R) Processor @ 2.50GHz", "cores": 2, "memory_gib": 15.6, "gpu": None},
         stages=(Stage(name="calibrate", seconds=12.41), Stage(name="amp", seconds=151.2)),
+    )
+
+
+def sample_histogram() -> Histogram:
+    """16 bins of width 0.5 with a long tail; the third candidate is chosen."""
+    return Histogram(
+        name="encoder.layer.0.output.forward.add_0.lhs",
+        dtype="int8",
+        minimum=-7.9,
+        maximum=6.2,
+        width=0.5,
+        counts=(90_000, 9000, 900, 90, 5, 0, 2, 0, 0, 1, 0, 0, 1, 0, 0, 1),
+        candidates=(
+            RangeCandidate(name="max", amax=7.9, clipped=0.0, sqnr_db=18.3),
+            RangeCandidate(name="percentile 99.999", amax=6.5, clipped=0.00001, sqnr_db=20.1),
+            RangeCandidate(name="mse", amax=3.5, clipped=0.00003, sqnr_db=24.6, chosen=True),
+            RangeCandidate(name="percentile 99.9", amax=1.5, clipped=0.00099, sqnr_db=12.0),
+        ),
     )
 
 
@@ -140,11 +161,16 @@ def _operand(draw: random.Random, name: str, kind: str, index: int, quantized: b
         name="weight" if weight else ("lhs", "rhs")[index],
         role="weight" if weight else "activation",
         quantized=quantized,
+        dtype="int4" if weight else "int8",
+        block_size=128 if weight else None,
+        minimum=-amax,
+        maximum=amax / 2,
         amax=amax,
         scale=amax / 127,
         channels=384 if weight else 1,
         sqnr_db=sqnr,
         clipped=None if weight else 0.0001,
+        estimate=None if weight else "percentile 99.9",
         group=f"{name}.{index}",
     )
 

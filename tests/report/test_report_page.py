@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 from report_samples import bare_record
+from report_samples import sample_histogram
 from report_samples import sample_record
 from rich.console import Console
 
@@ -34,6 +35,8 @@ from quantizer.report import text_table
 from quantizer.report import verdict
 from quantizer.report import write_html
 from quantizer.report import write_record
+from quantizer.report.histogram_plot import histogram_figure
+from quantizer.report.record import RangeCandidate
 from quantizer.report.text import significant
 from quantizer.report.text import typeset
 from quantizer.report.verdict import reasons
@@ -135,6 +138,42 @@ def test_the_page_shows_the_figures() -> None:
     assert "All 60 sites" in text
     assert "the 30 largest of 40" in text
     assert '<span class="add">+        return F.linear' in text
+
+
+def test_the_page_shows_formats_estimates_and_histograms() -> None:
+    text = html_from_record(sample_record())
+    for part in ("<td>int4 /128</td>", "<td>384 blocks</td>", "<td>percentile 99.9</td>", "<td>float</td>"):
+        assert part in text
+    assert "Histograms of the quantized activations" in text
+    assert Page(text).count("figure") == 1
+    without = html_from_record(dataclasses.replace(sample_record(), histograms=()))
+    assert "Histograms" not in without
+    assert Page(without).count("figure") == 0
+
+
+def test_a_histogram_as_a_picture() -> None:
+    figure = ElementTree.fromstring(histogram_figure(sample_histogram()))
+    words = "".join(figure.itertext())
+    assert "100,000 values from -7.900 to 6.200, judged in int8" in words
+    assert "mse, chosen" in words
+    assert "amax 3.500, clips 0.00300%, 24.6 dB" in words
+    svg = "{http://www.w3.org/2000/svg}"
+    kept, clipped = (path.attrib["d"].split("M")[1:] for path in figure.iter(f"{svg}path"))
+    # Bins 0 to 6 begin within the chosen range; empty ones are not drawn.
+    assert [bar.split()[0] for bar in kept] == ["0", "1", "2", "3", "4", "6"]
+    assert [bar.split()[0] for bar in clipped] == ["9", "12", "15"]
+    cuts = [line.attrib["x1"] for line in figure.iter(f"{svg}line") if line.attrib["y1"] == "0"]
+    assert cuts == ["98.75%", "81.25%", "43.75%", "18.75%"]
+
+
+def test_a_histogram_of_zeros() -> None:
+    zero = RangeCandidate(name="max", amax=0.0, clipped=0.0, sqnr_db=float("inf"), chosen=True)
+    histogram = dataclasses.replace(sample_histogram(), width=1.0, counts=(7,), candidates=(zero,))
+    figure = ElementTree.fromstring(histogram_figure(histogram))
+    assert "infinite dB" in "".join(figure.itertext())
+    kept, clipped = (path.attrib["d"] for path in figure.iter("{http://www.w3.org/2000/svg}path"))
+    assert kept
+    assert not clipped
 
 
 def test_write_html(tmp_path: Path) -> None:

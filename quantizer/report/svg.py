@@ -1,0 +1,36 @@
+"""The frame and the text of a picture.
+
+Pictures are written here rather than by a plotting library: their bars are in percent of the width and their text is in
+pixels, so that they stay readable from a phone to a wide notebook, and they take their text colour from the page.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+__all__ = ["svg_picture", "svg_text"]
+
+_FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
+
+
+def svg_text(x: float | str, y: float, content: str, css: str, anchor: str = "start") -> str:
+    """A line of text; its class is ``qz-name`` or ``qz-value``, with ``qz-wide`` or ``qz-narrow`` for some widths."""
+    return f'<text class="{css}" x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(content)}</text>'
+
+
+def svg_picture(label: str, height: float, parts: Sequence[str]) -> str:
+    """One ``<svg>`` element as wide as where it stands; ``label`` is what a screen reader says."""
+    style = (
+        f".qz-bars{{display:block;width:100%;max-width:1100px;font-family:{_FONT}}}"
+        ".qz-bars text{fill:currentColor;font-size:12px}"
+        ".qz-bars .qz-value{font-size:11.5px;opacity:.85;font-variant-numeric:tabular-nums}"
+        ".qz-bars .qz-track{fill:currentColor;opacity:.07}"
+        ".qz-bars .qz-narrow{display:none}"
+        "@media(max-width:700px){.qz-bars .qz-wide{display:none}.qz-bars .qz-narrow{display:inline}"
+        ".qz-bars text,.qz-bars .qz-value{font-size:11px}}"
+    )
+    return (
+        f'<svg class="qz-bars" role="img" aria-label="{html.escape(label)}" width="100%" height="{height}" '
+        f'xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{"".join(parts)}</svg>'
+    )
