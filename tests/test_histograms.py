@@ -164,7 +164,7 @@ def test_an_operand_that_a_rule_leaves_out() -> None:
 def test_a_loaded_quantizer_has_none(tmp_path: Path) -> None:
     q = _calibrated()
     q.save(tmp_path / "saved")
-    with pytest.raises(QuantizerError, match=r"was loaded, and save\(\) keeps ranges alone; calibrate again"):
+    with pytest.raises(QuantizerError, match=r"was loaded; calib\(model, resume=True\) brings back"):
         Quantizer.load(tmp_path / "saved").histogram(INPUT)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibrators import Calibrator
+from quantizer.errors import CalibrationError
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.freeze import apply_site_plan
 from quantizer.proxy.observe import Observation
@@ -34,6 +35,7 @@ from quantizer.proxy.range_group import ChannelRange
 from quantizer.proxy.range_group import Migration
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.range_group import RangeGroup
+from quantizer.proxy.ranks import ranks
 from quantizer.proxy.replay import SiteCall
 from quantizer.proxy.replay import replay
 
@@ -104,8 +106,16 @@ def migrate(
         alphas: the shares to choose from, by the error of the sites' outputs; one is taken as it is.
         make: makes a calibrator for the range of x / s.
         scale_dtype: the float type that holds 1 / s on the target.
+
+    Raises:
+        CalibrationError: several processes calibrate together.
     """
     assert observation.kept is not None
+    if ranks() > 1:
+        raise CalibrationError(
+            "activations.smooth needs the distribution of what it divides, which processes do not share; calibrate in "
+            "one process, or without smooth"
+        )
     for site in observation.records.values():
         for record in site.operands.values():
             record.smoothed = record.left = None

@@ -182,7 +182,7 @@ def test_what_reads_one_tensor_shares_one_factor() -> None:
     for planned in inputs:
         assert torch.allclose(planned.smooth, (activation / magnitude).sqrt(), rtol=1e-5)  # type: ignore[arg-type]
     assert all(row.reason == "int8: input, weight; smooth 0.5" for row in q.coverage.quantized)
-    assert "yes, smooth 0.5" in q.ranges.text()
+    assert "int8, smooth 0.5" in q.ranges.text()
 
 
 class Shared(nn.Module):
