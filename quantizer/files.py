@@ -1,9 +1,10 @@
-"""Writing folders that appear at once."""
+"""Writing files and folders that appear at once."""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -13,7 +14,24 @@ from pathlib import Path
 
 from quantizer.errors import QuantizerError
 
-__all__ = ["write_folder"]
+__all__ = ["whole_file", "write_folder"]
+
+
+@contextmanager
+def whole_file(path: Path, error: type[QuantizerError] = QuantizerError) -> Iterator[Path]:
+    """Yield a path beside ``path`` to write to; at the end it takes its place, after an exception it is gone.
+
+    Raises:
+        QuantizerError: the system refused to write; ``error`` is the kind.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        part.replace(path)
+    except OSError as refused:
+        raise error(f"cannot write {path}: {refused.strerror or refused}") from refused
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_folder(folder: str | os.PathLike[str], fill: Callable[[Path], object]) -> Path:

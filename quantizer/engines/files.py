@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
+from quantizer import files
 from quantizer.errors import EngineError
 
 __all__ = ["checked_engine", "checked_onnx", "checked_output", "whole_file"]
@@ -100,18 +99,10 @@ def checked_output(path: Path) -> Path:
     return path
 
 
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write to; at the end it takes its place, after an exception it is gone.
+def whole_file(path: Path) -> AbstractContextManager[Path]:
+    """``quantizer.files.whole_file`` in the words of engines.
 
     Raises:
         EngineError: the system refused to write.
     """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        yield part
-        part.replace(path)
-    except OSError as error:
-        raise EngineError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)
+    return files.whole_file(path, EngineError)

@@ -1,0 +1,130 @@
+"""The scales that the quantized ``Linear`` of NVIDIA's tripy takes.
+
+``nvtripy.Linear(in_features, out_features, quant_dtype=nvtripy.int8, weight_quant_dim=...)`` computes x W^T + b with W
+[out, in]. It has an ``input_scale`` [], and a ``weight_scale`` [out] where ``weight_quant_dim`` is 0, [] where it is
+None. That axis is W's own: a module that keeps its weight as [in, out], as ``Conv1D`` of transformers does, hands W
+over transposed, and its output channels are on axis 0 then too.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+
+from safetensors.torch import save
+from torch import Tensor
+
+from quantizer.errors import QuantizerError
+from quantizer.files import whole_file
+from quantizer.proxy.plan import OperandPlan
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.plan import SitePlan
+
+__all__ = ["TripyLinear", "TripyScales", "tripy_scales", "write_tripy_scales"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TripyLinear:
+    """What one quantized ``nvtripy.Linear`` takes.
+
+    Attributes:
+        input_scale: float32 [].
+        weight_scale: float32 [out], or [] for the whole weight.
+        weight_quant_dim: the axis of tripy's weight [out, in] that ``weight_scale`` runs along: 0, or None.
+        transposed: the model keeps the weight as [in, out]; transpose it for tripy.
+    """
+
+    input_scale: Tensor
+    weight_scale: Tensor
+    weight_quant_dim: int | None
+    transposed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TripyScales:
+    """The quantized linears of a plan for tripy.
+
+    Attributes:
+        linears: by the path of the module that has the weight.
+        left: quantized sites that are no ``nvtripy.Linear``, each with the reason.
+    """
+
+    linears: dict[str, TripyLinear] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+def tripy_scales(plan: Plan) -> TripyScales:
+    """The scales of every quantized linear of ``plan`` (``Quantizer.plan``), in tripy's orientation."""
+    readers: dict[str, int] = {}
+    for parameter in (parameter for entry in plan.values() for parameter in entry.reads):
+        readers[parameter] = readers.get(parameter, 0) + 1
+    result = TripyScales()
+    for path, entry in plan.items():
+        if not entry.quantized:
+            continue
+        weight = next((operand for operand in entry.operands if operand.role == "weight"), None)
+        data = next((operand for operand in entry.operands if operand.role == "activation"), None)
+        reason = _no_linear(entry, weight, readers)
+        if reason is not None or weight is None or data is None:
+            result.left[path] = reason or "it has no input beside its weight"
+            continue
+        assert data.scale is not None
+        assert weight.scale is not None
+        assert weight.parameter is not None
+        result.linears[weight.parameter.removesuffix("weight").rstrip(".")] = TripyLinear(
+            input_scale=data.scale.clone(),
+            weight_scale=weight.scale.clone(),
+            weight_quant_dim=None if weight.axis is None else 0,
+            transposed=_out_axis(weight) == 1,
+        )
+    return result
+
+
+def write_tripy_scales(plan: Plan, path: str | os.PathLike[str]) -> TripyScales:
+    """Write the scales of every quantized linear of ``plan`` to a ``.safetensors`` file, whole or not at all.
+
+    It holds ``MODULE.input_scale`` and ``MODULE.weight_scale`` as tensors, which are parameters of tripy's ``Linear``,
+    and in its metadata, as texts, ``MODULE.weight_quant_dim`` (``0`` or ``None``), which its constructor takes, and
+    ``MODULE.transposed`` (``true`` or ``false``).
+
+    Returns:
+        what was written, and what was left out.
+
+    Raises:
+        QuantizerError: there is no quantized linear, or the file cannot be written.
+    """
+    result = tripy_scales(plan)
+    if not result.linears:
+        raise QuantizerError(f"nothing to write to {path}: the plan has no quantized linear that tripy's Linear can be")
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for name, linear in result.linears.items():
+        prefix = f"{name}." if name else ""
+        tensors[f"{prefix}input_scale"], tensors[f"{prefix}weight_scale"] = linear.input_scale, linear.weight_scale
+        metadata[f"{prefix}weight_quant_dim"] = str(linear.weight_quant_dim)
+        metadata[f"{prefix}transposed"] = str(linear.transposed).lower()
+    with whole_file(Path(path)) as part:
+        part.write_bytes(save(tensors, metadata))
+    return result
+
+
+def _no_linear(entry: SitePlan, weight: OperandPlan | None, readers: dict[str, int]) -> str | None:
+    """Why a quantized site cannot be an ``nvtripy.Linear``; None where it can."""
+    if entry.kind != "linear" or weight is None:
+        return f"a {entry.kind} is no Linear"
+    if weight.name not in ("weight", "rhs") or entry.operation == "einsum":
+        return f"the weight is the operand {weight.name!r} of {entry.operation}, which is no x W^T"
+    if weight.parameter is None or weight.parameter.rpartition(".")[2] != "weight":
+        return f"{weight.parameter} is no module's 'weight'"
+    if readers.get(weight.parameter, 0) > 1:
+        return f"several calls read {weight.parameter}"
+    two_axes = weight.view is None or (len(weight.view.order) == len("oi") and weight.view.offset == 0)
+    return None if two_axes else f"the weight is a part of {weight.parameter}, or has not two axes"
+
+
+def _out_axis(weight: OperandPlan) -> int:
+    """The axis of the parameter, [out, in] or [in, out], that holds the output channels."""
+    axis = 0 if weight.name == "weight" else 1
+    return axis if weight.view is None else weight.view.order[axis]
