@@ -186,6 +186,5 @@ _TABLES = {
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
     for table in sys.argv[1:] or _TABLES:
         _TABLES[table]()
