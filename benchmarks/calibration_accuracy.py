@@ -15,6 +15,7 @@ import csv
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 
 import numpy as np
 import torch
@@ -79,7 +80,10 @@ def peer_rows() -> None:
                 task.predict(lambda batch, frozen=frozen: frozen(**batch), scores.rows),
             )
         for name, make in PEERS[placement].items():
-            scores.add(f"{placement}: {name}", task.predict(make(model, task, batches), scores.rows))
+            # What the libraries print goes beside the table, not into it.
+            with redirect_stdout(sys.stderr):
+                run = make(model, task, batches)
+            scores.add(f"{placement}: {name}", task.predict(run, scores.rows))
 
 
 def _images() -> torch.Tensor:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -113,7 +114,8 @@ def passes(rounds: int) -> None:
     model, task = minilm()
     batch = task.random_batch(8, 128)
     arrays = {name: tensor.numpy() for name, tensor in batch.items()}
-    with tempfile.TemporaryDirectory() as name:
+    # What the libraries print goes beside the table, not into it.
+    with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = export_onnx(model, folder / "float.onnx", task.example(), opset=20, dtype=torch.float32)
         actions: dict[str, tuple[str, Callable[[], object]]] = {
