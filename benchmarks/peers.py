@@ -1,0 +1,153 @@
+"""Other quantizers on MiniLM: each as its manual says, then kept to the sites that ours quantizes.
+
+What is left of differences between them: NNCF takes asymmetric ranges for activations and corrects biases; Model
+Optimizer takes the maximum and leaves the softmax's output, one operand of two in the second product of an attention,
+in float; ONNX Runtime takes symmetric ranges here, the maximum or a percentile.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import openvino
+import torch
+
+from quantizer.engines import load_engine
+from quantizer.export import export_onnx
+from quantizer.tasks import Batch
+from quantizer.tasks import Run
+from quantizer.tasks import Task
+
+__all__ = ["PEERS", "BatchReader", "model_optimizer", "nncf_model", "onnxruntime_file"]
+
+_NO_PRODUCTS = ["Add", "Multiply", "Divide", "Subtract", "MVN", "Gather"]
+"""OpenVINO's names of what NNCF would quantize besides."""
+
+Peer = Callable[[torch.nn.Module, Task, list[Batch]], Run]
+
+
+def model_optimizer(model: torch.nn.Module, batches: list[Batch], *, matmuls: bool) -> torch.nn.Module:
+    """A copy of the model with Model Optimizer's INT8 preset: maximum, weights per channel."""
+    import modelopt.torch.quantization as mtq
+
+    config = copy.deepcopy(mtq.INT8_DEFAULT_CFG)
+    config["quant_cfg"].append({"quantizer_name": "*LayerNorm*", "enable": False})
+    if matmuls:
+        entry = {"quantizer_name": "*[qkv]_bmm_quantizer", "cfg": {"num_bits": 8, "axis": None}, "enable": True}
+        config["quant_cfg"].append(entry)
+
+    def run_batches(quantized: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for batch in batches:
+                quantized(**batch)
+
+    quantized: torch.nn.Module = mtq.quantize(copy.deepcopy(model), config, run_batches)
+    return quantized
+
+
+def nncf_model(path: Path, batches: list[Batch], *, matmuls: bool) -> openvino.Model:
+    """The float ONNX file with NNCF's transformer preset."""
+    import nncf
+
+    model = openvino.Core().read_model(path)
+    two_activations = [
+        node.get_friendly_name()
+        for node in model.get_ops()
+        if node.get_type_name() == "MatMul" and not any(_is_constant(value.get_node()) for value in node.input_values())
+    ]
+    return nncf.quantize(
+        model,
+        nncf.Dataset(batches, lambda batch: {name: tensor.numpy() for name, tensor in batch.items()}),
+        model_type=nncf.ModelType.TRANSFORMER,
+        subset_size=len(batches),
+        ignored_scope=nncf.IgnoredScope(types=_NO_PRODUCTS, names=[] if matmuls else two_activations, validate=False),
+    )
+
+
+def _is_constant(node: openvino.Node) -> bool:
+    if node.get_type_name() in ("Convert", "Transpose", "Reshape"):
+        node = node.input_value(0).get_node()
+    return bool(node.get_type_name() == "Constant")
+
+
+class BatchReader:
+    """Calibration data as ONNX Runtime takes it: ``get_next`` until None."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._rest = iter([{name: tensor.numpy() for name, tensor in batch.items()} for batch in batches])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self._rest, None)
+
+
+def onnxruntime_file(path: Path, target: Path, batches: list[Batch], *, matmuls: bool, method: str) -> Path:
+    """The float ONNX file with ONNX Runtime's static quantization: S8 on both sides, weights per channel."""
+    import onnx
+    from onnxruntime.quantization import CalibrationMethod
+    from onnxruntime.quantization import QuantFormat
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization import quantize_static
+
+    graph = onnx.load(path).graph
+    weights = {tensor.name for tensor in graph.initializer}
+    products = [node for node in graph.node if node.op_type in ("MatMul", "Gemm")]
+    quantize_static(
+        path,
+        target,
+        BatchReader(batches),
+        quant_format=QuantFormat.QDQ,
+        nodes_to_quantize=[node.name for node in products if matmuls or weights & set(node.input)],
+        per_channel=True,
+        activation_type=QuantType.QInt8,
+        weight_type=QuantType.QInt8,
+        calibrate_method=CalibrationMethod[method],
+        extra_options={"ActivationSymmetric": True, "WeightSymmetric": True},
+    )
+    return target
+
+
+def _model_optimizer(*, matmuls: bool) -> Peer:
+    def make(model: torch.nn.Module, _: Task, batches: list[Batch]) -> Run:
+        quantized = model_optimizer(model, batches, matmuls=matmuls)
+        return lambda batch: quantized(**batch)
+
+    return make
+
+
+def _nncf(*, matmuls: bool) -> Peer:
+    def make(model: torch.nn.Module, task: Task, batches: list[Batch]) -> Run:
+        with tempfile.TemporaryDirectory() as folder:
+            path = export_onnx(model, Path(folder) / "float.onnx", task.example(), opset=20, dtype=torch.float32)
+            quantized = nncf_model(path, batches, matmuls=matmuls)
+            compiled = openvino.Core().compile_model(quantized, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        names = [value.get_any_name() for value in compiled.inputs]
+        return lambda batch: {"last_hidden_state": compiled({name: batch[name].numpy() for name in names})[0]}
+
+    return make
+
+
+def _onnxruntime(*, matmuls: bool, method: str) -> Peer:
+    def make(model: torch.nn.Module, task: Task, batches: list[Batch]) -> Run:
+        with tempfile.TemporaryDirectory() as folder:
+            path = export_onnx(model, Path(folder) / "float.onnx", task.example(), opset=20, dtype=torch.float32)
+            target = onnxruntime_file(path, Path(folder) / "int8.onnx", batches, matmuls=matmuls, method=method)
+            engine = load_engine("onnxruntime", target, threads=2)
+        return lambda batch: engine({name: batch[name].numpy() for name in engine.input_names})
+
+    return make
+
+
+PEERS: dict[str, dict[str, Peer]] = {
+    placement: {
+        "Model Optimizer": _model_optimizer(matmuls=matmuls),
+        "NNCF": _nncf(matmuls=matmuls),
+        "ONNX Runtime, MinMax": _onnxruntime(matmuls=matmuls, method="MinMax"),
+        "ONNX Runtime, Percentile": _onnxruntime(matmuls=matmuls, method="Percentile"),
+    }
+    for placement, matmuls in (("linears", False), ("linears and matmuls", True))
+}
+"""By placement and name: from model, task and calibration batches to something that runs a batch."""
