@@ -242,7 +242,7 @@ class Quantizer:
             example: one batch, as for ``calibrate``; its values do not matter.
             opset: the ONNX opset; None: what the target wants, or later where a format needs it.
             dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, and axis 1 of
-                every integer input is ``sequence``.
+                every integer input is ``sequence``, or ``NAME_sequence`` where it has another length in the example.
 
         Raises:
             ProxyError: ``quant_model`` is the float model, or the proxy of ``calib()`` or ``amp()``.

@@ -152,17 +152,21 @@ def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], keywords: dict[str,
     """What ``torch.export`` takes as ``dynamic_shapes``: one entry for each input."""
     dimension = {"batch": torch.export.Dim("batch", min=1), "sequence": torch.export.Dim("sequence", min=2)}
 
-    def convention(value: Tensor) -> dict[int, Any]:
+    # An encoder and its decoder have sequences of their own: inputs of one length in the example share a dimension.
+    lengths: dict[int, str] = {}
+
+    def convention(name: str, value: Tensor) -> dict[int, Any]:
         named: dict[int, Any] = {0: dimension["batch"]}
         if not value.is_floating_point() and value.dim() > 1:
-            named[1] = dimension["sequence"]
+            length = lengths.setdefault(value.shape[1], f"{name}_sequence" if lengths else "sequence")
+            named[1] = dimension.setdefault(length, torch.export.Dim(length, min=2))
         return named
 
     def entry(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return None
         if axes is None:
-            return convention(value)
+            return convention(name, value)
         return {axis: dimension.setdefault(n, torch.export.Dim(n)) for axis, n in axes.get(name, {}).items()}
 
     names = [name for name in inspect.signature(model.forward).parameters if name not in keywords]

@@ -515,3 +515,35 @@ def test_an_input_that_comes_through_kwargs_has_dynamic_axes(tmp_path: Path) -> 
         for value in onnx.load(path).graph.input
     }
     assert inputs == {"x": [2, "rows", 4], "mask": [2, "rows"]}
+
+
+class TwoSequences(nn.Module):
+    """An encoder's tokens and a decoder's, whose lengths have nothing to do with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 32)
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, ids: Tensor, decoder_ids: Tensor) -> Tensor:
+        return self.layer(self.table(decoder_ids) + self.table(ids).mean(1, keepdim=True))
+
+
+def test_sequences_of_two_lengths_are_two_dimensions(tmp_path: Path) -> None:
+    model = TwoSequences().eval()
+    generator = torch.Generator().manual_seed(0)
+    data, other = (
+        {
+            "ids": torch.randint(0, 16, (rows, length), generator=generator),
+            "decoder_ids": torch.randint(0, 16, (rows, 5), generator=generator),
+        }
+        for rows, length in ((2, 9), (3, 6))
+    )
+    exported = _export(tmp_path, "onnxruntime", model, [data])
+    dims = {item.name: [d.dim_param for d in item.type.tensor_type.shape.dim] for item in exported.onnx.graph.input}
+    assert dims == {"ids": ["batch", "sequence"], "decoder_ids": ["batch", "decoder_ids_sequence"]}
+    other["decoder_ids"] = other["decoder_ids"][:, :3]
+    engine = load_engine("onnxruntime", exported.path)
+    (found,) = engine({name: value.numpy() for name, value in other.items()}).values()
+    with torch.no_grad():
+        np.testing.assert_allclose(found, exported.frozen(**other).numpy(), atol=1e-4)
