@@ -105,7 +105,12 @@ def onnxruntime_file(path: Path, target: Path, batches: list[Batch], *, matmuls:
         activation_type=QuantType.QInt8,
         weight_type=QuantType.QInt8,
         calibrate_method=CalibrationMethod[method],
-        extra_options={"ActivationSymmetric": True, "WeightSymmetric": True},
+        extra_options={
+            "ActivationSymmetric": True,
+            "WeightSymmetric": True,
+            # By default it rounds what products give, too.
+            "OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"],
+        },
     )
     return target
 
