@@ -64,8 +64,14 @@ class Calibration:
         # Every rank has read the same folder: its contents count once.
         if earlier is not None and rank_number() == 0:
             absorb(self._observation, earlier, self.proxy)
+        self._began_with = self._observation.batches
         self._observation.attach(self.proxy, sites_of(self.proxy))
         self._gathered: tuple[int, Observation] | None = None
+
+    @property
+    def has_new(self) -> bool:
+        """Whether a batch came since it began."""
+        return self._observation.batches > self._began_with
 
     def resume(self) -> None:
         """More data is to come, for one rank or for all of them."""

@@ -91,6 +91,7 @@ class Quantizer:
         # What a folder or load_scales() holds counts, until the next calib().
         self._loaded: Plan | None = None
         self._loaded_products: tuple[CountedProduct, ...] = ()
+        self._until_data = False  # what was loaded holds until calibration goes on
         self._earlier: bytes | None = None
         self._amp: tuple[nn.Module, Measurement] | None = None
         self._fallback: Fallback | None = None
@@ -107,8 +108,7 @@ class Quantizer:
         It is in eval mode; the model keeps its own. A second call starts afresh; ``resume=True`` goes on with what was
         seen so far, also with what the folder that this quantizer was loaded from had seen.
 
-        Under ``torch.distributed`` each rank calibrates on its own data, and all of them must ask for the outcome
-        (``quantize``, ``coverage``, ``save``, ..) alike: the first to ask gathers what every rank saw.
+        Under ``torch.distributed`` each rank calibrates on its own data, and all must ask for the outcome alike.
 
         Raises:
             ProxyError: this quantizer serves another model already.
@@ -128,7 +128,9 @@ class Quantizer:
                     "what it observed"
                 )
             self._calibration = Calibration(self.config, model, self._skipped, self._earlier)
-        self._loaded = None
+            self._until_data = True
+            return self._calibration.proxy
+        self._loaded, self._until_data = None, False
         return self._calibration.proxy
 
     def calibrate(
@@ -222,6 +224,7 @@ class Quantizer:
         """
         plan = with_scales(self._plan(), scales, float_dtype(self.config))
         self._loaded, self._loaded_products, self._amp = plan, self._products(), None
+        self._until_data = False
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -417,7 +420,7 @@ class Quantizer:
 
     def _plan(self) -> Plan:
         """What calibration decided, before any fallback."""
-        if self._loaded is not None:
+        if self._loaded is not None and not self._outdated:
             return self._loaded
         if self._calibration is None:
             raise CalibrationError(
@@ -425,9 +428,13 @@ class Quantizer:
             )
         return self._calibration.plan()
 
+    @property
+    def _outdated(self) -> bool:
+        return self._until_data and self._calibration is not None and self._calibration.has_new
+
     def _products(self) -> tuple[CountedProduct, ...]:
         """What torch computed in calibration."""
-        if self._loaded is not None:
+        if self._loaded is not None and not self._outdated:
             return self._loaded_products
         return self._calibration.products() if self._calibration is not None else ()
 

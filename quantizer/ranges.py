@@ -75,9 +75,10 @@ def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: Pl
     """The activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
-            group = observation.records[site.path].operands[operand.name].range
-            dtype = judged_as(qtype(operand.dtype))
-            if group is not None and operand.scale is not None:
+            seen = observation.records[site.path].operands[operand.name]
+            group, dtype = seen.range, judged_as(qtype(operand.dtype))
+            fixed = dtype.is_float and seen.softmax
+            if group is not None and operand.scale is not None and not fixed:
                 yield Trial(
                     site=site,
                     operand=operand.name,

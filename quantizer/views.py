@@ -110,7 +110,7 @@ class Coverage(View[CoverageRow]):
     Attributes:
         share: how much of the multiply-adds of all matrix products and convolutions, as torch executed them in
             calibration, is in low precision: 0 to 1; None where nothing was counted.
-        multiply_adds: all of them, in those passes of calibration that were followed below Python.
+        multiply_adds: all of them.
         escaped: those that are not, by module and operation, each with its reason.
         patches: operator patches that the rewritten source holds.
     """

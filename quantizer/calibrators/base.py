@@ -75,7 +75,8 @@ class Calibrator:
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
         self.count += other.count
-        if self.histogram is not None and other.histogram is not None:
+        if other.histogram is not None:
+            self.histogram = self.histogram or Histogram()
             self.histogram.merge(other.histogram)
 
     @property

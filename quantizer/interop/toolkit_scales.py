@@ -58,9 +58,7 @@ class ToolkitScales:
     unmatched: dict[str, str] = field(default_factory=dict)
 
 
-def read_toolkit_scales(
-    source: Mapping[str, Any] | str | os.PathLike[str], plan: Plan, *, dtype: str = "int8"
-) -> ToolkitScales:
+def read_toolkit_scales(source: Mapping[str, Any] | str | os.PathLike[str], plan: Plan) -> ToolkitScales:
     """Read the ranges of another toolkit for the operands that ``plan`` quantizes.
 
     A module's ``input_quantizer`` and ``weight_quantizer`` are the operands of the one product that the module
@@ -74,7 +72,6 @@ def read_toolkit_scales(
         source: the state dict of the quantized model; or its file, ``.safetensors``, or one that ``torch.save`` or
             Model Optimizer's ``mto.save`` wrote, which is read as tensors alone.
         plan: ``Quantizer.plan`` after calibration; one batch is enough.
-        dtype: the format that the plan's operands are held in.
 
     Raises:
         QuantizerError: the file cannot be read, or none of its ranges belongs to an operand of the plan.
@@ -89,10 +86,10 @@ def read_toolkit_scales(
         if match is None:
             continue
         try:
-            name = _operand(match["quantizer"], hosts.get(match["module"] or "", []))
+            name, operand = _operand(match["quantizer"], hosts.get(match["module"] or "", []))
             if name in found.scales:
                 raise _Unmatched(f"{name} has a range of another quantizer already")
-            found.scales[name] = _scale(amax, qtype(dtype).qmax, key, state)
+            found.scales[name] = _scale(amax, qtype(operand.dtype).qmax, key, state)
         except _Unmatched as reason:
             found.unmatched[key] = str(reason)
     if not found.scales:
@@ -104,8 +101,8 @@ class _Unmatched(Exception):
     """Why a range is that of no operand of the plan."""
 
 
-def _operand(quantizer: str, sites: list[SitePlan]) -> str:
-    """``SITE.OPERAND`` of a module's quantizer, among the sites that the module holds."""
+def _operand(quantizer: str, sites: list[SitePlan]) -> tuple[str, OperandPlan]:
+    """``SITE.OPERAND``, and its plan, of a module's quantizer, among the sites that the module holds."""
     if not sites:
         raise _Unmatched("no module of this name has a site")
     if quantizer in ("input_quantizer", "weight_quantizer"):
@@ -145,11 +142,14 @@ def _named(entry: SitePlan, name: str) -> OperandPlan | None:
     return next((operand for operand in entry.operands if operand.name == name), None)
 
 
-def _quantized(entry: SitePlan, operand: OperandPlan | None) -> str:
+def _quantized(entry: SitePlan, operand: OperandPlan | None) -> tuple[str, OperandPlan]:
     if operand is None or not operand.quantized:
         why = operand.reason if operand is not None else None
         raise _Unmatched(f"{entry.name} is not quantized: {why or entry.reason}")
-    return f"{entry.name}.{operand.name}"
+    if operand.smooth is not None or operand.zero_point is not None:
+        how = "its outliers are moved (smooth)" if operand.smooth is not None else "it has a zero point"
+        raise _Unmatched(f"{entry.name}.{operand.name} is held in another way here: {how}")
+    return f"{entry.name}.{operand.name}", operand
 
 
 def _scale(amax: object, qmax: int, key: str, state: Mapping[str, Any]) -> Tensor:

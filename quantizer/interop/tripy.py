@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quantizer.errors import QuantizerError
 from quantizer.files import whole_file
+from quantizer.numerics.qtype import INT8
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
@@ -66,7 +67,7 @@ def tripy_scales(plan: Plan) -> TripyScales:
             continue
         weight = next((operand for operand in entry.operands if operand.role == "weight"), None)
         data = next((operand for operand in entry.operands if operand.role == "activation"), None)
-        reason = _no_linear(entry, weight, readers)
+        reason = _no_linear(entry, weight, readers) or _no_int8(entry)
         if reason is not None or weight is None or data is None:
             result.left[path] = reason or "it has no input beside its weight"
             continue
@@ -122,6 +123,16 @@ def _no_linear(entry: SitePlan, weight: OperandPlan | None, readers: dict[str, i
         return f"several calls read {weight.parameter}"
     two_axes = weight.view is None or (len(weight.view.order) == len("oi") and weight.view.offset == 0)
     return None if two_axes else f"the weight is a part of {weight.parameter}, or has not two axes"
+
+
+def _no_int8(entry: SitePlan) -> str | None:
+    """Why the operands are held in another way than ``nvtripy.Linear`` holds them; None where they are not."""
+    for operand in entry.operands:
+        if not operand.quantized or operand.dtype != INT8.name:
+            return f"{operand.name} is in {operand.dtype if operand.quantized else 'float'}, and int8 is needed"
+        if operand.smooth is not None:
+            return f"outliers of {operand.name} were moved (smooth), which these scales cannot say"
+    return None
 
 
 def _out_axis(weight: OperandPlan) -> int:

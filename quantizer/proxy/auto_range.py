@@ -6,6 +6,7 @@ on its real operands, each operand alone. Operands that read one tensor share a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -61,6 +62,7 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
     """
     by_site: dict[str, list[Trial]] = defaultdict(list)
     errors: dict[RangeGroup, dict[tuple[float, str], float]] = {}
+    calls: Counter[RangeGroup] = Counter()
     for trial in trials:
         by_site[trial.site.path].append(trial)
         if trial.group not in errors:
@@ -70,6 +72,7 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
         if call.expected is None:
             return
         for trial in by_site[call.site.path]:
+            calls[trial.group] += 1
             with _migrated(trial):
                 quantizer = trial.site.quantizer_of(trial.operand)
                 for amax, name in errors[trial.group]:
@@ -78,8 +81,12 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
 
     replay(proxy, [trials[0].site for trials in by_site.values()], batches, visit, "choosing ranges")
     totals = iter(summed(error for of_group in errors.values() for error in of_group.values()))
+    reached = iter(summed(calls[group] for group in errors))
     for group, candidates in errors.items():
         of_group = {candidate: next(totals) for candidate in candidates}
+        if next(reached) == 0:
+            # No batch that was kept gets there: the calibrator's own estimate, or an earlier choice, stays.
+            continue
         group.chosen = min(of_group, key=lambda candidate: (of_group[candidate], -candidate[0]))
 
 

@@ -14,7 +14,6 @@ from quantizer.numerics.qtype import qtype
 from quantizer.proxy.classes import original_class
 from quantizer.proxy.groups import group_names
 from quantizer.proxy.observe import EMPTY
-from quantizer.proxy.observe import NOT_TRACED
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.operand_plans import WEIGHTS_ALONE
@@ -95,8 +94,6 @@ def _refusal(
         return NEVER_RAN, None
     # An empty batch among others says nothing about the site.
     reasons = [reason for reason in record.reasons if reason != EMPTY or record.fit == 0]
-    if NOT_TRACED in reasons:
-        return NOT_TRACED, None
     if reasons and (record.fit == 0 or kind != "residual_add"):
         return reasons[0], None
     if kind not in settings.profile.site_kinds:

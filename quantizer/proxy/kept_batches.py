@@ -5,6 +5,7 @@ Which ones does not depend on the order they came in: those whose content has th
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -17,9 +18,10 @@ from torch.utils import _pytree as pytree
 from quantizer.proxy.ranks import gathered
 from quantizer.proxy.ranks import rank_number
 
-__all__ = ["Batch", "KeptBatches"]
+__all__ = ["Batch", "KeptBatches", "copied"]
 
 _KEPT = 2
+_PLAIN = (bool, int, float, str, type(None))
 _DIGEST = 16  # bytes
 
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -32,12 +34,11 @@ class KeptBatches:
         self._kept: dict[bytes, Batch] = {}
 
     def offer(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Keep a batch if it is among those that are kept."""
+        """Keep a batch, as ``copied`` gave it, if it is among those that are kept."""
         key = _hash((args, dict(keywords)))
         if key in self._kept or (len(self._kept) == _KEPT and key > max(self._kept)):
             return
-        # Copies: a loader may fill the same tensors again.
-        self._kept[key] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, dict(keywords)))
+        self._kept[key] = (args, keywords)
         if len(self._kept) > _KEPT:
             del self._kept[max(self._kept)]
 
@@ -57,6 +58,14 @@ class KeptBatches:
         return iter([self._kept[key] for key in sorted(self._kept)])
 
 
+def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
+    """The inputs as they are now: a loader may fill the same tensors again, and a model may change what it is given."""
+    leaves, structure = pytree.tree_flatten((args, dict(keywords)))
+    own = [leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
+    batch: Batch = pytree.tree_unflatten(own, structure)
+    return batch
+
+
 def _split(keys: bytes) -> list[bytes]:
     return [keys[place : place + _DIGEST] for place in range(0, len(keys), _DIGEST)]
 
@@ -67,6 +76,9 @@ def _hash(batch: Any) -> bytes:
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
             digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, _PLAIN):
+            digest.update(repr(leaf).encode())
         else:
-            digest.update(repr(type(leaf)).encode())
+            # What it holds is not known: no two are taken for the same.
+            digest.update(f"{type(leaf)} {id(leaf)}".encode())
     return digest.digest()

@@ -6,7 +6,6 @@ once a batch, one range.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
@@ -28,7 +27,9 @@ from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import ProductCounter
+from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.kept_batches import KeptBatches
+from quantizer.proxy.kept_batches import copied
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
 from quantizer.proxy.range_group import ChannelRange
@@ -43,7 +44,6 @@ from quantizer.source.geometry import Call
 
 __all__ = [
     "EMPTY",
-    "NOT_TRACED",
     "OF_PARAMETERS",
     "Observation",
     "VARIES",
@@ -55,7 +55,6 @@ __all__ = [
 
 EMPTY = "an operand was empty in every call"
 OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
-NOT_TRACED = "first met in a pass that was not followed below Python; calibrate with one more batch"
 VARIES = "an operand is a parameter in one call and something else in another"
 _NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
@@ -80,14 +79,6 @@ class SiteRecord:
     width: int | None = None
     multiply_adds: int = 0
     operands: dict[str, OperandRecord] = field(default_factory=dict)
-
-    def judge(self, reason: str | None) -> None:
-        """Keep what was observed before it was known whether the site fits (``reason`` None), or drop it."""
-        if NOT_TRACED in self.reasons:
-            self.reasons.remove(NOT_TRACED)
-            if reason is not None:
-                self.fit = 0
-                self.operands.clear()
 
 
 def padding_mask(keywords: Mapping[str, Any]) -> Tensor | None:
@@ -116,8 +107,7 @@ class Observation:
     Attributes:
         records: by site name.
         batches: forward passes of the whole proxy so far.
-        traced: whether the pass that is running is followed below Python, see ``_is_traced``.
-        provenance: origins of tensors in the last pass that was traced.
+        provenance: origins of tensors in the pass that is running.
         counter: the products of all passes.
         kept: batches to run again (None: none are kept).
         make: makes a calibrator; its argument asks for a histogram.
@@ -147,7 +137,6 @@ class Observation:
         """
         self.records = {site.path: SiteRecord() for site in sites}
         self.batches = 0
-        self.traced = False
         self.counter = ProductCounter(skipped)
         self.provenance = Provenance(self.counter)
         self.kept = KeptBatches() if keep else None
@@ -161,10 +150,7 @@ class Observation:
         self._call: Call | None = None
         self._weights = Weights()
         self._mask: Tensor | None = None
-        self._not_residual: dict[tuple[str, int], str | None] = {}
-        self._adds: Counter[str] = Counter()
-        self._unjudged = False
-        self._passes = 0
+        self._given: Batch | None = None
 
     def attach(self, proxy: nn.Module, sites: Iterable[Site]) -> None:
         """Start observing."""
@@ -218,22 +204,10 @@ class Observation:
         # At each pass: a cast gives the proxy parameters of its own.
         self._weights = Weights(proxy.named_parameters())
         self._mask = padding_mask(keywords)
-        self._adds.clear()
-        self.traced = self._is_traced()
-        if self.traced:
-            self._unjudged = False
-            self.counter.start(proxy)
-            self.provenance = Provenance(self.counter)
-            self.provenance.__enter__()  # type: ignore[no-untyped-call]
-
-    def _is_traced(self) -> bool:
-        """Whether the pass that begins is followed below Python.
-
-        What that tells (where an operand comes from, which products torch computes) is the same in most passes, and
-        following costs a tenth of one. So it is done in passes 1, 2, 3, 5, 9 and so on, and after one that met an add
-        of which nothing was known.
-        """
-        return self._unjudged or self._passes & (self._passes - 1) == 0
+        self._given = copied(args, keywords) if self.kept is not None else None
+        self.counter.start(proxy)
+        self.provenance = Provenance(self.counter)
+        self.provenance.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         # always_call: this also runs after an exception in the pass, and after one in _begin itself.
@@ -244,9 +218,8 @@ class Observation:
     def _count(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         # A pass that fails is not counted: what it saw is no calibration.
         self.batches += 1
-        self._passes += 1
-        if self.kept is not None:
-            self.kept.offer(args, keywords)
+        if self.kept is not None and self._given is not None:
+            self.kept.offer(*self._given)
 
     # -- one site --------------------------------------------------------------------------------------------------
 
@@ -256,9 +229,6 @@ class Observation:
         Raises:
             CalibrationError: an operand holds NaN or an infinity.
         """
-        if not self.traced:
-            self._see(site, values, inside)
-            return
         # What is computed to see them is none of the model's: nobody counts it or asks where it comes from.
         with torch.utils._python_dispatch._disable_current_modes():
             self._see(site, values, inside)
@@ -286,15 +256,15 @@ class Observation:
             value, weight = (inside(), None) if operand.index is None else next(given)
             seen = record.operands.setdefault(operand.name, OperandRecord())
             # The operand that fused attention makes inside is its softmax.
-            if self.traced:
-                origin = self.provenance.origin(value)
-                seen.softmax = operand.index is None or (origin is not None and origin.kind == "softmax")
+            origin = self.provenance.origin(value)
+            seen.softmax = operand.index is None or (origin is not None and origin.kind == "softmax")
             if weight is not None:
                 seen.weight = weight
             elif f"{site.path}.{operand.name}" not in self._refused:
                 self._observe(site, operand.name, value, seen)
                 if self._channels and record.kind == "linear":
-                    _add_channels(seen, without_padding(value, self._mask))
+                    assert seen.group is not None
+                    seen.group.add_channels(ChannelRange.of(without_padding(value, self._mask)))
 
     def after(self, site: Site, result: Any) -> None:
         """Measure the call, and mark what it made."""
@@ -303,12 +273,12 @@ class Observation:
         if not isinstance(result, Tensor):
             return
         if kind == "residual_add":
-            if self.traced and result.is_floating_point():
+            if result.is_floating_point():
                 self.provenance.mark(result, Origin("add", site.path))
             return
         if self._call is not None:
             self._measure(site, replace(self._call, result=tuple(result.shape)), record)
-        if self.traced and kind != "embedding":
+        if kind != "embedding":
             self.provenance.mark(result, Origin("product" if kind == "matmul" else "weighted", site.path))
 
     def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
@@ -320,7 +290,7 @@ class Observation:
         if any(tensor.numel() == 0 for tensor in tensors):
             return EMPTY
         if site.operation.kind == "residual_add":
-            return self._judged(site, tensors)
+            return self._why_not_residual(tensors)
         origins = [self.provenance.origin(tensor) for tensor in tensors]
         if any(
             origin is not None and origin.kind == "parameter" and weight is None
@@ -334,24 +304,6 @@ class Observation:
         if len(weights) > _PRODUCT and any(weight is not None for weight in weights):
             return "an operand of the attention is a parameter"
         return None
-
-    def _judged(self, site: Site, tensors: list[Tensor]) -> str | None:
-        """Why an add is no residual one; in a pass that is not traced, what the same call was in one that was.
-
-        Where that is not known yet, its operands are observed, to be kept or dropped once it is.
-        """
-        call = (site.path, self._adds[site.path])
-        self._adds[site.path] += 1
-        record = self.records[site.path]
-        if self.traced:
-            self._not_residual[call] = self._why_not_residual(tensors)
-            record.judge(self._not_residual[call])
-        elif call not in self._not_residual:
-            self._unjudged = True
-            if NOT_TRACED not in record.reasons:
-                record.reasons.append(NOT_TRACED)
-            return None
-        return self._not_residual[call]
 
     def _varies(self, record: SiteRecord, site: Site, weights: list[Weight | None]) -> str | None:
         """Why a site that is called many times cannot hold its weight: it is not always the same."""
@@ -420,8 +372,10 @@ class Observation:
         former = record.group
         group.calibrator.merge(former.calibrator)
         group.operands += former.operands
-        if group.channels is not None and former.channels is not None:
-            group.channels = group.channels.joined(former.channels)
+        if former.channels is not None:
+            group.add_channels(former.channels)
+        elif former.channels_vary:
+            group.channels, group.channels_vary = None, True
         for other in self.records.values():
             for seen in other.operands.values():
                 if seen.group is former:
@@ -431,15 +385,10 @@ class Observation:
                 self._seen[tensor] = (version, group)
 
 
-def _add_channels(record: OperandRecord, value: Tensor) -> None:
-    assert record.group is not None
-    seen = ChannelRange.of(value)
-    known = record.group.channels
-    record.group.channels = seen if known is None else known.joined(seen)
-
-
 def same_weight(first: Weight | None, second: Weight | None) -> bool:
     """Whether an operand is the same weight, or none, in both calls."""
     if first is None or second is None:
         return first is second
-    return first.parameter is second.parameter and first.view == second.view
+    # A parameter that no module has registered is known by nothing else across processes.
+    unregistered = first.path is None and second.path is None
+    return unregistered or (first.parameter is second.parameter and first.view == second.view)

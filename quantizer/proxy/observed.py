@@ -24,7 +24,6 @@ from quantizer.calibrators.histogram import Histogram
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 from quantizer.proxy.completeness import CountedProduct
-from quantizer.proxy.observe import NOT_TRACED
 from quantizer.proxy.observe import VARIES
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import SiteRecord
@@ -128,6 +127,7 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
     return {
         "operands": group.operands,
         "chosen": group.chosen,
+        "channels_vary": group.channels_vary,
         "channels": group.channels and [group.channels.low.tolist(), group.channels.high.tolist()],
         "minimum": calibrator.minimum,
         "maximum": calibrator.maximum,
@@ -137,7 +137,6 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
 
 
 def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
-    values = _judged(record, values)
     record.kind = record.kind or values["kind"]
     record.calls += values["calls"]
     record.fit += values["fit"]
@@ -159,18 +158,6 @@ def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping
         mine.inner = operand["inner"] if mine.inner is None else mine.inner
         mine.softmax = mine.softmax or operand["softmax"]
     record.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in record.reasons]
-
-
-def _judged(record: SiteRecord, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What was seen of a site, where one side has judged what the other only met."""
-    if NOT_TRACED in record.reasons and values["calls"] and NOT_TRACED not in values["reasons"]:
-        record.judge(None if values["fit"] else values["reasons"][0])
-    if NOT_TRACED in values["reasons"] and record.calls and NOT_TRACED not in record.reasons:
-        reasons = [reason for reason in values["reasons"] if reason != NOT_TRACED]
-        values = (
-            {**values, "reasons": reasons} if record.fit else {**values, "reasons": reasons, "fit": 0, "operands": {}}
-        )
-    return dict(values)
 
 
 def _common(first: int | None, second: int | None) -> int | None:
@@ -200,12 +187,12 @@ def _add_group(observation: Observation, values: Mapping[str, Any], counts: Tens
     if group is None:
         group = RangeGroup(calibrator=added)
     else:
-        if group.calibrator.histogram is None and added.histogram is not None:
-            group.calibrator.histogram = Histogram()
         group.calibrator.merge(added)
     if values["channels"] is not None:
         channels = ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in values["channels"]))
-        group.channels = channels if group.channels is None else group.channels.joined(channels)
+        group.add_channels(channels)
+    elif values["channels_vary"]:
+        group.channels, group.channels_vary = None, True
     group.chosen = group.chosen or (values["chosen"] and (values["chosen"][0], values["chosen"][1]))
     for name, record in seen:
         observation.join(record, group, name)

@@ -180,7 +180,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         sqnr_db=sqnr,
         clipped=histogram.share_above(float(amax)) if histogram is not None else None,
         range_group=group.operands[0],
-        estimate=group.chosen[1] if group.chosen is not None else None,
+        estimate=group.chosen[1] if group.chosen is not None and not fixed else None,
         smooth=migration.factors if migration is not None else None,
         smooth_axis=-1 if migration is not None else None,
         smoothing=f"smooth {migration.alpha:g}" if migration is not None else seen.left,

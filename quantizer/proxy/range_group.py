@@ -55,15 +55,22 @@ class RangeGroup:
     """Operands that read one tensor, with their one calibrator.
 
     ``chosen`` is an amax that was taken instead of the calibrator's own, and the name of the estimate. ``channels`` are
-    kept where a migration may want them (None: not kept, or their number changes); ``migration`` is what the tensor is
-    divided by before the calibrator sees it.
+    kept where a migration may want them (None: not kept, or ``channels_vary``: their number changes); ``migration`` is
+    what the tensor is divided by before the calibrator sees it.
     """
 
     calibrator: Calibrator
     operands: list[str] = field(default_factory=list)
     chosen: tuple[float, str] | None = None
     channels: ChannelRange | None = None
+    channels_vary: bool = False
     migration: Migration | None = None
+
+    def add_channels(self, seen: ChannelRange) -> None:
+        """Take in channels of more values."""
+        if not self.channels_vary:
+            self.channels = seen if self.channels is None else self.channels.joined(seen)
+            self.channels_vary = self.channels is None
 
     def amax(self, dtype: str) -> float:
         """The magnitude that maps to the largest step of a format."""

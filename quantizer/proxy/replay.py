@@ -81,7 +81,7 @@ class SiteCall:
             return None
         values = without_padding(output, mask)
         by_image = self.site.operation.kind == "conv" and values.dim() > 1
-        return (values.flatten(1) if by_image else values.reshape(-1, values.shape[-1])).double()
+        return (values.flatten(1) if by_image else values.reshape(-1, values.shape[-1] if values.dim() else 1)).double()
 
 
 def replay(
@@ -135,9 +135,14 @@ def _sample(
         rows = without_padding(args[0], mask).reshape(-1, args[0].shape[-1])
         return [rows[:: max(1, len(rows) // _ROWS)], *args[1:]], keywords, None
     if site.operation.kind == "conv" and args and isinstance(args[0], Tensor):
-        return [args[0][:_ITEMS], *args[1:]], keywords, None
+        weight = args[1] if len(args) > 1 else keywords.get("weight")
+        # An image alone has no axis for the batch.
+        batched = isinstance(weight, Tensor) and args[0].dim() == weight.dim()
+        return [args[0][:_ITEMS] if batched else args[0], *args[1:]], keywords, None
     tensors = [value for value in (*args, *keywords.values()) if isinstance(value, Tensor)]
-    if any(tensor.dim() < _BATCHED or tensor.shape[0] != tensors[0].shape[0] for tensor in tensors):
+    alike = len({(tensor.dim(), tensor.shape[0] if tensor.dim() else 0) for tensor in tensors}) == 1
+    # Where the text says which axis is which, only the text knows whether the first one is the batch.
+    if not alike or tensors[0].dim() < _BATCHED or site.operation.equation:
         return args, keywords, mask
 
     def first(value: Any) -> Any:

@@ -42,11 +42,11 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dty
     Raises:
         CalibrationError: scales that cannot be taken; all of them are listed.
     """
-    groups = {f"{path}.{o.name}": o.range_group for path, entry in plan.items() for o in entry.operands}
+    groups = {f"{path}.{o.name}": _group(o) for path, entry in plan.items() for o in entry.operands}
     problems = []
     given: dict[str, Tensor] = {}
     # What a range group was given, and the operand that it was given for.
-    shared: dict[str, tuple[str, Tensor]] = {}
+    shared: dict[tuple[str, str, bool], tuple[str, Tensor]] = {}
     for name, scale in scales.items():
         problem = _problem(name, scale, plan, scale_dtype)
         if problem is not None:
@@ -69,11 +69,19 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dty
     for path, entry in plan.items():
         operands = []
         for operand in entry.operands:
-            scale_of_group = shared[operand.range_group][1] if operand.range_group in shared else None
+            group = _group(operand)
+            scale_of_group = shared[group][1] if operand.quantized and group in shared else None
             new = given.get(f"{path}.{operand.name}", scale_of_group)
             operands.append(operand if new is None else _scaled(operand, new, scale_dtype))
         result[path] = replace(entry, operands=tuple(operands))
     return result
+
+
+def _group(operand: OperandPlan) -> tuple[str, str, bool] | None:
+    """What operands have in common that have one scale: the tensor that they read, its format, and its migration."""
+    if operand.range_group is None:
+        return None
+    return operand.range_group, operand.dtype, operand.smooth is not None
 
 
 def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> str | None:

@@ -228,9 +228,7 @@ def test_a_calibration_goes_on_after_a_load(calibrator: str, tmp_path: Path) -> 
     whole = _quantizer(calibrator)
     whole.calibrate(model, data)
     _assert_same(_tensors(again.plan), _tensors(whole.plan))
-    # How much was counted depends on which passes were followed; what of it is covered does not.
-    assert again.coverage.share == whole.coverage.share
-    assert again.coverage.rows == whole.coverage.rows
+    assert str(again.coverage) == str(whole.coverage)
     assert torch.equal(again.quantize(model)(data[4]), whole.quantize(model)(data[4]))
 
 

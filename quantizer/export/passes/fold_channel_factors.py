@@ -124,8 +124,15 @@ def _stored_weight(value: Any, factors: np.ndarray[Any, Any], from_end: int = 1)
     if stored is None or axis is None or axis.as_int() % len(stored.shape) != len(stored.shape) - from_end:
         return None
     edits = _scaled(node, [1], factors)
-    tiny = edits is None or any((edit.array < np.finfo(edit.array.dtype).smallest_normal).any() for edit in edits)
+    tiny = edits is None or any((edit.array < _smallest(edit.array.dtype)).any() for edit in edits)
     return None if tiny else edits
+
+
+def _smallest(dtype: np.dtype[Any]) -> float:
+    """The smallest normal number of a float type; numpy itself does not know bfloat16."""
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
 
 
 def _scaled(node: Any, inputs: list[int], factors: np.ndarray[Any, Any]) -> list[_Edit] | None:

@@ -1,0 +1,214 @@
+"""Corners of calibration: tensors of several formats, shapes that cannot be cut, branches that few batches take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.interop.toolkit_scales import read_toolkit_scales
+from quantizer.interop.tripy import tripy_scales
+from quantizer.proxy.plan import OperandPlan
+
+
+class Two(nn.Module):
+    """Two linears that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).relu() + self.b(x).tanh()
+
+
+DATA = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
+
+
+def calibrated(model: nn.Module, data: list[Any] | None = None, **options: Any) -> Quantizer:
+    options = {"backend": "tensorrt", "sites": {"residual_add": False}, **options}
+    quantizer = Quantizer(**options)
+    quantizer.calibrate(model, [(DATA,)] if data is None else data)
+    return quantizer
+
+
+def operand(quantizer: Quantizer, site: str, name: str) -> OperandPlan:
+    (found,) = [entry for entry in quantizer.plan[site].operands if entry.name == name]
+    return found
+
+
+# -- scales from elsewhere ---------------------------------------------------------------------------------------------
+
+
+def test_a_scale_is_shared_by_readers_of_one_format_alone() -> None:
+    quantizer = calibrated(Two().eval(), formats=[{"activations": "fp8", "weights": "fp8", "names": ["b"]}])
+    before = quantizer.scales()
+    quantizer.load_scales({"b.forward.linear_0.input": torch.tensor(0.01)})
+    assert operand(quantizer, "b.forward.linear_0", "input").largest_scale == pytest.approx(0.01, rel=1e-3)
+    assert torch.equal(quantizer.scales()["a.forward.linear_0.input"], before["a.forward.linear_0.input"])
+    quantizer.load_scales(before)
+    assert all(torch.equal(scale, before[name]) for name, scale in quantizer.scales().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"formats": [{"activations": "float", "weights": "int8"}]}, "input is in float"),
+        ({"formats": [{"weights": "int4", "block_size": 16}]}, "weight is in int4"),
+        ({"dtype": "fp8"}, "is in fp8"),
+        ({"activations": {"smooth": 0.5}}, "outliers of input were moved"),
+        ({"backend": "onnxruntime", "formats": [{"activations": "uint8"}]}, "input is in uint8"),
+    ],
+)
+def test_tripy_is_given_int8_alone(options: dict[str, Any], reason: str) -> None:
+    found = tripy_scales(calibrated(Two().eval(), **options).plan)
+    assert not found.linears
+    assert all(reason in why for why in found.left.values())
+
+
+def test_a_range_of_another_toolkit_becomes_a_scale_of_our_format() -> None:
+    state = {"a.input_quantizer._amax": torch.tensor(3.0)}
+    plan = calibrated(Two().eval(), dtype="fp8").plan
+    assert float(read_toolkit_scales(state, plan).scales["a.forward.linear_0.input"]) == pytest.approx(3 / 448)
+    smoothed = calibrated(Two().eval(), activations={"smooth": 0.5}).plan
+    state["b.weight_quantizer._amax"] = torch.tensor(3.0)
+    with pytest.raises(Exception, match="outliers are moved"):
+        read_toolkit_scales(state, smoothed)
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+class OneImage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(16, 16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class Relative(nn.Module):
+    """As many heads as rows: the first axes mean different things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(8, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.table + 0 * x.mean())
+
+
+class Dot(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, x * 2) + x.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [(OneImage(), torch.randn(16, 12, 12)), (Relative(), torch.randn(8, 8, 16, 16)), (Dot(), torch.randn(32))],
+    ids=["an image alone", "heads and rows", "dot"],
+)
+def test_auto_takes_any_shape(model: nn.Module, example: Tensor) -> None:
+    quantizer = calibrated(model.eval(), [(example,)], backend="openvino", activations={"calibrator": "auto"})
+    assert any(entry.quantized for entry in quantizer.plan.values())
+    with torch.no_grad():
+        assert torch.isfinite(quantizer.quantize(model)(example)).all()
+
+
+class Later(nn.Module):
+    """A tensor is read by a linear first, and by a residual add in a later step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.e, self.l, self.m = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.e(x)
+        first = first + self.l(first)
+        second = first.relu()
+        return self.l(second) + self.m(second)
+
+
+def test_a_histogram_that_one_reader_kept_serves_all() -> None:
+    quantizer = calibrated(Later().eval(), sites={"residual_add": "auto"}, activations={"calibrator": "max"})
+    adds = [entry for entry in quantizer.plan.values() if entry.kind == "residual_add"]
+    assert all(o.sqnr_db is not None for entry in adds for o in entry.operands if o.role == "activation" and o.scale)
+
+
+# -- batches that are kept ---------------------------------------------------------------------------------------------
+
+
+class InPlace(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.1)
+        return self.layer(x)
+
+
+def test_batches_are_kept_as_they_were_given() -> None:
+    quantizer = calibrated(InPlace().eval(), [(DATA.clone(),)], activations={"calibrator": "auto"})
+    same = calibrated(nn.Sequential(InPlace().layer).eval(), [(DATA * 0.1,)], activations={"calibrator": "auto"})
+    expected = operand(same, "0.forward.linear_0", "input").largest_amax
+    assert operand(quantizer, "layer.forward.linear_0", "input").largest_amax == pytest.approx(expected, rel=1e-3)
+
+
+class Rare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.often, self.seldom = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.seldom(x) if x.abs().max() > 50 else self.often(x)
+
+
+def test_where_no_kept_batch_gets_nothing_is_chosen() -> None:
+    generator = torch.Generator().manual_seed(1)
+    many = [(torch.randn(2, 8, 32, generator=generator),) for _ in range(30)]
+    outlier = torch.randn(2, 8, 32, generator=generator)
+    outlier[0, 0, 0] = 100.0
+    quantizer = calibrated(Rare().eval(), [*many, (outlier,)], activations={"calibrator": "auto"})
+    assert operand(quantizer, "often.forward.linear_0", "input").estimate is not None
+    seldom = operand(quantizer, "seldom.forward.linear_0", "input")
+    if seldom.estimate is None:
+        mse = calibrated(Rare().eval(), [*many, (outlier,)], activations={"calibrator": "mse"})
+        assert seldom.largest_amax == operand(mse, "seldom.forward.linear_0", "input").largest_amax
+    else:
+        pytest.fail("the seed keeps the rare batch: choose another")
+
+
+def test_smoothing_stays_until_more_data_comes(tmp_path: Path) -> None:
+    model = Two().eval()
+    quantizer = calibrated(model, activations={"smooth": 0.5})
+    loaded = Quantizer.load(quantizer.save(tmp_path / "saved"))
+    loaded.calib(model, resume=True)
+    assert operand(loaded, "a.forward.linear_0", "input").smoothing == "smooth 0.5"
+    with torch.no_grad():
+        assert torch.equal(loaded.quantize(model)(DATA), quantizer.quantize(model)(DATA))
+    loaded.calibrate(model, [(DATA * 3,)], resume=True)
+    found, first = (operand(q, "a.forward.linear_0", "input") for q in (loaded, quantizer))
+    assert found.largest_amax is not None
+    assert first.largest_amax is not None
+    assert found.largest_amax > first.largest_amax
+
+
+def test_smoothed_models_export_in_bfloat16(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval()
+    quantizer = calibrated(model, fallback_dtype="bfloat16", activations={"smooth": 0.5})
+    assert quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", (DATA,)).exists()
