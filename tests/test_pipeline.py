@@ -138,7 +138,8 @@ def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_folder_is_complete(place: Place) -> None:
     assert {path.name for path in place.done.iterdir()} == COMPLETE
-    assert {path.name for path in (place.done / "quantizer").iterdir()} == {"quantizer.yaml", "ranges.safetensors"}
+    files = {path.name for path in (place.done / "quantizer").iterdir()}
+    assert files == {"observed.safetensors", "quantizer.yaml", "ranges.safetensors"}
     left = {path.name for path in place.folder.iterdir()}
     assert left == {"model", "vocab.txt", "calibration.csv", "evaluation.csv", "tiny.yaml", "done"}
     assert oct(place.done.stat().st_mode)[-3:] == "755"
@@ -149,7 +150,11 @@ def test_the_resolved_configuration_gives_the_same_run(place: Place) -> None:
     assert resolved == load_run(place.folder / "tiny.yaml")
     written = yaml.safe_load((place.done / "config.yaml").read_text())
     # Every default is there.
-    assert written["quantizer"]["activations"] == {"calibrator": "percentile", "percentile": 99.99}
+    assert written["quantizer"]["activations"] == {
+        "calibrator": "percentile",
+        "percentile": 99.99,
+        "smooth": None,
+    }
 
 
 def test_the_report_holds_every_part(place: Place) -> None:

@@ -53,17 +53,13 @@ class Calibrator:
         self.maximum = max(self.maximum, high)
         self.count += x.numel()
         if self.histogram is not None:
-            self.histogram.add(self.counted(x), max(abs(low), abs(high)))
-
-    def counted(self, x: Tensor) -> Tensor:
-        """The values of x [*] that the histogram counts."""
-        return x
+            self.histogram.add(x, max(abs(low), abs(high)))
 
     def start_histogram(self, x: Tensor) -> None:
         """Keep a histogram from now on, beginning with x [*], which was observed just before."""
         if self.histogram is None and x.numel():
             self.histogram = Histogram()
-            self.histogram.add(self.counted(x), float(x.detach().abs().max()))
+            self.histogram.add(x, float(x.detach().abs().max()))
 
     def widen(self, low: float, high: float) -> None:
         """Take in the bounds of values of which no more is known; they are counted nowhere."""

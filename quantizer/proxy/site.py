@@ -128,9 +128,9 @@ class Site(nn.Module):
             names = (operand.name for operand in self.operation.operands)
             return attention({name: self.quantizer_of(name) for name in names}, *args, **keywords)
         args, keywords = list(args), dict(keywords)
-        target = args[0]
+        target = args[0] if self.source.in_place else None
         self._round(args, keywords)
-        if self.source.in_place and args[0] is target:
+        if target is not None and args[0] is target:
             args[0] = target.clone()
         return function(*args, **keywords)
 

@@ -369,15 +369,6 @@ def test_a_histogram_that_starts_late() -> None:
     assert calibrator.histogram.total == 4
 
 
-def test_max_counts_a_part_of_the_values_and_sees_all() -> None:
-    calibrator = MaxCalibrator(histogram=True)
-    x = torch.arange(1.0, 101.0).reshape(4, 25)
-    calibrator.observe(x.t())
-    assert calibrator.histogram is not None
-    assert calibrator.histogram.total == 20
-    assert (calibrator.amax(), calibrator.minimum, calibrator.count) == (100.0, 1.0, 100)
-
-
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_order_of_axes_in_memory_is_found(order: tuple[int, ...]) -> None:
     x = torch.randn(2, 3, 4).permute(order)

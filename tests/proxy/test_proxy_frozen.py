@@ -269,7 +269,8 @@ def test_a_reload_in_a_new_process_is_bit_identical(tmp_path: Path, fallback: bo
             assert len(q.fallback(amp, num=2).groups) == 2
         output = q.quantize(model)(**inputs)
     assert q.save(tmp_path / "state") == tmp_path / "state"
-    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["quantizer.yaml", "ranges.safetensors"]
+    files = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert files == ["observed.safetensors", "quantizer.yaml", "ranges.safetensors"]
     kept = {
         "inputs": inputs,
         "output": dict(output),
