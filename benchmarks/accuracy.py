@@ -87,6 +87,7 @@ def main() -> None:
     for name, residual, calibrator in (
         ("linears and matmuls", False, "percentile"),
         ("linears and matmuls, mse", False, "mse"),
+        ("linears and matmuls, auto", False, "auto"),
         ("default (residual auto)", "auto", "percentile"),
         ("every site", True, "percentile"),
     ):

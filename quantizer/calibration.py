@@ -70,8 +70,8 @@ class Calibration:
 
     @property
     def has_new(self) -> bool:
-        """Whether a batch came since it began."""
-        return self._observation.batches > self._began_with
+        """Whether a batch came since it began; of several ranks, whether one may have come to any of them."""
+        return ranks() > 1 or self._observation.batches > self._began_with
 
     def resume(self) -> None:
         """More data is to come, for one rank or for all of them."""
