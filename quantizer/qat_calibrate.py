@@ -19,6 +19,7 @@ from quantizer.proxy.build import sites_of
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.freeze import apply_plan
+from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import Plan
 from quantizer.ranges import plan_of
@@ -136,6 +137,5 @@ class QATCalibrate:
         observation = seen_by_all_ranks(self.config, model, observation, refused, skipped)
         plan = plan_of(self.config, model, observation, refused)
         apply_plan(model, plan)
-        for site in sites_of(model):
-            site.active = plan[site.path].quantized
+        switch_on(model, plan)
         self._plans.append((model, plan, observation.counter.products()))

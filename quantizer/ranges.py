@@ -21,6 +21,7 @@ from quantizer.proxy.auto_range import choose_ranges
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.decide import decide
 from quantizer.proxy.freeze import apply_plan
+from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import padding_mask
@@ -42,7 +43,8 @@ __all__ = ["plan_of"]
 def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Observation, refused: Mapping[str, str]) -> Plan:
     """Decide every site of a calibrated proxy; where the config asks for it, choose its ranges first.
 
-    Ranges are chosen once for what was seen, and again when more data came since.
+    Ranges are chosen once for what was seen, and again when more data came since. That runs the proxy, which nobody
+    may observe meanwhile.
     """
     settings = plan_settings(config, proxy)
 
@@ -52,7 +54,7 @@ def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Observation,
     if not replays_batches(config) or observation.batches in (0, observation.chosen_at):
         return decided()
     activations = config.activations
-    with observation.paused(sites_of(proxy)), torch.no_grad():
+    with torch.no_grad():
         if activations.smooth is not None:
             migrate(
                 proxy,
@@ -114,14 +116,12 @@ def _take_percentile(observation: Observation, percentile: float) -> None:
 @contextmanager
 def _quantized(proxy: nn.Module, plan: Plan) -> Iterator[None]:
     """The proxy with a plan carried out, its weights still float parameters; as it was afterwards."""
-    sites = list(sites_of(proxy))
     apply_plan(proxy, plan)
     try:
-        for site in sites:
-            site.active = plan[site.path].quantized
+        switch_on(proxy, plan)
         yield
     finally:
-        for site in sites:
+        for site in sites_of(proxy):
             site.active = False
             for place in range(len(site.quantizers)):
                 site.quantizer(place).reset()

@@ -14,7 +14,7 @@ from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
-from quantizer.numerics.qtype import QType
+from quantizer.config import SelectionConfig
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
@@ -74,11 +74,11 @@ def refused_sites(config: QuantizerConfig, proxy: nn.Module) -> dict[str, str]:
     Raises:
         ConfigError: a rule matches nothing in the model.
     """
-    include, exclude = (
-        Rules(module_types=rules.module_types, names=rules.names, sites=rules.sites)
-        for rules in (config.include, config.exclude)
-    )
-    return refusals(proxy, sites_of(proxy), include, exclude)
+    return refusals(proxy, sites_of(proxy), _rules(config.include), _rules(config.exclude))
+
+
+def _rules(section: SelectionConfig) -> Rules:
+    return Rules(module_types=section.module_types, names=section.names, sites=section.sites)
 
 
 def float_dtype(config: QuantizerConfig) -> torch.dtype:
@@ -103,23 +103,18 @@ def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
 
 
 def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
-    usual = qtype(config.dtype)
-    rules = []
-    for number, rule in enumerate(config.formats):
-        activations: QType | None = usual if rule.activations is None else None
-        if rule.activations not in (None, "float"):
-            activations = qtype(str(rule.activations))
-        rules.append(
-            FormatRule(
-                format=Format(
-                    activations=activations,
-                    weights=qtype(rule.weights) if rule.weights is not None else usual,
-                    block_size=rule.block_size,
-                    rule=f"formats[{number}]",
-                ),
-                kinds=rule.kinds,
-                sites=Rules(module_types=rule.module_types, names=rule.names, sites=rule.sites),
-            )
+    rules = [
+        FormatRule(
+            format=Format(
+                activations=None if rule.activations == "float" else qtype(rule.activations or config.dtype),
+                weights=qtype(rule.weights or config.dtype),
+                block_size=rule.block_size,
+                rule=f"formats[{number}]",
+            ),
+            kinds=rule.kinds,
+            sites=_rules(rule),
         )
-    default = Format(activations=usual, weights=usual)
+        for number, rule in enumerate(config.formats)
+    ]
+    default = Format(activations=qtype(config.dtype), weights=qtype(config.dtype))
     return formats_for(proxy, sites_of(proxy), default, rules, profile(config.backend))

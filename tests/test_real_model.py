@@ -157,32 +157,16 @@ def test_tensorrt_rtx_builds_ahead_of_time_for_sm89(stsb: Case, tmp_path: Path) 
     assert built["int8"].size_bytes <= built["float"].size_bytes / 2
 
 
-@pytest.mark.parametrize(
-    ("calibrator", "residual"),
-    [
-        ("mse", False),
-        pytest.param(
-            "percentile",
-            False,
-            marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="2.4% of the labels flip"),
-        ),
-        pytest.param(
-            "mse",
-            "auto",
-            marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="2.4% of the labels flip"),
-        ),
-    ],
-)
-def test_a_fine_tuned_classifier_keeps_its_labels(calibrator: str, residual: bool | str) -> None:
+def test_a_fine_tuned_classifier_keeps_its_labels() -> None:
+    # The other calibrators are in benchmarks/accuracy.py: they lie so near the bound (1.0% to 2.4%) that the
+    # instructions a CPU has decide on which side, as they round sums in another order.
     model, data = SHARED / "models" / "minilm-sst2", SHARED / "data" / "sst2"
     if not (model.is_dir() and data.is_dir()):
         pytest.skip(f"the fine-tuned classifier is not here: no folder {model}, or none {data}")
     train, dev = data / "stsa.binary.train", data / "stsa.binary.dev"
     case = _case(str(model), "sequence-classification", "sst2-text", train, dev, 128, None)
-    quantized = _quantized(
-        case, backend="openvino", activations={"calibrator": calibrator}, sites={"residual_add": residual}
-    )
+    quantized = _quantized(case, backend="openvino", activations={"calibrator": "auto"}, sites={"residual_add": False})
     flips = case.task.paired(case.reference, quantized.predictions)["label_flips"]
     accuracy = case.score(quantized.predictions) - case.score(case.reference)
-    print(f"sst2, {calibrator}, residual_add {residual}: flips {flips:.4f}, accuracy {accuracy:+.4f}")
+    print(f"sst2: flips {flips:.4f}, accuracy {accuracy:+.4f}")
     assert flips <= 0.02

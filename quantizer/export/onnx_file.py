@@ -24,6 +24,7 @@ from quantizer.errors import MissingDependencyError
 from quantizer.export.passes import PASSES
 from quantizer.export.passes import UnsignedActivations
 from quantizer.export.passes import run_passes
+from quantizer.export.translate import BLOCKS_OPSET
 from quantizer.export.translate import translations
 from quantizer.numerics.qtype import QTYPES
 from quantizer.numerics.qtype import qtype
@@ -34,7 +35,6 @@ __all__ = ["export_onnx", "least_opset"]
 Axes = Mapping[str, Mapping[int, str]]
 
 _HALF_SCALES_OPSET = 19
-_BLOCKS_OPSET = 21
 _STORAGE = {kind.storage for kind in QTYPES.values()}
 
 
@@ -85,7 +85,7 @@ def export_onnx(
 def least_opset(model: nn.Module) -> int:
     """The first opset that has all formats in which a frozen proxy holds operands; 0 where it holds none."""
     held = [quantizer for quantizer in model.modules() if isinstance(quantizer, OperandQuantizer) and quantizer.enabled]
-    return max((_BLOCKS_OPSET if q.block_size is not None else qtype(q.dtype).onnx_opset for q in held), default=0)
+    return max((BLOCKS_OPSET if q.block_size is not None else qtype(q.dtype).onnx_opset for q in held), default=0)
 
 
 def _require(package: str) -> None:

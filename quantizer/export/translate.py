@@ -20,9 +20,10 @@ from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
 
-__all__ = ["translations"]
+__all__ = ["BLOCKS_OPSET", "translations"]
 
-_BLOCKS_OPSET = 21
+BLOCKS_OPSET = 21
+"""QuantizeLinear has scales of blocks from here on."""
 
 
 def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -97,8 +98,8 @@ class _Spelling:
         if axis is not None:
             where["axis"] = axis
         if block_size is not None:
-            if self.opset < _BLOCKS_OPSET:
-                raise ExportError(f"opset={self.opset}: scales of blocks need opset {_BLOCKS_OPSET} or later")
+            if self.opset < BLOCKS_OPSET:
+                raise ExportError(f"opset={self.opset}: scales of blocks need opset {BLOCKS_OPSET} or later")
             where["block_size"] = block_size
         return kind, where
 

@@ -12,11 +12,11 @@ from torch import nn
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.classes import original_class
+from quantizer.proxy.formats import Format
 from quantizer.proxy.groups import group_names
 from quantizer.proxy.observe import EMPTY
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import SiteRecord
-from quantizer.proxy.operand_plans import WEIGHTS_ALONE
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.operand_plans import operand_plans
 from quantizer.proxy.plan import NEVER_RAN
@@ -51,7 +51,7 @@ def decide(
             reason = NOT_CALIBRATED
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
         if not reason:
-            reason = _whole(site, operands)
+            reason = _whole(site, operands, wanted)
             rule = wanted.rule
         quantized = reason is None
         if not quantized:
@@ -107,14 +107,13 @@ def _refusal(
     return None, None
 
 
-def _whole(site: Site, operands: tuple[OperandPlan, ...]) -> str | None:
+def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str | None:
     """Why the site as a whole stays float: a product has all operands in low precision or none, or weights alone."""
     missing = [operand for operand in operands if not operand.quantized]
     if site.operation.kind != "residual_add":
         if len(operands) < len(site.operation.operands):
             return "an operand was not observed"
-        by_rule = all(operand.reason == WEIGHTS_ALONE for operand in missing)
-        if by_rule and any(operand.quantized for operand in operands):
+        if wanted.activations is None and any(operand.quantized for operand in operands):
             return None
         return missing[0].reason if missing else None
     return (missing[0].reason if missing else "no operand observed") if len(missing) == len(operands) else None

@@ -16,7 +16,7 @@ from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.site import Site
 
-__all__ = ["apply_factor", "apply_plan", "apply_site_plan", "freeze", "store_weights"]
+__all__ = ["apply_factor", "apply_plan", "apply_site_plan", "freeze", "store_weights", "switch_on"]
 
 
 def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
@@ -53,6 +53,12 @@ def apply_factor(quantizer: OperandQuantizer, planned: OperandPlan) -> None:
         quantizer.set_factor(planned.factor, planned.smooth_axis)
 
 
+def switch_on(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Let the sites that the plan quantizes round their operands; the others stay float."""
+    for site in sites_of(proxy):
+        site.active = plan[site.path].quantized
+
+
 def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Keep the weights that the plan quantizes as integers in their sites; the modules keep their parameters.
 
@@ -81,10 +87,9 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     own.
     """
     store_weights(proxy, plan)
+    switch_on(proxy, plan)
     uses = Counter(id(parameter) for module in proxy.modules() for parameter in module._parameters.values())
     readers = Counter(path for entry in plan.values() for path in entry.reads)
-    for site in sites_of(proxy):
-        site.active = plan[site.path].quantized
     for site, quantizer, planned in _weights(proxy, plan):
         owner, name = _owner(proxy, planned)
         alone = uses[id(owner._parameters[name])] == 1 and readers[planned.parameter or ""] == 1

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from quantizer.proxy.ranks import gathered
 from quantizer.proxy.ranks import rank_number
 
-__all__ = ["Batch", "KeptBatches", "copied"]
+__all__ = ["Batch", "KeptBatches"]
 
 _KEPT = 2
 _PLAIN = (bool, int, float, str, type(None))
@@ -33,12 +33,16 @@ class KeptBatches:
     def __init__(self) -> None:
         self._kept: dict[bytes, Batch] = {}
 
-    def offer(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Keep a batch, as ``copied`` gave it, if it is among those that are kept."""
+    def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
+        """A copy of a batch for ``keep``, where it is among those that are kept; ask before the model has seen it."""
         key = _hash((args, dict(keywords)))
         if key in self._kept or (len(self._kept) == _KEPT and key > max(self._kept)):
-            return
-        self._kept[key] = (args, keywords)
+            return None
+        return key, _copied(args, keywords)
+
+    def keep(self, key: bytes, batch: Batch) -> None:
+        """Keep what ``wanted`` gave."""
+        self._kept[key] = batch
         if len(self._kept) > _KEPT:
             del self._kept[max(self._kept)]
 
@@ -58,7 +62,7 @@ class KeptBatches:
         return iter([self._kept[key] for key in sorted(self._kept)])
 
 
-def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
+def _copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
     """The inputs as they are now: a loader may fill the same tensors again, and a model may change what it is given."""
     leaves, structure = pytree.tree_flatten((args, dict(keywords)))
     own = [leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]

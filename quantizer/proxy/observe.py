@@ -29,7 +29,6 @@ from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.kept_batches import KeptBatches
-from quantizer.proxy.kept_batches import copied
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
 from quantizer.proxy.range_group import ChannelRange
@@ -48,6 +47,7 @@ __all__ = [
     "Observation",
     "VARIES",
     "SiteRecord",
+    "one_size",
     "padding_mask",
     "same_weight",
     "without_padding",
@@ -79,6 +79,13 @@ class SiteRecord:
     width: int | None = None
     multiply_adds: int = 0
     operands: dict[str, OperandRecord] = field(default_factory=dict)
+
+
+def one_size(first: int | None, second: int | None) -> int | None:
+    """K or N of the product in all calls: None where there was none, 0 where it changes."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first if first == second else 0
 
 
 def padding_mask(keywords: Mapping[str, Any]) -> Tensor | None:
@@ -150,7 +157,7 @@ class Observation:
         self._call: Call | None = None
         self._weights = Weights()
         self._mask: Tensor | None = None
-        self._given: Batch | None = None
+        self._wanted: tuple[bytes, Batch] | None = None
 
     def attach(self, proxy: nn.Module, sites: Iterable[Site]) -> None:
         """Start observing."""
@@ -204,7 +211,7 @@ class Observation:
         # At each pass: a cast gives the proxy parameters of its own.
         self._weights = Weights(proxy.named_parameters())
         self._mask = padding_mask(keywords)
-        self._given = copied(args, keywords) if self.kept is not None else None
+        self._wanted = self.kept.wanted(args, keywords) if self.kept is not None else None
         self.counter.start(proxy)
         self.provenance = Provenance(self.counter)
         self.provenance.__enter__()  # type: ignore[no-untyped-call]
@@ -218,8 +225,8 @@ class Observation:
     def _count(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         # A pass that fails is not counted: what it saw is no calibration.
         self.batches += 1
-        if self.kept is not None and self._given is not None:
-            self.kept.offer(*self._given)
+        if self.kept is not None and self._wanted is not None:
+            self.kept.keep(*self._wanted)
 
     # -- one site --------------------------------------------------------------------------------------------------
 
@@ -336,8 +343,8 @@ class Observation:
         """Note the product's K and N, its multiply-adds, and the axis of its weight's channels."""
         assert site.operation.geometry is not None
         size = site.operation.geometry(call)
-        record.depth = size.depth if record.depth in (None, size.depth) else 0
-        record.width = size.width if record.width in (None, size.width) else 0
+        record.depth = one_size(record.depth, size.depth)
+        record.width = one_size(record.width, size.width)
         record.multiply_adds += size.multiply_adds
         for seen in record.operands.values():
             if seen.weight is not None:

@@ -27,6 +27,7 @@ from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.observe import VARIES
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import SiteRecord
+from quantizer.proxy.observe import one_size
 from quantizer.proxy.observe import same_weight
 from quantizer.proxy.range_group import ChannelRange
 from quantizer.proxy.range_group import OperandRecord
@@ -142,8 +143,8 @@ def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping
     record.fit += values["fit"]
     record.multiply_adds += values["multiply_adds"]
     record.reads |= set(values["reads"])
-    record.depth = _common(record.depth, values["depth"])
-    record.width = _common(record.width, values["width"])
+    record.depth = one_size(record.depth, values["depth"])
+    record.width = one_size(record.width, values["width"])
     reasons = list(values["reasons"])
     for name, operand in values["operands"].items():
         mine = record.operands.setdefault(name, OperandRecord())
@@ -158,13 +159,6 @@ def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping
         mine.inner = operand["inner"] if mine.inner is None else mine.inner
         mine.softmax = mine.softmax or operand["softmax"]
     record.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in record.reasons]
-
-
-def _common(first: int | None, second: int | None) -> int | None:
-    """K or N of the product in all calls; 0 where it changes."""
-    if first is None or second is None:
-        return second if first is None else first
-    return first if first == second else 0
 
 
 def _weight(values: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Weight:

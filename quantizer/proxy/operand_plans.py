@@ -23,7 +23,7 @@ from quantizer.proxy.site import Site
 from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
 
-__all__ = ["RESIDUAL_SQNR_DB", "WEIGHTS_ALONE", "PlanSettings", "held_scale", "judged_as", "operand_plans", "scale_of"]
+__all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "held_scale", "judged_as", "operand_plans", "scale_of"]
 
 RESIDUAL_SQNR_DB = 30.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
@@ -32,7 +32,7 @@ docs/architecture.md shows the measurement behind the figure.
 """
 
 _UNREGISTERED = "the weight is a parameter that no module of the model has registered"
-WEIGHTS_ALONE = "weights alone are quantized here"
+_WEIGHTS_ALONE = "weights alone are quantized here"
 _MATRIX = 2  # axes of a weight that has blocks
 
 _OFFLOADED = "the weight is offloaded: it is loaded for each call, and the model holds none to store as integers"
@@ -148,7 +148,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     if wanted.activations is None:
         low, high = calibrator.minimum, calibrator.maximum
         return OperandPlan(
-            name=name, role="activation", quantized=False, reason=WEIGHTS_ALONE, minimum=low, maximum=high
+            name=name, role="activation", quantized=False, reason=_WEIGHTS_ALONE, minimum=low, maximum=high
         )
     dtype = wanted.activations
     # What a softmax gives is at most 1; an attention in FP8 takes exactly that range.

@@ -7,7 +7,6 @@ import types
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from typing import Literal
 
 from torch import Tensor
 
@@ -26,9 +25,11 @@ from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
 from quantizer.source.lend import function_source
 from quantizer.source.lend import hands_on
+from quantizer.source.names import FunctionNode
 from quantizer.source.names import bound_names
 from quantizer.source.names import constant_texts
 from quantizer.source.names import dotted
+from quantizer.source.names import functions_in
 from quantizer.source.names import is_own
 from quantizer.source.splice import Edit
 from quantizer.source.splice import LineIndex
@@ -39,7 +40,6 @@ __all__ = ["Form", "FunctionSource", "SiteSource", "find_functions"]
 _SYMBOLS = {"MatMult": b"@", "Add": b"+"}
 # Methods that loop over the children of a module.
 _CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})
-_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def find_functions(
@@ -55,28 +55,12 @@ def find_functions(
         qualified: names of sites carry the class, or the module, of their function.
     """
     found: dict[tuple[str, int], FunctionSource] = {}
-
-    def walk(body: list[ast.stmt], prefix: str, inside: Literal["module", "class", "function"]) -> None:
-        for node in body:
-            if isinstance(node, _FunctionNode):
-                # What a function makes is part of it, except for the methods of a class.
-                if inside != "function":
-                    owner = prefix.rstrip(".").rpartition(".")[2] if inside == "class" else None
-                    source = function_source(node, prefix + node.name, owner, index)
-                    outer = owner or str(namespace.get("__name__", "")).rpartition(".")[2]
-                    name = f"{outer}.{node.name}" if qualified else node.name
-                    _Finder(source, node, index, namespace, file, owner, name).run()
-                    found[source.key] = source
-                walk(node.body, f"{prefix}{node.name}.<locals>.", "function")
-            elif isinstance(node, ast.ClassDef):
-                walk(node.body, f"{prefix}{node.name}.", "class")
-            else:
-                for name in ("body", "orelse", "finalbody"):
-                    walk(getattr(node, name, []), prefix, inside)
-                for handler in getattr(node, "handlers", []):
-                    walk(handler.body, prefix, inside)
-
-    walk(tree.body, "", "module")
+    for qualname, node, owner in functions_in(tree):
+        source = function_source(node, qualname, owner, index)
+        outer = owner or str(namespace.get("__name__", "")).rpartition(".")[2]
+        name = f"{outer}.{node.name}" if qualified else node.name
+        _Finder(source, node, index, namespace, file, owner, name).run()
+        found[source.key] = source
     return found
 
 
@@ -98,7 +82,7 @@ class _Finder(ast.NodeVisitor):
     def __init__(
         self,
         source: FunctionSource,
-        node: _FunctionNode,
+        node: FunctionNode,
         index: LineIndex,
         namespace: Mapping[str, Any],
         file: str,

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quantizer.source.found import FunctionSource
+from quantizer.source.names import FunctionNode
 from quantizer.source.splice import Edit
 from quantizer.source.splice import LineIndex
 from quantizer.source.splice import first_line
@@ -51,8 +52,6 @@ HOSTS = "_quantizer_hosts"
 Borrowers = dict[types.FunctionType, tuple[tuple[Callable[..., Any], str | None, bool], ...]]
 """By original function, each variant of it: the rewritten function, the mark of a site that its host holds (None: any
 host will do), and whether it takes the host as ``HOST`` (else as an argument of its own, as it always did)."""
-
-_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def lender(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
@@ -111,7 +110,7 @@ def hands_on(function: Any) -> bool:
     return name == ("torch.utils.checkpoint", "checkpoint")
 
 
-def function_source(node: _FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
+def function_source(node: FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
     """What is known of a function before its body is searched; ``owner`` is the class around it."""
     host, why = _host_and_reason(node, owner is not None)
     borrows = host == HOST
@@ -126,7 +125,7 @@ def function_source(node: _FunctionNode, qualname: str, owner: str | None, index
     )
 
 
-def _host_and_reason(node: _FunctionNode, in_class: bool) -> tuple[str | None, str | None]:
+def _host_and_reason(node: FunctionNode, in_class: bool) -> tuple[str | None, str | None]:
     """The argument that holds the module, ``HOST`` where callers must lend one, or why there can be none."""
     host = _own_host(node, in_class)
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
@@ -139,7 +138,7 @@ def _host_and_reason(node: _FunctionNode, in_class: bool) -> tuple[str | None, s
     return host, None
 
 
-def _own_host(node: _FunctionNode, in_class: bool) -> str | None:
+def _own_host(node: FunctionNode, in_class: bool) -> str | None:
     arguments = [*node.args.posonlyargs, *node.args.args]
     if not arguments:
         return None
@@ -152,7 +151,7 @@ def _own_host(node: _FunctionNode, in_class: bool) -> str | None:
     return first.arg if is_module else None
 
 
-def _host_parameter(node: _FunctionNode, index: LineIndex) -> Edit:
+def _host_parameter(node: FunctionNode, index: LineIndex) -> Edit:
     """The edit that adds the keyword-only argument ``HOST`` to a ``def``, whatever its signature."""
     arguments = node.args
     if arguments.kwonlyargs:

@@ -1,14 +1,44 @@
-"""Names in a syntax tree: which a function binds, and which an expression spells."""
+"""Names in a syntax tree: of its functions, those that a function binds, and those that an expression spells."""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterator
+from typing import Literal
 
-__all__ = ["bound_names", "constant_texts", "dotted", "is_own"]
+__all__ = ["FunctionNode", "bound_names", "constant_texts", "dotted", "functions_in", "is_own"]
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Nodes that bind a name without a Name node.
 _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
+
+
+def functions_in(tree: ast.Module) -> Iterator[tuple[str, FunctionNode, str | None]]:
+    """All functions at module level and all methods: qualified name, node, and the name of the class around it.
+
+    What a function makes is part of it, except for the methods of a class.
+    """
+
+    def walk(
+        body: list[ast.stmt], prefix: str, inside: Literal["module", "class", "function"]
+    ) -> Iterator[tuple[str, FunctionNode, str | None]]:
+        for node in body:
+            if isinstance(node, FunctionNode):
+                if inside != "function":
+                    owner = prefix.rstrip(".").rpartition(".")[2] if inside == "class" else None
+                    yield prefix + node.name, node, owner
+                yield from walk(node.body, f"{prefix}{node.name}.<locals>.", "function")
+            elif isinstance(node, ast.ClassDef):
+                yield from walk(node.body, f"{prefix}{node.name}.", "class")
+            else:
+                for name in ("body", "orelse", "finalbody"):
+                    yield from walk(getattr(node, name, []), prefix, inside)
+                for handler in getattr(node, "handlers", []):
+                    yield from walk(handler.body, prefix, inside)
+
+    return walk(tree.body, "", "module")
 
 
 def dotted(node: ast.expr) -> tuple[str, ...] | None:
@@ -21,7 +51,7 @@ def dotted(node: ast.expr) -> tuple[str, ...] | None:
     return None
 
 
-def bound_names(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+def bound_names(node: FunctionNode) -> set[str]:
     """Names bound anywhere in a function, its arguments included."""
     inside = [inner for inner in ast.walk(node) if inner is not node]
     declared = {name for inner in inside if isinstance(inner, ast.Global) for name in inner.names}
@@ -43,7 +73,7 @@ def _bound_by(node: ast.AST) -> list[str]:
     return []
 
 
-def constant_texts(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, str]:
+def constant_texts(node: FunctionNode) -> dict[str, str]:
     """Local names that are bound once, to a text that stands there."""
     bindings: Counter[str] = Counter()
     texts: dict[str, str] = {}

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from dataclasses import field
 
 from quantizer.errors import SourceError
+from quantizer.source.names import FunctionNode
+from quantizer.source.names import functions_in
+from quantizer.source.splice import first_line
 
 __all__ = [
     "OperatorPatch",
@@ -118,9 +121,9 @@ def apply_operator_patches(text: str, tree: ast.Module, module_name: str) -> Pat
     """The text of a module's file, and its tree, with the patches of its functions applied to the text."""
     patches = [patch for patch in _REGISTERED.patches.values() if _split(patch)[0] == module_name]
     result = PatchedText(text=text)
-    functions = _functions(tree) if patches else []
+    functions = list(functions_in(tree)) if patches else []
     for patch in patches:
-        found = [node for qualname, node in functions if qualname == _split(patch)[1]]
+        found = [node for qualname, node, _ in functions if qualname == _split(patch)[1]]
         try:
             if len(found) != 1:
                 raise SourceError(f"there are {len(found)} functions of this name, and 1 is expected")
@@ -128,12 +131,11 @@ def apply_operator_patches(text: str, tree: ast.Module, module_name: str) -> Pat
         except SourceError as error:
             result.refused.append(f"operator patch {patch.name!r} is refused in {patch.function}: {error}")
         else:
-            first = min([found[0].lineno, *(decorator.lineno for decorator in found[0].decorator_list)])
-            result.applied.setdefault((_split(patch)[1], first), []).append(patch)
+            result.applied.setdefault((_split(patch)[1], first_line(found[0])), []).append(patch)
     return result
 
 
-def _replaced(text: str, node: ast.FunctionDef | ast.AsyncFunctionDef, patch: OperatorPatch) -> str:
+def _replaced(text: str, node: FunctionNode, patch: OperatorPatch) -> str:
     lines = text.split("\n")
     body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
     count = body.count(patch.before)
@@ -149,23 +151,6 @@ def _replaced(text: str, node: ast.FunctionDef | ast.AsyncFunctionDef, patch: Op
     except SyntaxError as error:
         raise SourceError(f"with {textwrap.shorten(patch.after, 80)!r} it is no Python: {error}") from error
     return changed
-
-
-def _functions(tree: ast.Module) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Module-level functions and methods, by qualified name."""
-    found: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]] = []
-
-    def walk(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found.append((prefix + node.name, node))
-            elif isinstance(node, ast.ClassDef):
-                walk(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, ast.If | ast.Try):
-                walk([*node.body, *node.orelse], prefix)
-
-    walk(tree.body, "")
-    return found
 
 
 def _split(patch: OperatorPatch) -> tuple[str, str]:

@@ -174,9 +174,7 @@ def test_tensorrt_takes_the_model_with_the_patch_alone(
     path = _exported(model, example, tmp_path, axes={})
     options = BuildOptions(dynamic={}, compute_capability="sm89")
     with pytest.raises(EngineError, match=f"(?i){said}"):
-        build_engine(
-            "tensorrt-rtx", path, tmp_path / "model.engine", BuildOptions(dynamic={}, compute_capability="sm89")
-        )
+        build_engine("tensorrt-rtx", path, tmp_path / "model.engine", options)
     apply(name, net)
     with torch.no_grad():
         expected = model(*(value.clone() for value in example))

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 from typing import Protocol
 
+import numpy as np
+
 from quantizer.errors import ExportError
 
-__all__ = ["GraphPass", "block_size", "run_passes", "scalar"]
+__all__ = ["GraphPass", "add_constant", "block_size", "drop_unread", "run_passes", "scalar"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,26 @@ def run_passes(model: Any, passes: Sequence[GraphPass]) -> None:
         after = entry.ensures(model)
         if after is not None:
             raise ExportError(f"pass {name} did not do its work: {after}")
+
+
+def add_constant(model: Any, name: str, array: np.ndarray[Any, Any], element: Any) -> Any:
+    """A new constant of the graph: its value, whose elements are of the ``onnx_ir.DataType`` ``element``."""
+    import onnx_ir
+
+    made = onnx_ir.Value(
+        name=name,
+        shape=onnx_ir.Shape(array.shape),
+        type=onnx_ir.TensorType(element),
+        const_value=onnx_ir.tensor(array, name=name),
+    )
+    model.graph.register_initializer(made)
+    return made
+
+
+def drop_unread(model: Any, value: Any) -> None:
+    """Take a constant out of the graph that nobody reads any more."""
+    if value.is_initializer() and not value.uses():
+        del model.graph.initializers[value.name]
 
 
 def scalar(value: Any) -> float | None:

@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.export.passes.base import add_constant
+from quantizer.export.passes.base import drop_unread
+
 __all__ = ["FoldChannelFactors"]
 
 _NORMALIZATIONS = {"LayerNormalization": (1, 2), "RMSNormalization": (1,)}
@@ -154,24 +157,14 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
 
 def _carry_out(model: Any, edit: _Edit) -> None:
     """Give the node a constant of its own: others may read the one that it has."""
-    import onnx_ir
-
     old = edit.node.inputs[edit.index]
     name = f"{old.name}_folded_{edit.node.outputs[0].name}"
-    folded = onnx_ir.Value(
-        name=name,
-        shape=onnx_ir.Shape(edit.array.shape),
-        type=old.type,
-        const_value=onnx_ir.tensor(edit.array, name=name),
-    )
-    model.graph.register_initializer(folded)
-    edit.node.replace_input_with(edit.index, folded)
+    edit.node.replace_input_with(edit.index, add_constant(model, name, edit.array, old.dtype))
     _drop(model, old)
 
 
 def _drop(model: Any, value: Any) -> None:
     """Take a constant out that nobody reads any more."""
-    if value.is_initializer() and not value.uses():
-        del model.graph.initializers[value.name]
-    elif value.producer() is not None and not value.uses():
+    drop_unread(model, value)
+    if value.producer() is not None and not value.uses():
         model.graph.remove(value.producer(), safe=True)

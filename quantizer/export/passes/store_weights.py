@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import block_size
+from quantizer.export.passes.base import drop_unread
 from quantizer.numerics import ops
 from quantizer.numerics.qtype import QTYPES
 from quantizer.numerics.qtype import QType
@@ -34,14 +36,7 @@ class StoreWeights:
             # A step of at most 8 bits is exact in float32, whence numpy knows the way to every format.
             steps = _steps(node, kind).astype(np.float32).astype(element.numpy())
             name = "_".join([*(value.name for value in node.inputs[:2]), "stored"])
-            stored = onnx_ir.Value(
-                name=name,
-                shape=onnx_ir.Shape(steps.shape),
-                type=onnx_ir.TensorType(element),
-                const_value=onnx_ir.tensor(steps, name=name),
-            )
-            model.graph.register_initializer(stored)
-            node.outputs[0].replace_all_uses_with(stored)
+            node.outputs[0].replace_all_uses_with(add_constant(model, name, steps, element))
             _remove(model, node)
         return len(found)
 
@@ -90,5 +85,4 @@ def _remove(model: Any, node: Any) -> None:
     inputs = list(node.inputs)
     model.graph.remove(node, safe=True)
     for value in inputs:
-        if value.is_initializer() and not value.uses():
-            del model.graph.initializers[value.name]
+        drop_unread(model, value)

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from quantizer.export.passes.base import add_constant
 from quantizer.numerics.qtype import INT8
 
 __all__ = ["UnsignedActivations"]
@@ -41,13 +42,7 @@ class UnsignedActivations:
         chosen = list(self._signed(model))
         if not chosen:
             return 0
-        zero = onnx_ir.Value(
-            name=_NAME,
-            shape=onnx_ir.Shape([]),
-            type=onnx_ir.TensorType(onnx_ir.DataType.UINT8),
-            const_value=onnx_ir.tensor(np.array(_ZERO, dtype=np.uint8), name=_NAME),
-        )
-        model.graph.register_initializer(zero)
+        zero = add_constant(model, _NAME, np.array(_ZERO, dtype=np.uint8), onnx_ir.DataType.UINT8)
         for quantize in chosen:
             _set_zero_point(quantize, zero)
             quantize.outputs[0].type = onnx_ir.TensorType(onnx_ir.DataType.UINT8)
