@@ -15,8 +15,8 @@ from quantizer.report.tables import Column
 from quantizer.report.text import decibels
 from quantizer.report.text import percent
 from quantizer.report.text import significant
+from quantizer.sensitivity_view import BarPlot
 from quantizer.table_view import View
-from quantizer.views import BarPlot
 
 __all__ = ["HistogramBin", "HistogramView"]
 

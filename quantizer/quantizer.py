@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
+from quantizer.amp import Amp
+from quantizer.amp import frozen
 from quantizer.batches import run_batches
-from quantizer.calibration import Calibration
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
+from quantizer.decisions import Decisions
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
@@ -28,13 +31,8 @@ from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import is_proxy
-from quantizer.proxy.build import sites_of
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
-from quantizer.proxy.completeness import CountedProduct
-from quantizer.proxy.freeze import apply_plan
-from quantizer.proxy.freeze import freeze
-from quantizer.proxy.freeze import store_weights
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.ranks import ranks
@@ -44,8 +42,10 @@ from quantizer.proxy.state import load_state
 from quantizer.proxy.state import save_state
 from quantizer.ranges import plan_of
 from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import Measurement
-from quantizer.sensitivity import choose
+from quantizer.sensitivity import Loss
+from quantizer.sensitivity import Metric
+from quantizer.sensitivity import Score
+from quantizer.sensitivity_view import Sensitivity
 from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
 from quantizer.settings import refused_sites
@@ -53,8 +53,6 @@ from quantizer.source.operator_patches import OperatorPatch
 from quantizer.targets import profile
 from quantizer.views import Coverage
 from quantizer.views import Ranges
-from quantizer.views import Sensitivity
-from quantizer.views import SensitivityRow
 
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult
@@ -85,15 +83,10 @@ class Quantizer:
     ) -> None:
         self.config = quantizer_config(source, **keywords)
         self._model: weakref.ref[nn.Module] | None = None
-        self._calibration: Calibration | None = None
+        self._decisions = Decisions(self.config)
         self._skipped: list[SkippedSource] = []
         self._patches: tuple[OperatorPatch, ...] = ()
-        # What a folder or load_scales() holds counts, until the next calib().
-        self._loaded: Plan | None = None
-        self._loaded_products: tuple[CountedProduct, ...] = ()
-        self._until_data = False  # what was loaded holds until calibration goes on
-        self._earlier: bytes | None = None
-        self._amp: tuple[nn.Module, Measurement] | None = None
+        self._amp: Amp | None = None
         self._fallback: Fallback | None = None
 
     # -- proxies ---------------------------------------------------------------------------------------------------
@@ -116,22 +109,10 @@ class Quantizer:
             CalibrationError: ``resume=True`` and there is nothing to go on with, or it is of another model.
         """
         self._serve(model)
-        if not resume:
-            self._calibration = Calibration(self.config, model, self._skipped)
-            self._amp = self._fallback = self._earlier = None
-        elif self._calibration is not None:
-            self._calibration.resume()
-        else:
-            if self._earlier is None:
-                raise CalibrationError(
-                    "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept "
-                    "what it observed"
-                )
-            self._calibration = Calibration(self.config, model, self._skipped, self._earlier)
-            self._until_data = True
-            return self._calibration.proxy
-        self._loaded, self._until_data = None, False
-        return self._calibration.proxy
+        if resume:
+            return self._decisions.resume(model, self._skipped)
+        self._amp = self._fallback = None
+        return self._decisions.calibrate(model, self._skipped)
 
     def calibrate(
         self, model: nn.Module, batches: Iterable[Any], *, resume: bool = False, progress: bool | None = None
@@ -153,34 +134,86 @@ class Quantizer:
             raise CalibrationError("the calibration data is empty: at least one batch is needed")
         return proxy
 
-    def amp(self, model: nn.Module) -> nn.Module:
+    def amp(
+        self,
+        model: nn.Module,
+        *,
+        measure: str = "gradient",
+        granularity: str = "group",
+        loss: Loss | None = None,
+        metric: Score | None = None,
+        higher_is_better: bool = True,
+    ) -> nn.Module:
         """A proxy that gives the float outputs and measures, at each call, what every group of sites costs.
+
+        Args:
+            model: the float model.
+            measure: ``gradient`` (a second-order estimate of the output's divergence: one backward pass for all
+                groups), ``output`` (that divergence itself: a pass for each), ``local`` (the relative error at the
+                sites) or ``metric`` (how much worse the metric is, on its own data: an evaluation for each).
+            granularity: ``group`` (the smallest thing that may change precision), ``layer`` or ``block``.
+            loss: for ``gradient``: takes the model's output and gives a scalar; None: the divergence of the output.
+            metric: for ``metric``: takes a model and gives its score.
+            higher_is_better: which way the metric is better.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
+            SensitivityError: there is no such measure or granularity, or an argument belongs to another measure.
         """
         self._serve(model)
-        plan = self._plan()
-        proxy = build_proxy(model, eager_attention=True).eval()
-        apply_plan(proxy, plan)
-        store_weights(proxy, plan)
-        measurement = Measurement(sites_of(proxy), plan)
-        measurement.attach(proxy)
-        self._amp = (proxy, measurement)
-        return proxy
+        wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
+        self._amp = Amp(model, self._plan(), measure, granularity, loss, wrapped)
+        return self._amp.proxy
 
-    def fallback(self, amp: nn.Module, *, num: int | None = None, ratio: float | None = None) -> Fallback:
-        """Put the most sensitive groups back to float: ``num`` of them, or the share ``ratio``.
+    def fallback(
+        self,
+        amp: nn.Module,
+        *,
+        num: int | None = None,
+        ratio: float | None = None,
+        names: Sequence[str] | None = None,
+        max_drop: float | None = None,
+        metric: Score | None = None,
+        higher_is_better: bool = True,
+        max_evaluations: int = 25,
+        costs: str | Mapping[str, float] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> Fallback:
+        """Put groups back to float: one of ``num``, ``ratio``, ``names`` and ``max_drop`` says which.
 
         A second call replaces the first. The config is never changed.
 
+        Args:
+            amp: the proxy that ``amp()`` returned.
+            num: this many of the most sensitive groups.
+            ratio: this share of all groups.
+            names: groups, or patterns of modules, sites and operands (``encoder.layer.0``, ``**.forward.add_0``).
+            max_drop: as few groups as let ``metric`` be at most so much worse than the float model's.
+            metric: for ``max_drop``: takes a model and gives its score.
+            higher_is_better: which way the metric is better.
+            max_evaluations: how often the metric is called at most.
+            costs: what a group costs in float, by name, or ``multiply_adds``; those that win most for their cost are
+                put back first. None: all cost the same.
+            cache: for ``max_drop``: a JSON file that keeps each score, so that a search that was interrupted goes on.
+
         Raises:
-            SensitivityError: no data went through ``amp`` yet, or ``num`` or ``ratio`` is out of bounds.
+            SensitivityError: no data went through ``amp`` yet, an argument is out of bounds, or the metric gives no
+                number.
             ProxyError: ``amp`` is not the proxy that this quantizer's ``amp()`` returned last.
         """
-        if self._amp is None or amp is not self._amp[0]:
+        if self._amp is None or amp is not self._amp.proxy:
             raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
-        self._fallback = choose(self._amp[1].ranking(), num=num, ratio=ratio)
+        wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
+        self._fallback = self._amp.fallback(
+            num=num,
+            ratio=ratio,
+            names=names,
+            max_drop=max_drop,
+            metric=wrapped,
+            max_evaluations=max_evaluations,
+            costs=costs,
+            cache=cache,
+        )
         return self._fallback
 
     def clear_fallback(self) -> None:
@@ -194,11 +227,7 @@ class Quantizer:
             CalibrationError: nothing was calibrated yet.
         """
         self._serve(model)
-        plan = self._final_plan()
-        proxy = build_proxy(model, eager_attention=True).eval()
-        apply_plan(proxy, plan)
-        freeze(proxy, plan)
-        return proxy
+        return frozen(model, self._final_plan())
 
     # -- scales from elsewhere -------------------------------------------------------------------------------------
 
@@ -222,9 +251,8 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
         """
-        plan = with_scales(self._plan(), scales, float_dtype(self.config))
-        self._loaded, self._loaded_products, self._amp = plan, self._products(), None
-        self._until_data = False
+        self._decisions.replace(with_scales(self._plan(), scales, float_dtype(self.config)))
+        self._amp = None
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -307,9 +335,7 @@ class Quantizer:
         if self._fallback is not None:
             fallback = {"groups": list(self._fallback.groups), "asked": self._fallback.asked}
         document = {"config": self.config.model_dump(mode="json"), "fallback": fallback}
-        plan = self._plan()
-        observed = self._earlier if self._calibration is None else self._calibration.seen()
-        return save_state(folder, plan, self._products(), document, observed)
+        return save_state(folder, self._plan(), self._decisions.products(), document, self._decisions.seen())
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
@@ -325,7 +351,7 @@ class Quantizer:
         if "config" not in document or "fallback" not in document:
             raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
         loaded = cls(document["config"])
-        loaded._loaded, loaded._loaded_products, loaded._earlier = plan, products, observed
+        loaded._decisions.load(plan, products, observed)
         kept = document["fallback"]
         if kept is not None:
             loaded._fallback = Fallback(groups=tuple(kept["groups"]), asked=str(kept["asked"]))
@@ -346,7 +372,7 @@ class Quantizer:
         """Every site found: quantized, or why not; and every matrix product that calibration saw torch compute."""
         plan, final = self._plan(), self._final_plan()
         put_back = [path for path, entry in plan.items() if entry.quantized and not final[path].quantized]
-        return Coverage.from_plan(final, self._skipped, self._products(), put_back, self._patches)
+        return Coverage.from_plan(final, self._skipped, self._decisions.products(), put_back, self._patches)
 
     @property
     def ranges(self) -> Ranges:
@@ -361,7 +387,8 @@ class Quantizer:
             QuantizerError: there is no such operand, or no histogram of it: it is a weight, it was calibrated with
                 ``max``, or this quantizer was loaded.
         """
-        seen = self._calibration.observation() if self._calibration is not None else None
+        calibration = self._decisions.calibration
+        seen = calibration.observation() if calibration is not None else None
         return HistogramView(histogram_of(operand, self._final_plan(), seen))
 
     @property
@@ -373,20 +400,7 @@ class Quantizer:
         """
         if self._amp is None:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
-        back = set(self._fallback.groups) if self._fallback is not None else set()
-        return Sensitivity(
-            [
-                SensitivityRow(
-                    rank=entry.rank,
-                    group=entry.group,
-                    kind=entry.kind,
-                    error=entry.error,
-                    fallback=entry.group in back,
-                    sites=entry.sites,
-                )
-                for entry in self._amp[1].ranking()
-            ]
-        )
+        return Sensitivity.from_ranking(self._amp.ranking(), self._fallback)
 
     @property
     def chosen_fallback(self) -> Fallback | None:
@@ -420,29 +434,14 @@ class Quantizer:
 
     def _plan(self) -> Plan:
         """What calibration decided, before any fallback."""
-        if self._loaded is not None and not self._outdated:
-            return self._loaded
-        if self._calibration is None:
-            raise CalibrationError(
-                "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
-            )
-        return self._calibration.plan()
-
-    @property
-    def _outdated(self) -> bool:
-        return self._until_data and self._calibration is not None and self._calibration.has_new
-
-    def _products(self) -> tuple[CountedProduct, ...]:
-        """What torch computed in calibration."""
-        if self._loaded is not None and not self._outdated:
-            return self._loaded_products
-        return self._calibration.products() if self._calibration is not None else ()
+        return self._decisions.plan()
 
     def _working_proxies(self) -> list[nn.Module]:
         """Those that calibrate and measure."""
+        calibration = self._decisions.calibration
         return [
-            *([self._calibration.proxy] if self._calibration is not None else []),
-            *([self._amp[0]] if self._amp is not None else []),
+            *([calibration.proxy] if calibration is not None else []),
+            *([self._amp.proxy] if self._amp is not None else []),
         ]
 
     def _final_plan(self) -> Plan:

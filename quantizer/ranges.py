@@ -32,7 +32,7 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.ranks import summed
 from quantizer.proxy.smooth import ALPHAS
 from quantizer.proxy.smooth import migrate
-from quantizer.sensitivity.measure import flat_output
+from quantizer.sensitivity.divergence import flat_output
 from quantizer.settings import calibrator_of
 from quantizer.settings import plan_settings
 from quantizer.settings import replays_batches

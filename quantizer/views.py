@@ -17,7 +17,6 @@ from quantizer.proxy.plan import NOT_CALIBRATED
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
-from quantizer.report.plots import sensitivity_bars
 from quantizer.report.tables import Column
 from quantizer.report.text import decibels
 from quantizer.report.text import format_name
@@ -26,7 +25,7 @@ from quantizer.report.text import percent
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.table_view import View
 
-__all__ = ["BarPlot", "Coverage", "CoverageRow", "Escaped", "RangeRow", "Ranges", "Sensitivity", "SensitivityRow"]
+__all__ = ["Coverage", "CoverageRow", "Escaped", "RangeRow", "Ranges"]
 
 # An add of integers, tuples or broadcasts is found like any other, but tells a reader nothing.
 _QUIET = (
@@ -87,18 +86,6 @@ class RangeRow:
         if not self.quantized:
             return "float"
         return self.format if self.smoothing is None else f"{self.format}, {self.smoothing}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SensitivityRow:
-    """A group's place in the ranking, and whether it was put back to float."""
-
-    rank: int
-    group: str
-    kind: str
-    error: float
-    fallback: bool
-    sites: tuple[str, ...]
 
 
 class Coverage(View[CoverageRow]):
@@ -220,46 +207,6 @@ class Escaped(View[EscapedProduct]):
             [row.site or row.path or "(the model)", row.operation, row.multiply_adds, row.share, row.reason, row.detail]
             for row in self.rows
         ]
-
-
-class Sensitivity(View[SensitivityRow]):
-    """The groups, ranked: what the model's output loses when one alone is quantized."""
-
-    columns = (
-        "rank",
-        Column(title="group", mono=True),
-        "kind",
-        Column(title="relative error", show=lambda value: f"{value:.3e}"),
-        "put back",
-    )
-
-    def title(self) -> str:
-        return f"{len(self.rows)} groups by the relative error of the output with one of them quantized"
-
-    def cells(self) -> list[list[Any]]:
-        return [[row.rank, row.group, row.kind, row.error, "yes" if row.fallback else ""] for row in self.rows]
-
-    def plot(self, limit: int = 30) -> BarPlot:
-        """Horizontal bars of the worst ``limit`` groups; shows itself in a notebook, ``.save(path)`` writes SVG."""
-        return BarPlot(sensitivity_bars(self.rows, limit=limit))
-
-
-class BarPlot:
-    """An SVG picture."""
-
-    def __init__(self, svg: str) -> None:
-        self.svg = svg
-
-    def __repr__(self) -> str:
-        return "a picture: a notebook shows it, .save(path) writes it as SVG"
-
-    def _repr_html_(self) -> str:
-        return self.svg
-
-    def save(self, path: str) -> None:
-        """Write the picture to an ``.svg`` file."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self.svg)
 
 
 class Ranges(View[RangeRow]):

@@ -26,10 +26,11 @@ ORDER = (
     ("engines",),
     ("tasks", "report"),
     ("table_view", "histograms"),
-    ("views", "settings", "batches"),
+    ("views", "sensitivity_view", "settings", "batches"),
     ("histogram_view",),
     ("ranges",),
     ("calibration",),
+    ("decisions", "amp"),
     ("pipeline", "quantizer", "qat_calibrate"),
     ("cli",),
     ("__main__",),
@@ -38,7 +39,13 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
 # pipeline is the only file that knows the order of the stages; the facade is its neighbour.
 # The report's tables draw the views, and the rows of the views become the report's records.
-ALLOWED = {("pipeline", "quantizer"), ("files", "errors"), ("registry", "errors"), ("report", "views")}
+ALLOWED = {
+    ("pipeline", "quantizer"),
+    ("files", "errors"),
+    ("registry", "errors"),
+    ("report", "views"),
+    ("report", "sensitivity_view"),
+}
 
 # Engines take a path or bytes and know no proxy; the schema does not enter the library.
 FORBIDDEN = {

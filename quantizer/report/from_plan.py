@@ -13,8 +13,8 @@ from quantizer.report.record import EscapedProduct
 from quantizer.report.record import Operand
 from quantizer.report.record import SensitivityRow
 from quantizer.report.record import Site
+from quantizer.sensitivity_view import SensitivityRow as RankedGroup
 from quantizer.views import CoverageRow
-from quantizer.views import SensitivityRow as RankedGroup
 
 __all__ = ["escaped_records", "sensitivity_records", "site_records"]
 

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+from quantizer.sensitivity.fallback import Evaluation
 from quantizer.sensitivity.fallback import Fallback
-from quantizer.sensitivity.fallback import choose
-from quantizer.sensitivity.measure import GroupError
-from quantizer.sensitivity.measure import Measurement
+from quantizer.sensitivity.fallback import by_name
+from quantizer.sensitivity.fallback import by_rank
+from quantizer.sensitivity.fallback import per_cost
+from quantizer.sensitivity.gradient import Loss
+from quantizer.sensitivity.groups import groups_of
+from quantizer.sensitivity.measurement import GroupError
+from quantizer.sensitivity.measurement import Measurement
+from quantizer.sensitivity.metric import Metric
+from quantizer.sensitivity.metric import Score
+from quantizer.sensitivity.score_cache import ScoreCache
+from quantizer.sensitivity.score_cache import fingerprint
+from quantizer.sensitivity.search import search
 
-__all__ = ["Fallback", "GroupError", "Measurement", "choose"]
+__all__ = [
+    "Evaluation",
+    "Fallback",
+    "GroupError",
+    "Loss",
+    "Measurement",
+    "Metric",
+    "Score",
+    "ScoreCache",
+    "by_name",
+    "by_rank",
+    "fingerprint",
+    "groups_of",
+    "per_cost",
+    "search",
+]

@@ -3,47 +3,166 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantizer.errors import SensitivityError
-from quantizer.sensitivity.measure import GroupError
+from quantizer.proxy.rules import matches
+from quantizer.sensitivity.measurement import GroupError
 
-__all__ = ["Fallback", "choose"]
+__all__ = ["Evaluation", "Fallback", "by_name", "by_rank", "per_cost"]
 
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One score that a search took.
+
+    Attributes:
+        groups: what was float in it.
+        score: the metric.
+        drop: how much worse that is than the float model's.
+        cost: the sum of the costs of ``groups``.
+    """
+
+    groups: tuple[str, ...]
+    score: float
+    drop: float
+    cost: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
-    """The groups put back, most sensitive first, and how they were chosen."""
+    """What was put back, and how it was chosen.
+
+    Attributes:
+        groups: the plan's groups that are float, most sensitive first.
+        asked: the arguments of ``fallback()``.
+        ranks: the rank of each group; empty where they were chosen by name.
+        evaluations: the scores that a search took, in order.
+        float_score: of the model itself, where there was a search.
+    """
 
     groups: tuple[str, ...]
     asked: str
+    ranks: tuple[int, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    float_score: float | None = None
 
     def reasons(self) -> dict[str, str]:
         """Why each group is float, by group."""
-        return {group: f"put back by fallback({self.asked}): rank {rank}" for rank, group in enumerate(self.groups, 1)}
+        ranks = self.ranks or (None,) * len(self.groups)
+        return {
+            group: f"put back by fallback({self.asked})" + ("" if rank is None else f": rank {rank}")
+            for group, rank in zip(self.groups, ranks, strict=True)
+        }
+
+    def pareto_front(self) -> tuple[Evaluation, ...]:
+        """The evaluations that no other beats in both cost and drop, cheapest first."""
+        front: list[Evaluation] = []
+        for evaluation in sorted(self.evaluations, key=lambda entry: (entry.cost, entry.drop)):
+            if not front or evaluation.drop < front[-1].drop:
+                front.append(evaluation)
+        return tuple(front)
 
 
-def choose(ranking: Sequence[GroupError], *, num: int | None = None, ratio: float | None = None) -> Fallback:
-    """The ``num`` most sensitive groups, or the ``ratio`` of all groups (rounded up).
+def by_rank(ranking: Sequence[GroupError], *, num: int | None = None, ratio: float | None = None) -> Fallback:
+    """The first ``num`` groups, or the ``ratio`` of all groups (rounded up).
 
     Raises:
-        SensitivityError: not exactly one of the two was given, or it is out of bounds.
+        SensitivityError: the number is out of bounds.
     """
-    if (num is None) == (ratio is None):
-        raise SensitivityError(f"fallback() takes num or ratio, one of the two; got num={num}, ratio={ratio}")
     if ratio is not None:
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise SensitivityError(f"ratio={ratio!r}: expected a share between 0 and 1")
         # 0.07 * 100 is a little more than 7.
         count, asked = math.ceil(ratio * len(ranking) - _ROUNDING), f"ratio={ratio:g}"
     else:
-        assert num is not None
         if isinstance(num, bool) or not isinstance(num, int) or num < 0:
             raise SensitivityError(f"num={num!r}: expected a whole number of groups, 0 or more")
         if num > len(ranking):
             raise SensitivityError(f"num={num}: there are only {len(ranking)} quantized groups to put back")
         count, asked = num, f"num={num}"
-    return Fallback(groups=tuple(entry.group for entry in ranking[:count]), asked=asked)
+    return chosen(ranking[:count], asked)
+
+
+def chosen(entries: Sequence[GroupError], asked: str) -> Fallback:
+    """The record of groups that a ranking knows."""
+    return Fallback(
+        groups=tuple(part for entry in entries for part in entry.parts),
+        asked=asked,
+        ranks=tuple(entry.rank for entry in entries for _ in entry.parts),
+    )
+
+
+def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fallback:
+    """The groups that ``names`` cover whole.
+
+    Args:
+        operands: the quantized operands (``SITE.OPERAND``) of each group of the plan.
+        names: groups; or patterns over whole segments (``*`` one, ``**`` any number) of a module, a site or an operand,
+            which cover all that is below.
+
+    Raises:
+        SensitivityError: a name matches nothing, or together they cover only a part of a group.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise SensitivityError(f"names={names!r}: expected a list of names")
+    taken: set[str] = set()
+    for name in names:
+        hits = set(operands.get(name, ())) or {
+            operand for members in operands.values() for operand in members if _covers(name, operand)
+        }
+        if not hits:
+            raise SensitivityError(
+                f"names: {name!r} matches no quantized group, module, site or operand; q.coverage lists them"
+            )
+        taken |= hits
+    groups = [group for group, members in operands.items() if taken & set(members)]
+    for group in groups:
+        missing = [operand for operand in operands[group] if operand not in taken]
+        if missing:
+            raise SensitivityError(
+                f"names: this would split the group {group}, which changes precision as a whole: {missing[0]} is not "
+                f"named; name the group, or all of {', '.join(operands[group])}"
+            )
+    return Fallback(groups=tuple(groups), asked=f"names={list(names)}")
+
+
+def per_cost(ranking: Sequence[GroupError], costs: str | Mapping[str, float] | None) -> list[tuple[GroupError, float]]:
+    """The groups with their costs, those first that win most for what they cost.
+
+    Args:
+        ranking: by error.
+        costs: ``multiply_adds``, what each group costs in float, by name, in any unit; or None: all cost the same.
+
+    Raises:
+        SensitivityError: a cost is missing, of no group, or no positive number.
+    """
+    if costs is None:
+        return [(entry, 1.0) for entry in ranking]
+    if isinstance(costs, str):
+        if costs != "multiply_adds":
+            raise SensitivityError(f"costs={costs!r}: expected 'multiply_adds' or a mapping of groups to numbers")
+        costs = {entry.group: float(entry.multiply_adds) for entry in ranking}
+    names = {entry.group for entry in ranking}
+    strange, missing = sorted(set(costs) - names), sorted(names - set(costs))
+    if strange or missing:
+        what = f"{strange[0]!r} is no group" if strange else f"the group {missing[0]!r} has no cost"
+        raise SensitivityError(f"costs: {what}; expected one number for each of the {len(names)} groups")
+    for name, cost in costs.items():
+        if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < math.inf:
+            raise SensitivityError(f"costs: {name!r} has {cost!r}; expected a number, 0 or more")
+    # An add has no multiply-adds: what costs nothing comes first.
+    ordered = sorted(
+        ranking, key=lambda entry: -(entry.error / costs[entry.group] if costs[entry.group] > 0 else math.inf)
+    )
+    return [(entry, float(costs[entry.group])) for entry in ordered]
+
+
+def _covers(pattern: str, operand: str) -> bool:
+    """Whether a pattern matches an operand's path or the first segments of it."""
+    segments = operand.split(".")
+    return any(matches(pattern, ".".join(segments[:end])) for end in range(1, len(segments) + 1))

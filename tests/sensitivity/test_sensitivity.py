@@ -22,7 +22,7 @@ from quantizer.errors import SensitivityError
 from quantizer.numerics import ops
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
-from quantizer.sensitivity import choose
+from quantizer.sensitivity import by_rank
 
 
 def _quantizer(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:
@@ -41,7 +41,7 @@ def _errors(quantizer: Quantizer) -> dict[str, float]:
 def test_the_relative_error_is_that_of_brute_force() -> None:
     model, x = Mlp().eval(), torch.randn(16, 32)
     quantizer = _quantizer(model, [x], sites={"residual_add": True})
-    amp = quantizer.amp(model)
+    amp = quantizer.amp(model, measure="output")
     with torch.no_grad():
         assert torch.equal(amp(x), model(x))
     scales = {(site.name, o.name): (o.scale, o.axis) for site in quantizer.plan.values() for o in site.operands}
@@ -103,7 +103,7 @@ def test_a_relative_error_does_not_grow_with_the_output_or_the_data() -> None:
             model[2].weight.mul_(factor)
             model[2].bias.mul_(factor)
         quantizer = _quantizer(model, [x])
-        amp = quantizer.amp(model)
+        amp = quantizer.amp(model, measure="output")
         with torch.no_grad():
             for _ in range(repeat):
                 amp(x.repeat(repeat, 1))
@@ -117,14 +117,14 @@ def test_padding_is_left_out() -> None:
     model = tiny("bert")
     data = [batch("bert", padded=True, seed=seed) for seed in range(2)]
     quantizer = _quantizer(model, data)
-    amp = quantizer.amp(model)
+    amp = quantizer.amp(model, measure="output")
     with torch.no_grad():
         amp(**data[0])
     expected = _errors(quantizer)
     # Twice the columns, all of them padding: nobody reads what the model makes of them.
     wide = {name: F.pad(value, (0, 8), value=1 if name == "input_ids" else 0) for name, value in data[0].items()}
     assert wide["attention_mask"].sum() == data[0]["attention_mask"].sum()
-    amp = quantizer.amp(model)
+    amp = quantizer.amp(model, measure="output")
     with torch.no_grad():
         amp(**wide)
     found = _errors(quantizer)
@@ -237,12 +237,12 @@ def test_fallback_takes_the_proxy_of_the_last_amp(which: str) -> None:
 
 # -- choosing ------------------------------------------------------------------------------------------------------
 
-RANKING = [GroupError(rank=n, group=f"g{n}", kind="linear", error=1 / n, sites=(f"g{n}",)) for n in range(1, 8)]
+RANKING = [GroupError(rank=n, group=f"g{n}", kind="linear", error=1 / n, sites=(f"g{n}",), parts=(f"g{n}",)) for n in range(1, 8)]
 
 
 @given(num=st.integers(0, 7))
 def test_num_takes_the_most_sensitive(num: int) -> None:
-    chosen = choose(RANKING, num=num)
+    chosen = by_rank(RANKING, num=num)
     assert chosen.groups == tuple(f"g{n}" for n in range(1, num + 1))
     assert chosen.asked == f"num={num}"
 
@@ -251,22 +251,20 @@ def test_num_takes_the_most_sensitive(num: int) -> None:
     ("ratio", "count"), [(0, 0), (0.0, 0), (1e-9, 1), (1 / 7, 1), (0.15, 2), (0.5, 4), (6 / 7, 6), (1, 7), (1.0, 7)]
 )
 def test_ratio_is_rounded_up(ratio: float, count: int) -> None:
-    chosen = choose(RANKING, ratio=ratio)
+    chosen = by_rank(RANKING, ratio=ratio)
     assert len(chosen.groups) == count
 
 
 @pytest.mark.parametrize("size", [3, 7, 10, 49, 100])
 def test_a_ratio_of_whole_groups_is_that_many(size: int) -> None:
-    ranking = [GroupError(rank=n, group=f"g{n}", kind="linear", error=1.0, sites=()) for n in range(size)]
+    ranking = [GroupError(rank=n, group=f"g{n}", kind="linear", error=1.0, sites=(), parts=(f"g{n}",)) for n in range(size)]
     for count in range(size + 1):
-        assert len(choose(ranking, ratio=count / size).groups) == count
+        assert len(by_rank(ranking, ratio=count / size).groups) == count
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "takes num or ratio, one of the two; got num=None, ratio=None"),
-        ({"num": 1, "ratio": 0.5}, "takes num or ratio, one of the two; got num=1, ratio=0.5"),
         ({"num": 8}, "num=8: there are only 7 quantized groups to put back"),
         ({"num": -1}, "num=-1: expected a whole number of groups, 0 or more"),
         ({"num": True}, "num=True: expected a whole number"),
@@ -281,11 +279,11 @@ def test_a_ratio_of_whole_groups_is_that_many(size: int) -> None:
 )
 def test_what_cannot_be_chosen(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SensitivityError, match=message):
-        choose(RANKING, **options)
+        by_rank(RANKING, **options)
 
 
 def test_equal_errors_keep_one_order() -> None:
-    assert Fallback(groups=("b", "a"), asked="num=2").reasons() == {
+    assert Fallback(groups=("b", "a"), asked="num=2", ranks=(1, 2)).reasons() == {
         "b": "put back by fallback(num=2): rank 1",
         "a": "put back by fallback(num=2): rank 2",
     }

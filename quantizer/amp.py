@@ -1,0 +1,151 @@
+"""The stage behind ``Quantizer.amp`` and ``Quantizer.fallback``: one proxy that measures, and what is chosen by it."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from torch import nn
+
+from quantizer.errors import SensitivityError
+from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.freeze import apply_plan
+from quantizer.proxy.freeze import freeze
+from quantizer.proxy.freeze import store_weights
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.plan import put_back
+from quantizer.proxy.ranks import gathered
+from quantizer.proxy.ranks import rank_number
+from quantizer.sensitivity import Fallback
+from quantizer.sensitivity import GroupError
+from quantizer.sensitivity import Loss
+from quantizer.sensitivity import Measurement
+from quantizer.sensitivity import Metric
+from quantizer.sensitivity import ScoreCache
+from quantizer.sensitivity import by_name
+from quantizer.sensitivity import by_rank
+from quantizer.sensitivity import fingerprint
+from quantizer.sensitivity import groups_of
+from quantizer.sensitivity import per_cost
+from quantizer.sensitivity import search
+
+__all__ = ["Amp", "frozen"]
+
+Costs = str | Mapping[str, float] | None
+
+
+class Amp:
+    """Measures the groups of one plan.
+
+    Args:
+        model: the float model.
+        plan: what calibration decided.
+        measure, granularity, loss, metric: as in ``Quantizer.amp``.
+
+    Attributes:
+        proxy: gives the float outputs, and measures.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, measure: str, granularity: str, loss: Loss | None, metric: Metric | None
+    ) -> None:
+        self.proxy = build_proxy(model, eager_attention=True).eval()
+        apply_plan(self.proxy, plan)
+        store_weights(self.proxy, plan)
+        self._model = model
+        self._plan = plan
+        self._measurement = Measurement(
+            self.proxy, groups_of(sites_of(self.proxy), plan, granularity), measure, loss, metric
+        )
+
+    def ranking(self) -> list[GroupError]:
+        """All groups, those that hurt most first.
+
+        Raises:
+            SensitivityError: no data went through the proxy yet.
+        """
+        return self._measurement.ranking()
+
+    def fallback(
+        self,
+        *,
+        num: int | None,
+        ratio: float | None,
+        names: Sequence[str] | None,
+        max_drop: float | None,
+        metric: Metric | None,
+        max_evaluations: int,
+        costs: Costs,
+        cache: str | os.PathLike[str] | None,
+    ) -> Fallback:
+        """The groups to put back; arguments as in ``Quantizer.fallback``."""
+        _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop)
+        if names is not None:
+            return by_name(self._operands(), names)
+        if max_drop is None:
+            return by_rank([entry for entry, _ in per_cost(self.ranking(), costs)], num=num, ratio=ratio)
+        if metric is None:
+            raise SensitivityError(
+                "fallback(max_drop=...) needs metric=: a function that takes a model and gives a score"
+            )
+        candidates = per_cost(self.ranking(), costs)
+        score = self._scores(metric, cache)
+        return search(
+            candidates,
+            score(None),
+            score,
+            max_drop=max_drop,
+            higher_is_better=metric.higher_is_better,
+            max_evaluations=max_evaluations,
+        )
+
+    def _operands(self) -> dict[str, list[str]]:
+        """The quantized operands of each group of the plan."""
+        operands: dict[str, list[str]] = defaultdict(list)
+        for site in self._plan.values():
+            for operand in site.operands:
+                if operand.quantized and operand.group is not None:
+                    operands[operand.group].append(f"{site.name}.{operand.name}")
+        return operands
+
+    def _scores(
+        self, metric: Metric, cache: str | os.PathLike[str] | None
+    ) -> Callable[[tuple[str, ...] | None], float]:
+        """Takes scores with these groups put back (None: of the float model), each once."""
+        scores = ScoreCache(cache if rank_number() == 0 else None, fingerprint(self._plan, metric.function))
+
+        def score(groups: tuple[str, ...] | None) -> float:
+            def take() -> float:
+                if groups is None:
+                    return metric.score(self._model, "the float model")
+                plan = put_back(self._plan, dict.fromkeys(groups, "put back"))
+                return metric.score(frozen(self._model, plan), f"the model with {len(groups)} groups put back")
+
+            return _first_rank(scores.score(groups, take))
+
+        return score
+
+
+def frozen(model: nn.Module, plan: Plan) -> nn.Module:
+    """The frozen proxy of a plan: ranges fixed, weights held as integers, in eval mode."""
+    proxy = build_proxy(model, eager_attention=True).eval()
+    apply_plan(proxy, plan)
+    freeze(proxy, plan)
+    return proxy
+
+
+def _one_of(**given: object) -> None:
+    """Refuse arguments of which none was given, or several."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        shown = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise SensitivityError(f"fallback() takes one of {', '.join(given)}; got {shown}")
+
+
+def _first_rank(score: float) -> float:
+    """The score that the first process took: all must decide alike."""
+    return float.fromhex(gathered(score.hex().encode())[0].decode())

@@ -1,0 +1,93 @@
+"""What a quantizer goes by: what its calibration decided, what a folder holds, or scales from elsewhere."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quantizer.calibration import Calibration
+from quantizer.config import QuantizerConfig
+from quantizer.errors import CalibrationError
+from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.plan import Plan
+
+__all__ = ["Decisions"]
+
+
+class Decisions:
+    """The plan before any fallback, wherever it comes from.
+
+    Attributes:
+        calibration: the one that runs or ran here; None: there was none.
+    """
+
+    def __init__(self, config: QuantizerConfig) -> None:
+        self._config = config
+        self.calibration: Calibration | None = None
+        # What a folder or scales from elsewhere say counts, until the next calibration.
+        self._loaded: Plan | None = None
+        self._loaded_products: tuple[CountedProduct, ...] = ()
+        self._until_data = False  # what was loaded holds until calibration goes on
+        self._earlier: bytes | None = None
+
+    def load(self, plan: Plan, products: tuple[CountedProduct, ...], observed: bytes | None) -> None:
+        """Take over what a folder holds."""
+        self._loaded, self._loaded_products, self._earlier = plan, products, observed
+
+    def replace(self, plan: Plan) -> None:
+        """Go by another plan from now on, with the products that were counted."""
+        self._loaded_products = self.products()
+        self._loaded, self._until_data = plan, False
+
+    def calibrate(self, model: nn.Module, skipped: list[SkippedSource]) -> nn.Module:
+        """The proxy of a new calibration."""
+        self.calibration = Calibration(self._config, model, skipped)
+        self._loaded, self._until_data, self._earlier = None, False, None
+        return self.calibration.proxy
+
+    def resume(self, model: nn.Module, skipped: list[SkippedSource]) -> nn.Module:
+        """The proxy of the calibration that ran here, or in the quantizer that wrote the folder, to go on with.
+
+        Raises:
+            CalibrationError: there is none, or it is of another model.
+        """
+        if self.calibration is not None:
+            self.calibration.resume()
+            self._loaded, self._until_data = None, False
+            return self.calibration.proxy
+        if self._earlier is None:
+            raise CalibrationError(
+                "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept "
+                "what it observed"
+            )
+        self.calibration = Calibration(self._config, model, skipped, self._earlier)
+        self._until_data = True
+        return self.calibration.proxy
+
+    def plan(self) -> Plan:
+        """What was decided.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        if self._loaded is not None and not self._outdated:
+            return self._loaded
+        if self.calibration is None:
+            raise CalibrationError(
+                "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
+            )
+        return self.calibration.plan()
+
+    def products(self) -> tuple[CountedProduct, ...]:
+        """What torch computed in calibration."""
+        if self._loaded is not None and not self._outdated:
+            return self._loaded_products
+        return self.calibration.products() if self.calibration is not None else ()
+
+    def seen(self) -> bytes | None:
+        """What calibration observed, for a folder."""
+        return self._earlier if self.calibration is None else self.calibration.seen()
+
+    @property
+    def _outdated(self) -> bool:
+        return self._until_data and self.calibration is not None and self.calibration.has_new

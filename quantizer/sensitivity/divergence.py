@@ -1,0 +1,127 @@
+"""How far a model's output is from its float output.
+
+Legend: y the float output, z another, p and q the softmax of logits y and z, [.., C]. Of logits the divergence is the
+Kullback-Leibler divergence, the mean over positions of sum p (log p - log q); of any other output it is the inverse of
+the SQNR, |z - y|^2 / |y|^2 over all its floating tensors together. Both are relative, so that batches can be averaged.
+Where the inputs hold an ``attention_mask`` [B, S], the padding of outputs [B, S, ..] is left out: nobody reads it, and
+on short texts it can be most of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from quantizer.errors import SensitivityError
+
+__all__ = ["Divergence", "Probe", "flat_output"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Probe:
+    """Random directions to look in from the output: for a small change d of ``tensors``, the divergence is the
+    expectation of ``factor`` (directions . d)^2."""
+
+    tensors: list[Tensor]
+    directions: list[Tensor]
+    factor: float
+
+
+class Divergence:
+    """Compares outputs of one batch with its float output.
+
+    Args:
+        reference: the float output, of whatever structure.
+        mask: which tokens are real, [B, S]; None: all.
+
+    Raises:
+        SensitivityError: the output holds no floating-point tensor, or nothing but zeros.
+    """
+
+    def __init__(self, reference: Any, mask: Tensor | None) -> None:
+        self._mask = mask
+        logits = _logits(reference)
+        self._log_p = None if logits is None else _rows(logits.detach(), mask).double().log_softmax(-1)
+        self._y = flat_output(reference, mask) if logits is None else None
+        self._power = 1.0 if self._y is None else float(self._y.square().sum())
+        if self._power == 0:
+            raise SensitivityError("the model's output is all zeros on this batch: no relative error can be taken")
+
+    def of(self, output: Any) -> float:
+        """The divergence of another output of the same batch; 0 for the same."""
+        if self._log_p is None:
+            assert self._y is not None
+            return float((flat_output(output, self._mask) - self._y).square().sum()) / self._power
+        logits = _logits(output)
+        assert logits is not None
+        log_q = _rows(logits.detach(), self._mask).double().log_softmax(-1)
+        p = self._log_p.exp()
+        # A class that is ruled out by -inf is so in both, and -inf less -inf is no number.
+        terms = torch.where(p > 0, p * (self._log_p - log_q), 0)
+        return float(terms.sum(-1).mean())
+
+    def probe(self, output: Any) -> Probe:
+        """Directions for an output that gradients can be taken of; the same for the same shapes.
+
+        Of logits they are drawn so that their covariance is diag(p) - p p^T, the Hessian of the Kullback-Leibler
+        divergence (which to second order is d^T H d / 2); of any other output they are normal.
+        """
+        logits = _logits(output)
+        if logits is not None:
+            root = logits.detach().softmax(-1).sqrt()
+            xi = _normal(root)
+            direction = root * xi - root.square() * (root * xi).sum(-1, keepdim=True)
+            positions = len(_rows(direction, self._mask))
+            return Probe(tensors=[logits], directions=[_zero_padding(direction, self._mask)], factor=0.5 / positions)
+        tensors = [tensor for tensor in _floats(output) if tensor.requires_grad]
+        directions = [_zero_padding(_normal(tensor.detach()), self._mask) for tensor in tensors]
+        return Probe(tensors=tensors, directions=directions, factor=1 / self._power)
+
+
+def flat_output(output: Any, mask: Tensor | None) -> Tensor:
+    """All floating tensors of an output, of whatever structure, as one float64 vector without padding."""
+    tensors = _floats(output)
+    if not tensors:
+        raise SensitivityError(f"the model's output ({type(output).__name__}) holds no floating-point tensor")
+    return torch.cat([_without_padding(tensor.detach(), mask).double().flatten() for tensor in tensors])
+
+
+def _floats(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _logits(output: Any) -> Tensor | None:
+    """What an output calls its logits, [.., C] of two classes or more."""
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    usable = isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 1 and found.shape[-1] > 1
+    return found if usable else None
+
+
+def _rows(logits: Tensor, mask: Tensor | None) -> Tensor:
+    return _without_padding(logits, mask).reshape(-1, logits.shape[-1])
+
+
+def _without_padding(value: Tensor, mask: Tensor | None) -> Tensor:
+    return value[mask] if _padded(value, mask) else value
+
+
+def _zero_padding(value: Tensor, mask: Tensor | None) -> Tensor:
+    if not _padded(value, mask):
+        return value
+    assert mask is not None
+    return value * mask.reshape(*mask.shape, *[1] * (value.dim() - 2))
+
+
+def _padded(value: Tensor, mask: Tensor | None) -> bool:
+    return mask is not None and value.dim() > 2 and value.shape[:2] == mask.shape
+
+
+def _normal(like: Tensor) -> Tensor:
+    """Normal numbers, the same at each call: batches in another order must give the same answer."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape, generator=generator).to(like)

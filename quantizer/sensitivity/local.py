@@ -1,0 +1,44 @@
+"""Measure ``local``: the relative error at the outputs of a group's sites. Two to three float passes for all groups.
+
+Legend: y a site's float output, d its change with the group rounded; the error is |d|^2 / |y|^2, the mean over the
+group's calls. It does not know what the rest of the network makes of an error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.proxy.observe import padding_mask
+from quantizer.proxy.observe import without_padding
+from quantizer.proxy.site import Site
+from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.site_changes import watched
+
+__all__ = ["local"]
+
+
+def local(
+    proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
+) -> dict[str, float]:
+    """The error of each group on one batch, by name."""
+    del result
+    mask = padding_mask(keywords)
+    errors: dict[str, list[float]] = defaultdict(list)
+
+    def visit(site: Site, output: Tensor, changes: dict[str, Tensor]) -> Tensor:
+        power = float(without_padding(output, mask).double().square().sum())
+        for name, change in changes.items():
+            error = float(without_padding(change, mask).double().square().sum())
+            errors[name].append(error / power if power > 0 else 0.0)
+        return output
+
+    with torch.no_grad(), watched(groups, visit):
+        proxy.forward(*args, **keywords)
+    return {name: sum(values) / len(values) for name, values in errors.items()}

@@ -1,0 +1,157 @@
+"""Measuring what each group costs whenever the amp proxy is called, averaged over batches.
+
+A measure is a function of the proxy, its groups and one batch; ``metric`` alone needs no batch. All are relative, so
+the averages depend neither on the order of batches nor on their size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils import _pytree as pytree
+from tqdm.auto import tqdm
+
+from quantizer.errors import SensitivityError
+from quantizer.proxy.ranks import summed
+from quantizer.sensitivity.gradient import Loss
+from quantizer.sensitivity.gradient import gradient
+from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.local import local
+from quantizer.sensitivity.metric import Metric
+from quantizer.sensitivity.output import output
+
+__all__ = ["MEASURES", "GroupError", "Measurement"]
+
+MEASURES = ("gradient", "local", "output", "metric")
+
+_Measure = Callable[[nn.Module, Sequence[Group], tuple[Any, ...], Mapping[str, Any], Any], dict[str, float]]
+
+_OF_A_BATCH: dict[str, _Measure] = {"gradient": gradient, "local": local, "output": output}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupError:
+    """A group's place in the ranking: 1 hurts most.
+
+    Attributes:
+        error: what the measure says; 0 is no change.
+        parts: the plan's groups that it is made of.
+        activations: how many activations it rounds.
+        multiply_adds: of its sites, in calibration.
+    """
+
+    rank: int
+    group: str
+    kind: str
+    error: float
+    sites: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+    activations: int = 0
+    multiply_adds: int = 0
+
+
+class Measurement:
+    """Runs a measure whenever the user runs an amp proxy, and keeps the errors.
+
+    Args:
+        proxy: what ``amp()`` returns.
+        groups: its groups.
+        measure: one of ``MEASURES``.
+        loss: for ``gradient``: takes the output and gives a scalar; None: the output's own divergence.
+        metric: for ``metric``.
+
+    Attributes:
+        batches: how many batches this process has measured.
+        groups: what is measured.
+    """
+
+    def __init__(
+        self, proxy: nn.Module, groups: Sequence[Group], measure: str, loss: Loss | None, metric: Metric | None
+    ) -> None:
+        if measure not in MEASURES:
+            raise SensitivityError(f"measure={measure!r}: expected one of {', '.join(MEASURES)}")
+        if (metric is not None) != (measure == "metric"):
+            given = "without" if metric is None else "takes no"
+            raise SensitivityError(f"measure={measure!r} {given} metric: measure='metric' and metric= belong together")
+        if loss is not None and measure != "gradient":
+            raise SensitivityError(f"measure={measure!r} takes no loss: only measure='gradient' does")
+        self.batches = 0
+        self.groups = tuple(groups)
+        self.measure = measure
+        self._proxy = proxy
+        self._metric = metric
+        self._errors: dict[str, float] = defaultdict(float)
+        if measure != "metric":
+            self._of_batch = partial(gradient, loss=loss) if measure == "gradient" else _OF_A_BATCH[measure]
+            proxy.register_forward_hook(self._measure, with_kwargs=True)
+
+    def ranking(self) -> list[GroupError]:
+        """All groups, those that hurt most first; of several processes all must ask.
+
+        Raises:
+            SensitivityError: no data went through the proxy yet.
+        """
+        if self._metric is not None and not self._errors:
+            self._errors.update(self._by_metric(self._metric))
+            self.batches = 1
+        names = [group.name for group in self.groups]
+        *sums, batches = summed([*(self._errors[name] for name in names), self.batches])
+        if batches == 0:
+            raise SensitivityError("nothing was measured yet: run the proxy that amp() returned on data first")
+        errors = {name: total / batches for name, total in zip(names, sums, strict=True)}
+        # Equal errors keep one order, so that the same data gives the same answer.
+        ordered = sorted(self.groups, key=lambda group: (-errors[group.name], group.name))
+        return [
+            GroupError(
+                rank=rank,
+                group=group.name,
+                kind=group.kind,
+                error=errors[group.name],
+                sites=tuple(site.path for site in group.sites),
+                parts=group.parts,
+                activations=group.activations,
+                multiply_adds=group.multiply_adds,
+            )
+            for rank, group in enumerate(ordered, start=1)
+        ]
+
+    def _measure(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+        if proxy.training:
+            raise SensitivityError("the proxy is in train mode, where dropout hides the errors; call .eval() first")
+        # Inference mode may have been entered by the user, and what is made in it knows no gradients.
+        with torch.inference_mode(False):
+            args, keywords = pytree.tree_map(_ordinary, (args, keywords))
+            errors = self._of_batch(proxy, self.groups, args, keywords, result)
+            unreached = [group for group in self.groups if group.name not in errors]
+            if unreached:
+                errors |= output(proxy, unreached, args, keywords, result)
+        wrong = [name for name, error in errors.items() if not math.isfinite(error)]
+        if wrong:
+            raise SensitivityError(f"the cost of {wrong[0]} on this batch is not finite: the output has NaN or inf")
+        # Only whole batches count: an interrupted one leaves the averages as they were.
+        for name, error in errors.items():
+            self._errors[name] += error
+        self.batches += 1
+
+    def _by_metric(self, metric: Metric) -> dict[str, float]:
+        """How much worse the metric is with one group at a time rounded."""
+        float_score = metric.score(self._proxy, "the float model")
+        drops = {}
+        for group in tqdm(self.groups, "metric", unit="group", leave=False, disable=None):
+            with group.rounding():
+                drops[group.name] = metric.drop(float_score, metric.score(self._proxy, group.name))
+        return drops
+
+
+def _ordinary(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value

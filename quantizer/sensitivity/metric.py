@@ -1,0 +1,49 @@
+"""The user's metric: a function of a model that gives its score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import SensitivityError
+
+__all__ = ["Metric", "Score"]
+
+Score = Callable[[nn.Module], float]
+"""Takes a model that is called like the user's own, and gives one number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """A score, and which way is better."""
+
+    function: Score
+    higher_is_better: bool = True
+
+    def score(self, model: nn.Module, which: str) -> float:
+        """The score of one model, without gradients; ``which`` names it in errors.
+
+        Raises:
+            SensitivityError: the function raised, or gave no finite number.
+        """
+        try:
+            with torch.no_grad():
+                value = self.function(model)
+        except Exception as error:
+            raise SensitivityError(f"the metric raised {type(error).__name__} for {which}: {error}") from error
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        # NumPy's scalars are numbers to Python as well.
+        if isinstance(number, bool) or not hasattr(number, "__float__"):
+            raise SensitivityError(f"the metric gave {type(value).__name__} for {which}; expected one number")
+        if not math.isfinite(number):
+            raise SensitivityError(f"the metric gave {float(number)} for {which}; expected a finite number")
+        return float(number)
+
+    def drop(self, float_score: float, score: float) -> float:
+        """How much worse ``score`` is than the float model's; negative where it is better."""
+        return float_score - score if self.higher_is_better else score - float_score

@@ -1,0 +1,35 @@
+"""Measure ``output``: the divergence of the model's output with one group at a time rounded.
+
+It is the truth, on these batches, and costs one pass for each group, less what comes before the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from quantizer.proxy.observe import padding_mask
+from quantizer.sensitivity.divergence import Divergence
+from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.reuse import Reuse
+
+__all__ = ["output"]
+
+
+def output(
+    proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
+) -> dict[str, float]:
+    """The divergence that each group makes on one batch, by name; ``result`` is the float output."""
+    divergence = Divergence(result, padding_mask(keywords))
+    errors: dict[str, float] = {}
+    with torch.no_grad(), Reuse(proxy) as reuse:
+        proxy.forward(*args, **keywords)
+        for group in tqdm(groups, "sensitivity", unit="group", leave=False, disable=None):
+            with group.rounding(), reuse.until(group.sites):
+                errors[group.name] = divergence.of(proxy.forward(*args, **keywords))
+    return errors

@@ -1,0 +1,75 @@
+"""Scores kept in a file, so that a search that was interrupted goes on where it stood."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from collections.abc import Mapping
+from pathlib import Path
+
+from quantizer.errors import SensitivityError
+from quantizer.files import whole_file
+from quantizer.proxy.plan import SitePlan
+
+__all__ = ["ScoreCache", "fingerprint"]
+
+
+class ScoreCache:
+    """Scores by what was float in them.
+
+    Args:
+        path: a JSON file; None: nothing is kept after this search.
+        search: what tells this search from others that use the file.
+
+    Raises:
+        SensitivityError: the file is none of ours.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, search: str) -> None:
+        self._path = None if path is None else Path(path)
+        self._search = search
+        self._scores: dict[str, float] = {}
+        if self._path is not None and self._path.exists():
+            self._scores = _read(self._path)
+
+    def score(self, groups: tuple[str, ...] | None, take: Callable[[], float]) -> float:
+        """The score with ``groups`` float (None: the user's own model), taken once and then remembered."""
+        key = _digest([self._search, *(["float model"] if groups is None else ["groups", *sorted(groups)])])
+        if key not in self._scores:
+            self._scores[key] = take()
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with whole_file(self._path, SensitivityError) as part:
+                    part.write_text(json.dumps({"scores": self._scores}, indent=1), encoding="utf-8")
+        return self._scores[key]
+
+
+def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object]) -> str:
+    """Tells plans and metrics apart: by every scale (weights have some for each channel) and by the metric's code.
+
+    What a metric reads besides is not seen: another data set needs another file.
+    """
+    code = getattr(metric, "__code__", None)
+    parts = [getattr(metric, "__qualname__", type(metric).__qualname__)]
+    parts += [] if code is None else [code.co_code.hex(), repr(code.co_names)]
+    for site in plan.values():
+        for operand in site.operands:
+            scale = operand.scale.float().cpu().numpy().tobytes().hex() if operand.scale is not None else ""
+            parts += [site.name, operand.name, operand.dtype, str(operand.quantized), str(operand.group), scale]
+    return _digest(parts)
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, float]:
+    try:
+        scores = json.loads(path.read_text(encoding="utf-8"))["scores"]
+        return {str(key): float(value) for key, value in scores.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SensitivityError(
+            f"{path} holds no scores of a search ({type(error).__name__}); remove it, or name another file"
+        ) from error

@@ -1,0 +1,116 @@
+"""The least that must be put back for a score that is at most ``max_drop`` worse than the float model's.
+
+Groups are ranked cheaply before; here the metric decides. Bisection finds how many of the first groups are needed; then
+groups are taken out again, those that win least first, while the score allows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tqdm.auto import tqdm
+
+from quantizer.errors import SensitivityError
+from quantizer.sensitivity.fallback import Evaluation
+from quantizer.sensitivity.fallback import Fallback
+from quantizer.sensitivity.fallback import chosen
+from quantizer.sensitivity.measurement import GroupError
+
+__all__ = ["search"]
+
+Candidate = tuple[GroupError, float]
+
+
+def search(
+    candidates: Sequence[Candidate],
+    float_score: float,
+    score: Callable[[tuple[str, ...]], float],
+    *,
+    max_drop: float,
+    higher_is_better: bool,
+    max_evaluations: int,
+) -> Fallback:
+    """Put back as little as ``max_drop`` allows.
+
+    Args:
+        candidates: the groups with their costs, those first that win most for what they cost.
+        float_score: of the float model.
+        score: of the model with these of the plan's groups put back.
+        max_drop: how much worse than ``float_score`` the score may be.
+        higher_is_better: which way is better.
+        max_evaluations: of the metric, the float model's included.
+
+    Raises:
+        SensitivityError: an argument is out of bounds, even the float model misses the budget, or there are too few
+            evaluations to find how many groups are needed.
+    """
+    _check(float_score, max_drop, max_evaluations, len(candidates))
+    sign = 1 if higher_is_better else -1
+    found: list[Evaluation] = []
+
+    with tqdm(total=max_evaluations, desc="fallback", unit="score", leave=False, disable=None, initial=1) as bar:
+
+        def meets(kept: Sequence[Candidate]) -> bool:
+            groups = tuple(part for entry, _ in kept for part in entry.parts)
+            value = score(groups)
+            drop = sign * (float_score - value)
+            found.append(Evaluation(groups=groups, score=value, drop=drop, cost=sum(cost for _, cost in kept)))
+            bar.update()
+            return drop <= max_drop
+
+        needed = _prefix(candidates, meets)
+        kept = _without_needless(list(candidates[:needed]), meets, max_evaluations - 1 - len(found))
+    asked = f"max_drop={max_drop:g}"
+    record = chosen(sorted((entry for entry, _ in kept), key=lambda entry: entry.rank), asked)
+    return replace(record, evaluations=tuple(found), float_score=float_score)
+
+
+def _check(float_score: float, max_drop: float, max_evaluations: int, groups: int) -> None:
+    if isinstance(max_drop, bool) or not isinstance(max_drop, int | float) or not math.isfinite(max_drop):
+        raise SensitivityError(f"max_drop={max_drop!r}: expected a number")
+    if max_drop < 0:
+        raise SensitivityError(
+            f"max_drop={max_drop:g} cannot be met: it asks for more than the float model gives, whose score is "
+            f"{float_score:g}"
+        )
+    least = 2 + math.ceil(math.log2(groups + 1))
+    if isinstance(max_evaluations, bool) or not isinstance(max_evaluations, int) or max_evaluations < least:
+        raise SensitivityError(
+            f"max_evaluations={max_evaluations!r}: bisecting {groups} groups takes up to {least} evaluations; expected "
+            f"{least} or more"
+        )
+
+
+def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate]], bool]) -> int:
+    """How many of the first groups must be float, all others quantized: found by bisection."""
+    if meets(candidates[:0]):
+        return 0
+    # With all groups put back it is the float model, which needs no score.
+    too_few, enough = 0, len(candidates)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if meets(candidates[:middle]):
+            enough = middle
+        else:
+            too_few = middle
+    return enough
+
+
+def _without_needless(
+    kept: list[Candidate], meets: Callable[[Sequence[Candidate]], bool], evaluations: int
+) -> list[Candidate]:
+    """Take groups out, the last first, while the score allows it; several at once where evaluations are few."""
+    # The last one is needed: without it bisection saw the budget missed.
+    tried = len(kept) - 1
+    while tried > 0 and evaluations > 0:
+        size = math.ceil(tried / evaluations)
+        start = max(0, tried - size)
+        fewer = kept[:start] + kept[tried:]
+        evaluations -= 1
+        if meets(fewer):
+            kept = fewer
+        tried = start
+    return kept
