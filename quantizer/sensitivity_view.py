@@ -25,6 +25,8 @@ class SensitivityRow:
     error: float
     fallback: bool
     sites: tuple[str, ...]
+    parts: tuple[str, ...]
+    activations: int
 
 
 class Sensitivity(View[SensitivityRow]):
@@ -51,6 +53,8 @@ class Sensitivity(View[SensitivityRow]):
                     error=entry.error,
                     fallback=back.issuperset(entry.parts),
                     sites=entry.sites,
+                    parts=entry.parts,
+                    activations=entry.activations,
                 )
                 for entry in ranking
             ]
