@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from common import SHARED
 from common import minilm
-from common import package_folder
 from common import stsb
 from efficientnet_lite import efficientnet_lite0
 from torch import nn

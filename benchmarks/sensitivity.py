@@ -129,7 +129,9 @@ def measures(case: Case) -> None:
     print("| measure | correlation, alone | put back | worst 5 in first 8, alone | put back | float passes |")
     print("|---|---|---|---|---|---|")
     for measure, (costs, seconds) in found.items():
-        cells = [f"{spearmanr([costs[n] for n in names], [t[n] for n in names]).statistic:.3f}" for t in truths.values()]
+        cells = [
+            f"{spearmanr([costs[n] for n in names], [t[n] for n in names]).statistic:.3f}" for t in truths.values()
+        ]
         first = sorted(names, key=lambda name: -costs[name])[:_FIRST]
         for truth in truths.values():
             worst = sorted(names, key=lambda name, truth=truth: -truth[name])[:_WORST]  # type: ignore[misc]

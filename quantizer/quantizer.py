@@ -331,9 +331,7 @@ class Quantizer:
             CalibrationError: there is nothing to save yet.
             QuantizerError: the folder cannot be written.
         """
-        fallback = None
-        if self._fallback is not None:
-            fallback = {"groups": list(self._fallback.groups), "asked": self._fallback.asked}
+        fallback = None if self._fallback is None else self._fallback.document()
         document = {"config": self.config.model_dump(mode="json"), "fallback": fallback}
         return save_state(folder, self._plan(), self._decisions.products(), document, self._decisions.seen())
 
@@ -354,7 +352,7 @@ class Quantizer:
         loaded._decisions.load(plan, products, observed)
         kept = document["fallback"]
         if kept is not None:
-            loaded._fallback = Fallback(groups=tuple(kept["groups"]), asked=str(kept["asked"]))
+            loaded._fallback = Fallback.from_document(kept)
         return loaded
 
     # -- what there is to see --------------------------------------------------------------------------------------
