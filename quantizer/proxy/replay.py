@@ -79,7 +79,7 @@ class SiteCall:
         output = self.site.rounded(self._function, args, keywords)
         if not isinstance(output, Tensor):
             return None
-        values = _without_padding(output, mask)
+        values = without_padding(output, mask)
         by_image = self.site.operation.kind == "conv" and values.dim() > 1
         return (values.flatten(1) if by_image else values.reshape(-1, values.shape[-1] if values.dim() else 1)).double()
 
@@ -125,14 +125,6 @@ class _Watcher:
         self._visit(SiteCall(site, function, args, keywords, self.mask))
         # In place where the text says so: other names for the tensor must see the result.
         return function(*args, **keywords)
-
-
-def _without_padding(output: Tensor, mask: Tensor | None) -> Tensor:
-    """The real positions of an output; of scores [B, .., S, S], the rows of real tokens with zeros for the others."""
-    if mask is None or output.dim() < _BATCHED or output.shape != (len(mask), *output.shape[1:-2], *mask.shape[1:] * 2):
-        return without_padding(output, mask)
-    keys = mask.view(len(mask), *[1] * (output.dim() - 2), -1)
-    return output.masked_fill(~keys, 0.0).movedim(-2, 1)[mask]
 
 
 def _sample(
