@@ -46,6 +46,7 @@ from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
 from quantizer.sensitivity_view import Sensitivity
+from quantizer.settings import file_dtype
 from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
 from quantizer.settings import refused_sites
@@ -290,7 +291,7 @@ class Quantizer:
             Path(path),
             example,
             opset=opset or max(target.opset, least_opset(quant_model)),
-            dtype=float_dtype(self.config),
+            dtype=file_dtype(self.config, self._final_plan()),
             axes=dynamic_axes,
             unsigned=target.unsigned_activations,
         )
