@@ -165,13 +165,16 @@ def fallback(case: Case) -> None:
     with torch.no_grad():
         for batch in case.measured:
             _run(amp, batch)
-    ranking = quantizer.sensitivity.rows
-    total = sum(entry.activations for entry in ranking)
+    rows = {row.group: row for row in quantizer.sensitivity}
+    total = sum(row.activations for row in rows.values())
+    # What is counted is quantizers, so those groups come first that win most for each.
+    costs = {group: float(row.activations) for group, row in rows.items()}
+    ranking = sorted(rows.values(), key=lambda row: -row.error / row.activations)
     count = spent = 0
     while spent + ranking[count].activations <= case.share * total:
         spent += ranking[count].activations
         count += 1
-    quantizer.fallback(amp, num=count)
+    quantizer.fallback(amp, num=count, costs=costs)
     both(f"{count} groups put back", f"{spent} of {total}, {100 * spent / total:.1f} %", quantizer)
 
 
