@@ -222,7 +222,10 @@ def test_an_error_after_the_search_keeps_its_scores(
 
 
 @pytest.mark.parametrize("word", ["data.tuning.rows=12", "quantizer.activations.calibrator=max", "model.max_length=20"])
-def test_scores_of_another_run_are_not_taken(search: Search, capsys: pytest.CaptureFixture[str], word: str) -> None:
+def test_scores_of_another_run_are_not_taken(
+    search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    _no_further(monkeypatch)
     search.stop = 4
     _run(code=130)
     search.stop = 0
@@ -235,9 +238,10 @@ def test_scores_of_another_run_are_not_taken(search: Search, capsys: pytest.Capt
     assert search.found == found
 
 
-def test_rows_that_were_changed_in_their_file_are_other_rows(
-    search: Search, capsys: pytest.CaptureFixture[str]
+def test_rows_changed_in_their_file_are_other_rows(
+    search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    _no_further(monkeypatch)
     settings = yaml.safe_load(Path("tiny.yaml").read_text())
     rows = Path("rows.csv")
     rows.write_text(Path(settings["data"]["tuning"]["path"]).read_text())
