@@ -41,7 +41,6 @@ from quantizer.files import write_folder
 from quantizer.histograms import noisiest
 from quantizer.quantizer import Quantizer
 from quantizer.report import EngineFile
-from quantizer.report import Fallback
 from quantizer.report import Latency
 from quantizer.report import MemoryEntry
 from quantizer.report import ModelFacts
@@ -58,8 +57,8 @@ from quantizer.report import size_entries
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.from_plan import escaped_records
-from quantizer.report.from_plan import sensitivity_records
 from quantizer.report.from_plan import site_records
+from quantizer.report.search_records import fallback_record
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -169,8 +168,9 @@ class _Run:
             covered_share=coverage.share,
             escaped=escaped_records(coverage.escaped),
             histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
-            sensitivity=sensitivity_records(quantizer.sensitivity) if config.amp is not None else (),
-            fallback=self._fallback(quantizer),
+            sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
+            measure=quantizer.sensitivity.measure if config.amp is not None else None,
+            fallback=fallback_record(chosen) if (chosen := quantizer.chosen_fallback) is not None else None,
             engine=self._engine(built["engine"], bool(engines)),
             diff=quantizer.diff(model),
             versions=collect_versions(),
@@ -293,12 +293,6 @@ class _Run:
                 for name, result in built.items()
             }
         return memory_entries({name: peak.peak_mib - peak.baseline_mib for name, peak in peaks.items()})
-
-    def _fallback(self, quantizer: Quantizer) -> Fallback | None:
-        chosen = quantizer.chosen_fallback
-        if chosen is None:
-            return None
-        return Fallback(groups=chosen.groups, reason=f"the most sensitive groups, by fallback({chosen.asked})")
 
     def _engine(self, built: BuildResult, ran: bool) -> EngineFile:
         verified = "ran here, and was scored" if ran else "not verified: built ahead of time, and there is no GPU here"

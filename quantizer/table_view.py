@@ -26,7 +26,6 @@ _ROWS = 40
 """Rows that ``repr`` shows; ``text()`` gives all."""
 _HTML_ROWS = 300
 _WIDTH = 120
-_NAME_WIDTH = 76
 
 
 class View(Generic[Row]):
@@ -35,10 +34,12 @@ class View(Generic[Row]):
     Attributes:
         columns: one for each cell of a row.
         grouped: in a terminal, the first column is a line of its own above the rows that share its value.
+        name_width: in a terminal, how wide names may be before they are broken.
     """
 
     columns: Sequence[Column | str]
     grouped = False
+    name_width = 76
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)
@@ -65,12 +66,15 @@ class View(Generic[Row]):
         cells = self.cells()
         if self.grouped:
             return self._grouped_text(cells, limit)
+        # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
+        for row in cells[:limit]:
+            for at in self._names():
+                row[at] = _broken(row[at], self.name_width)
         table = self._table(self.columns, cells, limit)
         table.title = Text(self.title())
-        # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
-        widest = max((len(row[at]) for row in cells[:limit] for at in self._names()), default=0)
+        pieces = [piece for row in cells[:limit] for at in self._names() for piece in row[at].split("\n")]
         for at in self._names():
-            table.columns[at].no_wrap = widest <= _NAME_WIDTH
+            table.columns[at].no_wrap = all(len(piece) <= self.name_width for piece in pieces)
         return "\n".join(_lines(table))
 
     def _grouped_text(self, cells: list[list[Any]], limit: int | None) -> str:
@@ -105,6 +109,12 @@ class View(Generic[Row]):
     def _repr_html_(self) -> str:
         table = html_table(self.columns, self.cells(), caption=self.title(), limit=_HTML_ROWS)
         return f'<div style="max-height:32em;overflow:auto">{table}</div>'
+
+
+def _broken(name: str, width: int) -> str:
+    """A name in lines that end at a dot, where it is wider than ``width`` and has a dot there."""
+    end = name.rfind(".", 0, width) + 1
+    return name if len(name) <= width or end == 0 else f"{name[:end]}\n{_broken(name[end:], width)}"
 
 
 def _lines(table: Table) -> list[str]:
