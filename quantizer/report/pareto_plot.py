@@ -19,6 +19,7 @@ from quantizer.report.svg import svg_note
 from quantizer.report.svg import svg_picture
 from quantizer.report.svg import svg_text
 from quantizer.report.text import amount
+from quantizer.report.text import counted
 from quantizer.report.text import error
 from quantizer.report.text import significant
 
@@ -85,7 +86,7 @@ def pareto_svg(fallback: Fallback) -> str:
     ]
     frame = f'<svg x="0" y="{top + 10}" width="100%" height="{_HEIGHT + 24}" overflow="visible">{"".join(inner)}</svg>'
     label = (
-        f"Drop of the metric against the cost of what is put back: {len(points)} evaluations, "
+        f"Drop of the metric against the cost of what is put back: {counted(len(points), 'evaluation')}, "
         f"{sum(point.front for point in points)} of them on the front; the budget is a drop of {error(budget)}"
     )
     return svg_picture(label, end + 28, [*legend, *names, frame])
@@ -121,7 +122,7 @@ def _point(point: Evaluation, axes: _Axes) -> str:
     words = ["on the front"] if point.front else []
     words += ["chosen"] if point.chosen else []
     title = (
-        f"{len(point.groups)} groups put back, cost {amount(point.cost)}: score {significant(point.score)}, "
+        f"{counted(len(point.groups), 'group')} put back, cost {amount(point.cost)}: score {significant(point.score)}, "
         f"drop {error(point.drop)}{''.join(f', {word}' for word in words)}"
     )
     place = f'cx="{axes.x(point.cost)}" cy="{axes.y(point.drop)}"'

@@ -41,14 +41,14 @@ def evaluation_cells(fallback: Fallback) -> list[list[Any]]:
 
 def evaluation_caption(fallback: Fallback) -> str:
     """What the search was to find, and what it found."""
-    words = [f"{len(fallback.evaluations)} evaluations"]
+    words = [text.counted(len(fallback.evaluations), "evaluation")]
     if fallback.float_score is not None:
         words.append(f"the float model scores {text.plain(fallback.float_score)}")
     if fallback.max_drop is not None:
         words.append(f"a drop of {text.error(fallback.max_drop)} is allowed")
     found = next((entry for entry in fallback.evaluations if entry.chosen), None)
     if found is not None:
-        words.append(f"with {len(found.groups)} groups put back it scores {text.plain(found.score)}")
+        words.append(f"with {text.counted(len(found.groups), 'group')} put back it scores {text.plain(found.score)}")
     else:
-        words.append(f"all {len(fallback.groups)} groups are put back")
+        words.append(f"put back: all, {text.counted(len(fallback.groups), 'group')}")
     return "; ".join(words)

@@ -8,6 +8,7 @@ __all__ = [
     "MISSING",
     "amount",
     "compact",
+    "counted",
     "count",
     "decibels",
     "error",
@@ -111,6 +112,11 @@ def compact(value: int) -> str:
 def amount(value: float) -> str:
     """A cost of any unit: a whole number as :func:`compact` has it, any other in three digits."""
     return compact(int(value)) if float(value).is_integer() else significant(value, 3)
+
+
+def counted(number: int, what: str) -> str:
+    """``1 group``, ``2 groups``."""
+    return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 
 def format_name(dtype: str, block_size: int | None = None, zero_point: int | None = None) -> str:

@@ -107,6 +107,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "heat_map": _safe(sensitivity_heatmap(record.sensitivity, measure=record.measure)),
         "sensitivity_table": _safe(sensitivity_table(record.sensitivity, record.measure)),
         "evaluations_table": _safe(evaluations_table(record.fallback)),
+        "put_back": text.counted(len(record.fallback.groups), "group") if record.fallback else "",
         "search": text.typeset(evaluation_caption(record.fallback)) if record.fallback else "",
         "pareto": _safe(pareto_svg(record.fallback) if record.fallback else ""),
         "build_time": text.seconds(record.engine.build_seconds) if record.engine else None,
