@@ -32,7 +32,7 @@ class Sensitivity(View[SensitivityRow]):
         measure: what the errors are, as a report names it.
     """
 
-    name_width = 57  # the other columns need the rest of a terminal
+    tight = True
 
     def __init__(self, rows: Sequence[SensitivityRow], fallback: Fallback | None, measure: str) -> None:
         super().__init__(rows)

@@ -26,6 +26,8 @@ _ROWS = 40
 """Rows that ``repr`` shows; ``text()`` gives all."""
 _HTML_ROWS = 300
 _WIDTH = 120
+_NAME_WIDTH = 76
+_TIGHT_NAMES = 57
 
 
 class View(Generic[Row]):
@@ -34,12 +36,12 @@ class View(Generic[Row]):
     Attributes:
         columns: one for each cell of a row.
         grouped: in a terminal, the first column is a line of its own above the rows that share its value.
-        name_width: in a terminal, how wide names may be before they are broken.
+        tight: in a terminal, long names are broken at a dot and titles at each blank: the columns need all the width.
     """
 
     columns: Sequence[Column | str]
     grouped = False
-    name_width = 76
+    tight = False
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)
@@ -66,15 +68,20 @@ class View(Generic[Row]):
         cells = self.cells()
         if self.grouped:
             return self._grouped_text(cells, limit)
-        # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
-        for row in cells[:limit]:
-            for at in self._names():
-                row[at] = _broken(row[at], self.name_width)
+        if self.tight:
+            cells = [
+                [_broken(cell, _TIGHT_NAMES) if at in self._names() else cell for at, cell in enumerate(row)]
+                for row in cells
+            ]
         table = self._table(self.columns, cells, limit)
         table.title = Text(self.title())
+        if self.tight:
+            for column in table.columns:
+                column.header = Text("\n".join(str(column.header).split()))
+        # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
         pieces = [piece for row in cells[:limit] for at in self._names() for piece in row[at].split("\n")]
         for at in self._names():
-            table.columns[at].no_wrap = all(len(piece) <= self.name_width for piece in pieces)
+            table.columns[at].no_wrap = all(len(piece) <= _NAME_WIDTH for piece in pieces)
         return "\n".join(_lines(table))
 
     def _grouped_text(self, cells: list[list[Any]], limit: int | None) -> str:

@@ -38,7 +38,7 @@ _NAMED = 8
 
 # In percent of the width, and in pixels.
 _LEFT, _RIGHT = 22, 80
-_SHARE_LEFT, _SHARE_RIGHT = 83, 92
+_SHARE_LEFT, _SHARE_RIGHT = 82, 90
 _ROW, _HEAD = 26, 58
 
 _Cells = Mapping[tuple[str, str], Sequence[RankedRow]]
@@ -138,7 +138,7 @@ def _heading(column: str, middle: float, columns: int) -> str:
     first, _, second = column.partition(" ")
     parts = []
     # As many characters as fit at the narrowest of each kind of page: 700 and 320 pixels.
-    for css, length in (("qz-wide", 62 // columns), ("qz-narrow", 30 // columns)):
+    for css, length in (("qz-wide", 62 // columns), ("qz-narrow", 26 // columns)):
         short = shorten(first, max(length, 3))
         parts.append(svg_text(f"{middle:.2f}%", _HEAD - (21 if second else 8), short, f"qz-value {css}", "middle"))
         if second:

@@ -29,7 +29,7 @@ __all__ = ["pareto_svg"]
 # blindness.
 _FRONT, _BUDGET = "#2f7fd6", "#c26a12"
 _HEIGHT, _MARGIN = 220, 14
-_LEFT, _RIGHT = 14, 97
+_LEFT, _RIGHT = 17, 97
 _LABEL = 15
 """Pixels between two labels of the axis, at least."""
 
@@ -137,10 +137,10 @@ _HOLLOW = 'fill="currentColor" fill-opacity="0.08" stroke="currentColor" stroke-
 
 
 def _legend(fallback: Fallback) -> Iterator[tuple[str, str]]:
-    yield f'<circle cx="7" cy="9" r="4.5" {_FILLED}/>', "on the front: none beats it in both"
+    yield f'<circle cx="7" cy="9" r="4.5" {_FILLED}/>', "on the front"
     yield f'<circle cx="7" cy="9" r="4.5" {_HOLLOW}/>', "another evaluation"
     if fallback.max_drop is not None:
         line = f'stroke="{_BUDGET}" stroke-width="2" stroke-dasharray="6 4"'
-        yield f'<line x1="0" x2="15" y1="9" y2="9" {line}/>', f"the budget: a drop of {error(fallback.max_drop)}"
+        yield f'<line x1="0" x2="15" y1="9" y2="9" {line}/>', f"budget: drop {error(fallback.max_drop)}"
     if any(point.chosen for point in fallback.evaluations):
         yield f'<circle cx="7" cy="9" r="6.5" {_RING}/>', "chosen"

@@ -134,7 +134,7 @@ def test_the_page_shows_the_figures() -> None:
     for figure in ("3.71×", "3.94×", "1.79×", "−0.0013", "[−0.0034, +0.0008]", "51 of 60", "98.4% of multiply-adds"):  # noqa: RUF001
         assert figure in text
     assert "All 60 sites" in text
-    assert "the 30 largest of 40" in text
+    assert "The 30 largest of 40" in text
     assert '<span class="add">+        return F.linear' in text
 
 
