@@ -20,6 +20,7 @@ from quantizer.report.svg import svg_legend
 from quantizer.report.svg import svg_note
 from quantizer.report.svg import svg_picture
 from quantizer.report.svg import svg_text
+from quantizer.report.text import MISSING
 from quantizer.report.text import error
 from quantizer.report.text import shorten
 
@@ -139,7 +140,7 @@ def _heading(column: str, middle: float, columns: int) -> str:
     parts = []
     # As many characters as fit at the narrowest of each kind of page: 700 and 320 pixels.
     for css, length in (("qz-wide", 62 // columns), ("qz-narrow", 26 // columns)):
-        short = shorten(first, max(length, 3))
+        short = first if len(first) <= length else f"{first[: max(length - 1, 3)]}."
         parts.append(svg_text(f"{middle:.2f}%", _HEAD - (21 if second else 8), short, f"qz-value {css}", "middle"))
         if second:
             parts.append(svg_text(f"{middle:.2f}%", _HEAD - 8, second, f"qz-value {css}", "middle"))
@@ -203,19 +204,22 @@ def _shares(
     sums: Mapping[tuple[str, str], float], blocks: Sequence[str], columns: Sequence[str], width: float
 ) -> list[str]:
     """What each block and each column has of all errors: bars on the right, figures below."""
-    counted = {place: value for place, value in sums.items() if 0 < value < math.inf}
-    everything = math.fsum(counted.values())
+    everything = math.fsum(value for value in sums.values() if 0 < value < math.inf)
     if everything == 0:
         return []
 
-    def share(at: int, name: str) -> float:
-        return math.fsum(value for place, value in counted.items() if place[at] == name) / everything
+    def share(at: int, name: str) -> float | None:
+        found = [value for place, value in sums.items() if place[at] == name]
+        if not all(map(math.isfinite, found)):
+            return None
+        return math.fsum(value for value in found if value > 0) / everything
 
     parts = [svg_text("100%", _HEAD - 8, "of all", "qz-value", "end")]
     of_blocks = [share(0, block) for block in blocks]
+    largest = max(filter(None, of_blocks), default=1.0)
     for number, value in enumerate(of_blocks):
         top = _HEAD + number * _ROW
-        bar = (_SHARE_RIGHT - _SHARE_LEFT) * value / max(of_blocks)
+        bar = (_SHARE_RIGHT - _SHARE_LEFT) * (value or 0) / largest
         look = f'x="{_SHARE_LEFT}%" y="{top + 8}" height="10" rx="2" fill="currentColor" fill-opacity="0.55"'
         parts.append(f'<rect {look} width="{bar:.2f}%"/>')
         parts.append(svg_text("100%", top + 17, _whole(value), "qz-value", "end"))
@@ -227,8 +231,10 @@ def _shares(
     return parts
 
 
-def _whole(share: float) -> str:
+def _whole(share: float | None) -> str:
     """A share in whole percent: there is no room for more."""
+    if share is None:
+        return MISSING
     return f"{100 * share:.0f}%" if share >= 0.01 or share == 0 else "<1%"
 
 

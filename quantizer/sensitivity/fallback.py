@@ -11,7 +11,7 @@ from quantizer.errors import SensitivityError
 from quantizer.proxy.rules import matches
 from quantizer.sensitivity.measurement import GroupError
 
-__all__ = ["Evaluation", "Fallback", "by_name", "by_rank", "per_cost"]
+__all__ = ["Evaluation", "Fallback", "by_name", "by_rank", "chosen", "per_cost"]
 
 _ROUNDING = 1e-9
 

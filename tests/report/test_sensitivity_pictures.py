@@ -18,6 +18,7 @@ from quantizer.report.plots import sensitivity_bars
 from quantizer.report.record import Evaluation
 from quantizer.report.record import Fallback
 from quantizer.report.record import SensitivityRow
+from quantizer.report.text import MISSING
 from quantizer.report.text import amount
 from quantizer.report.text import error
 
@@ -128,7 +129,16 @@ def test_columns_and_blocks_have_one_order() -> None:
         assert sensitivity_heatmap(rows, measure=None) == expected
         assert sensitivity_bars(rows, measure=None) == bars
     root = ElementTree.fromstring(expected)
-    assert texts(root, "qz-narrow")[:7] == ["linear", "matmul", "re…add", "lhs", "re…add", "rhs", "layer.0"]
+    assert texts(root, "qz-narrow")[:7] == ["linear", "matmul", "resid.", "lhs", "resid.", "rhs", "layer.0"]
+
+
+def test_shares_are_of_what_is_finite() -> None:
+    rows = [*RANKING, row("layer.2", "conv", math.inf, position=6), row("layer.3", "matmul", -0.1, position=7)]
+    lines = texts(ElementTree.fromstring(sensitivity_heatmap(rows, measure=None)), "qz-value")
+    at = lines.index("of all")
+    assert lines[at + 1 : at + 5] == ["99%", "<1%", MISSING, "0%"]
+    # Below, by kind: conv, linear, matmul, the two operands of the adds.
+    assert lines[at + 5 : at + 11] == ["of all", MISSING, "9%", "<1%", "90%", "<1%"]
 
 
 def test_groups_of_several_kinds_have_a_column() -> None:
