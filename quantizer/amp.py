@@ -58,9 +58,15 @@ class Amp:
         store_weights(self.proxy, plan)
         self._model = model
         self._plan = plan
+        self._loss = loss
         self._measurement = Measurement(
             self.proxy, groups_of(sites_of(self.proxy), plan, granularity), measure, loss, metric
         )
+
+    @property
+    def measure(self) -> str:
+        """What the errors are: the name of the measure, or ``loss`` for the gradients of a loss that was given."""
+        return self._measurement.measure if self._loss is None else "loss"
 
     def ranking(self) -> list[GroupError]:
         """All groups, those that hurt most first.

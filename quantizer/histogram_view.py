@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quantizer.picture import Picture
 from quantizer.report.histogram_plot import histogram_figure
 from quantizer.report.histogram_plot import histogram_svg
 from quantizer.report.record import Histogram
@@ -15,7 +16,6 @@ from quantizer.report.tables import Column
 from quantizer.report.text import decibels
 from quantizer.report.text import percent
 from quantizer.report.text import significant
-from quantizer.sensitivity_view import BarPlot
 from quantizer.table_view import View
 
 __all__ = ["HistogramBin", "HistogramView"]
@@ -49,9 +49,9 @@ class HistogramView:
         self.bins = _bins(data)
         self.candidates = data.candidates
 
-    def plot(self) -> BarPlot:
+    def plot(self) -> Picture:
         """The picture that a notebook shows; ``.save(path)`` writes SVG."""
-        return BarPlot(histogram_svg(self.data))
+        return Picture(histogram_svg(self.data))
 
     def __repr__(self) -> str:
         return f"{_Bins(self.bins, self.data).text()}\n\n{_Candidates(self.candidates, self.data).text()}"

@@ -399,7 +399,7 @@ class Quantizer:
         """
         if self._amp is None:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
-        return Sensitivity.from_ranking(self._amp.ranking(), self._fallback)
+        return Sensitivity.from_ranking(self._amp.ranking(), self._fallback, self._amp.measure)
 
     @property
     def chosen_fallback(self) -> Fallback | None:

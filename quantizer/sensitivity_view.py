@@ -3,87 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from quantizer.errors import SensitivityError
+from quantizer.picture import Picture
+from quantizer.report.heat_map import sensitivity_heatmap
+from quantizer.report.measures import error_words
 from quantizer.report.plots import sensitivity_bars
+from quantizer.report.record import SensitivityRow
+from quantizer.report.search_records import fallback_record
 from quantizer.report.tables import Column
+from quantizer.report.text import compact
+from quantizer.report.text import error
+from quantizer.search_view import Search
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
 from quantizer.table_view import View
 
-__all__ = ["BarPlot", "Sensitivity", "SensitivityRow"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SensitivityRow:
-    """A group's place in the ranking, and whether it was put back to float."""
-
-    rank: int
-    group: str
-    kind: str
-    error: float
-    fallback: bool
-    sites: tuple[str, ...]
-    parts: tuple[str, ...]
-    activations: int
+__all__ = ["Sensitivity"]
 
 
 class Sensitivity(View[SensitivityRow]):
-    """The groups, ranked: what the model's output loses when one alone is quantized."""
+    """The groups, ranked by what quantizing one alone costs.
 
-    columns = (
-        "rank",
-        Column(title="group", mono=True),
-        "kind",
-        Column(title="relative error", show=lambda value: f"{value:.3e}"),
-        "put back",
-    )
+    Args:
+        rows: the ranking, as a report holds it.
+        fallback: what was put back; None: nothing.
+        measure: what the errors are, as a report names it.
+    """
 
-    @classmethod
-    def from_ranking(cls, ranking: Sequence[GroupError], fallback: Fallback | None) -> Sensitivity:
-        """The groups of a ranking, and which of them are put back."""
-        back = set(fallback.groups) if fallback is not None else set()
-        return cls(
-            [
-                SensitivityRow(
-                    rank=entry.rank,
-                    group=entry.group,
-                    kind=entry.kind,
-                    error=entry.error,
-                    fallback=back.issuperset(entry.parts),
-                    sites=entry.sites,
-                    parts=entry.parts,
-                    activations=entry.activations,
-                )
-                for entry in ranking
-            ]
+    tight = True
+
+    def __init__(self, rows: Sequence[SensitivityRow], fallback: Fallback | None, measure: str) -> None:
+        super().__init__(rows)
+        self.measure = measure
+        self._fallback = fallback
+        self._words = error_words(measure)
+        self.columns = (
+            "rank",
+            Column(title="group", mono=True),
+            "kind",
+            Column(title=self._words.column, numeric=True, show=error),
+            "quantizers",
+            Column(title="multiply adds", show=compact),
+            "put back",
         )
 
+    @classmethod
+    def from_ranking(cls, ranking: Sequence[GroupError], fallback: Fallback | None, measure: str) -> Sensitivity:
+        """The groups of a ranking by ``measure``, and which of them are put back."""
+        back = set(fallback.groups) if fallback is not None else set()
+        rows = [
+            SensitivityRow(
+                rank=entry.rank,
+                group=entry.group,
+                kind=entry.kind,
+                block=entry.block,
+                position=entry.position,
+                sites=entry.sites,
+                activations=entry.activations,
+                multiply_adds=entry.multiply_adds,
+                error=entry.error,
+                fallback=back.issuperset(entry.parts),
+            )
+            for entry in ranking
+        ]
+        return cls(rows, fallback, measure)
+
+    @property
+    def search(self) -> Search:
+        """The scores that ``fallback(max_drop=...)`` took, as a table, in a notebook with the picture.
+
+        Raises:
+            SensitivityError: there was no search.
+        """
+        if self._fallback is None or not self._fallback.evaluations:
+            asked = "nothing was put back" if self._fallback is None else f"fallback({self._fallback.asked}) takes none"
+            raise SensitivityError(f"there are no scores of a search: {asked}; fallback(amp, max_drop=...) searches")
+        return Search(fallback_record(self._fallback))
+
     def title(self) -> str:
-        return f"{len(self.rows)} groups by the relative error of the output with one of them quantized"
+        return f"{len(self.rows)} groups by the {self._words.phrase}, with one of them quantized"
 
     def cells(self) -> list[list[Any]]:
-        return [[row.rank, row.group, row.kind, row.error, "yes" if row.fallback else ""] for row in self.rows]
+        return [
+            [
+                row.rank,
+                row.group,
+                row.kind,
+                row.error,
+                row.activations,
+                row.multiply_adds,
+                "yes" if row.fallback else "",
+            ]
+            for row in self.rows
+        ]
 
-    def plot(self, limit: int = 30) -> BarPlot:
+    def plot(self, limit: int = 30) -> Picture:
         """Horizontal bars of the worst ``limit`` groups; shows itself in a notebook, ``.save(path)`` writes SVG."""
-        return BarPlot(sensitivity_bars(self.rows, limit=limit))
+        return Picture(sensitivity_bars(self.rows, measure=self.measure, limit=limit))
 
+    def heatmap(self) -> Picture:
+        """Where in the model, and in what kind of site, the errors are; ``.save(path)`` writes SVG."""
+        return Picture(sensitivity_heatmap(self.rows, measure=self.measure))
 
-class BarPlot:
-    """An SVG picture."""
+    def pareto(self) -> Picture:
+        """The drop of the metric against what was put back, for all scores of a search; ``.save(path)`` writes SVG.
 
-    def __init__(self, svg: str) -> None:
-        self.svg = svg
-
-    def __repr__(self) -> str:
-        return "a picture: a notebook shows it, .save(path) writes it as SVG"
-
-    def _repr_html_(self) -> str:
-        return self.svg
-
-    def save(self, path: str) -> None:
-        """Write the picture to an ``.svg`` file."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self.svg)
+        Raises:
+            SensitivityError: there was no search.
+        """
+        return self.search.plot()

@@ -27,6 +27,7 @@ _ROWS = 40
 _HTML_ROWS = 300
 _WIDTH = 120
 _NAME_WIDTH = 76
+_TIGHT_NAMES = 57
 
 
 class View(Generic[Row]):
@@ -35,10 +36,12 @@ class View(Generic[Row]):
     Attributes:
         columns: one for each cell of a row.
         grouped: in a terminal, the first column is a line of its own above the rows that share its value.
+        tight: in a terminal, long names are broken at a dot and titles at each blank: the columns need all the width.
     """
 
     columns: Sequence[Column | str]
     grouped = False
+    tight = False
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)
@@ -65,12 +68,20 @@ class View(Generic[Row]):
         cells = self.cells()
         if self.grouped:
             return self._grouped_text(cells, limit)
+        if self.tight:
+            cells = [
+                [_broken(cell, _TIGHT_NAMES) if at in self._names() else cell for at, cell in enumerate(row)]
+                for row in cells
+            ]
         table = self._table(self.columns, cells, limit)
         table.title = Text(self.title())
+        if self.tight:
+            for column in table.columns:
+                column.header = Text("\n".join(str(column.header).split()))
         # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
-        widest = max((len(row[at]) for row in cells[:limit] for at in self._names()), default=0)
+        pieces = [piece for row in cells[:limit] for at in self._names() for piece in row[at].split("\n")]
         for at in self._names():
-            table.columns[at].no_wrap = widest <= _NAME_WIDTH
+            table.columns[at].no_wrap = all(len(piece) <= _NAME_WIDTH for piece in pieces)
         return "\n".join(_lines(table))
 
     def _grouped_text(self, cells: list[list[Any]], limit: int | None) -> str:
@@ -105,6 +116,12 @@ class View(Generic[Row]):
     def _repr_html_(self) -> str:
         table = html_table(self.columns, self.cells(), caption=self.title(), limit=_HTML_ROWS)
         return f'<div style="max-height:32em;overflow:auto">{table}</div>'
+
+
+def _broken(name: str, width: int) -> str:
+    """A name in lines that end at a dot, where it is wider than ``width`` and has a dot there."""
+    end = name.rfind(".", 0, width) + 1
+    return name if len(name) <= width or end == 0 else f"{name[:end]}\n{_broken(name[end:], width)}"
 
 
 def _lines(table: Table) -> list[str]:

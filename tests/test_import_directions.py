@@ -25,7 +25,8 @@ ORDER = (
     ("sensitivity", "qat", "export", "interop"),
     ("engines",),
     ("tasks", "report"),
-    ("table_view", "histograms"),
+    ("table_view", "histograms", "picture"),
+    ("search_view",),
     ("views", "sensitivity_view", "settings", "batches"),
     ("histogram_view",),
     ("ranges",),
@@ -44,7 +45,6 @@ ALLOWED = {
     ("files", "errors"),
     ("registry", "errors"),
     ("report", "views"),
-    ("report", "sensitivity_view"),
 }
 
 # Engines take a path or bytes and know no proxy; the schema does not enter the library.

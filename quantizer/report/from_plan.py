@@ -1,8 +1,7 @@
-"""A quantizer's coverage, ranges and ranking as records."""
+"""A quantizer's coverage and ranges as records."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import asdict
 
@@ -11,12 +10,10 @@ from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.report.record import EscapedProduct
 from quantizer.report.record import Operand
-from quantizer.report.record import SensitivityRow
 from quantizer.report.record import Site
-from quantizer.sensitivity_view import SensitivityRow as RankedGroup
 from quantizer.views import CoverageRow
 
-__all__ = ["escaped_records", "sensitivity_records", "site_records"]
+__all__ = ["escaped_records", "site_records"]
 
 
 def site_records(coverage: Iterable[CoverageRow], plan: Plan) -> tuple[Site, ...]:
@@ -62,24 +59,3 @@ def _operand(operand: OperandPlan) -> Operand:
         estimate=operand.estimate,
         group=operand.group,
     )
-
-
-def sensitivity_records(rows: Iterable[RankedGroup]) -> tuple[SensitivityRow, ...]:
-    """The ranking; a group's layer is the first number in its name."""
-    return tuple(
-        SensitivityRow(
-            group=row.group,
-            kind=row.kind,
-            layer=_layer(row.group),
-            sites=row.sites,
-            error=row.error,
-            rank=row.rank,
-            fallback=row.fallback,
-        )
-        for row in rows
-    )
-
-
-def _layer(group: str) -> int | None:
-    found = re.search(r"(?:^|\.)(\d+)\.", group)
-    return int(found.group(1)) if found else None

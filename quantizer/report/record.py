@@ -17,6 +17,7 @@ __all__ = [
     "VERSION",
     "EngineFile",
     "EscapedProduct",
+    "Evaluation",
     "Fallback",
     "Histogram",
     "Latency",
@@ -33,7 +34,7 @@ __all__ = [
     "Stage",
 ]
 
-VERSION = 2
+VERSION = 3
 
 
 class _Record:
@@ -261,17 +262,41 @@ class SensitivityRow(_Record):
     group: str
     """Name of the group."""
     kind: str
-    """Kind of the group's sites."""
-    layer: int | str | None = None
-    """The layer it belongs to; null outside the layers."""
+    """Kind of the group's sites; several are separated by commas."""
+    block: str = ""
+    """The block that it stands in: the path of a module up to its first number, such as ``encoder.layer.3``."""
+    position: int = 0
+    """Its place in the model's order, from 0."""
     sites: tuple[str, ...] = ()
     """Names of the sites in the group."""
+    activations: int = 0
+    """How many activations it quantizes."""
+    multiply_adds: int = 0
+    """Multiply-adds of its sites in calibration."""
     error: float
-    """Relative error of the model's output with only this group quantized: 0.01 is 1%."""
+    """What quantizing this group alone costs, in the run's ``measure``; 0 is no change."""
     rank: int
     """Place in the ranking, from 1, the most sensitive."""
     fallback: bool = False
     """Whether the group was put back to float."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(_Record):
+    """One score that a search for the groups to put back took."""
+
+    groups: tuple[str, ...]
+    """What was float in it."""
+    score: float
+    """The metric."""
+    drop: float
+    """How much worse that is than the float model's score; negative where it is better."""
+    cost: float
+    """The sum of the costs of what was put back; the number of groups, where no costs were given."""
+    front: bool = False
+    """Whether no other evaluation beats it in both cost and drop."""
+    chosen: bool = False
+    """Whether this is what was put back in the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +307,12 @@ class Fallback(_Record):
     """Names of the groups."""
     reason: str
     """Why these: the budget that was given, such as ``num=4``."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """The scores that a search took, in order; empty where there was none."""
+    float_score: float | None = None
+    """The float model's score in that search; null where there was none."""
+    max_drop: float | None = None
+    """How much worse than that the score may be; null where there was no search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,6 +372,11 @@ class RunRecord(_Record):
     """Histograms of the quantized activations with the lowest SQNR, the lowest first; empty where none were kept."""
     sensitivity: tuple[SensitivityRow, ...] = ()
     """The ranking of groups; empty where it was not measured."""
+    measure: str | None = None
+    """What the ranking's errors are: ``gradient`` (the divergence of the output, estimated from gradients), ``loss``
+    (the effect on a loss that was given, estimated likewise), ``output`` (the divergence of the output), ``local`` (the
+    relative error at the sites), ``metric`` (the drop of the metric). The divergence is the Kullback-Leibler divergence
+    of logits, the relative error of any other output; null where nothing was measured."""
     fallback: Fallback | None = None
     """The groups put back to float; null where none were."""
     engine: EngineFile | None = None

@@ -1,4 +1,4 @@
-"""The frame and the text of a picture.
+"""The frame, the text and the legend of a picture.
 
 Pictures are written here rather than by a plotting library: their bars are in percent of the width and their text is in
 pixels, so that they stay readable from a phone to a wide notebook, and they take their text colour from the page.
@@ -9,14 +9,38 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-__all__ = ["svg_picture", "svg_text"]
+__all__ = ["svg_legend", "svg_note", "svg_picture", "svg_text"]
 
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
+_LEGEND_ROW = 20
 
 
 def svg_text(x: float | str, y: float, content: str, css: str, anchor: str = "start") -> str:
     """A line of text; its class is ``qz-name`` or ``qz-value``, with ``qz-wide`` or ``qz-narrow`` for some widths."""
     return f'<text class="{css}" x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(content)}</text>'
+
+
+def svg_legend(entries: Sequence[tuple[str, str]], top: float = 0) -> tuple[list[str], float]:
+    """What a sign means, two entries in a row.
+
+    Args:
+        entries: each the markup of a sign, drawn in a square of 14 pixels, and its meaning.
+        top: where it begins.
+
+    Returns:
+        The parts of the picture, and where they end.
+    """
+    parts = []
+    for index, (sign, meaning) in enumerate(entries):
+        x, y = 50 * (index % 2), top + _LEGEND_ROW * (index // 2)
+        parts.append(f'<svg x="{x}%" y="{y}" overflow="visible" width="1" height="1">{sign}')
+        parts.append(svg_text(19, 13, meaning, "qz-value") + "</svg>")
+    return parts, top + _LEGEND_ROW * ((len(entries) + 1) // 2)
+
+
+def svg_note(sentence: str) -> str:
+    """A picture that is only a sentence, where there is nothing to draw."""
+    return svg_picture(sentence, 24, [svg_text(0, 16, sentence, "qz-name")])
 
 
 def svg_picture(label: str, height: float, parts: Sequence[str]) -> str:

@@ -6,8 +6,12 @@ import math
 
 __all__ = [
     "MISSING",
+    "amount",
+    "compact",
+    "counted",
     "count",
     "decibels",
+    "error",
     "format_name",
     "granularity",
     "interval",
@@ -62,6 +66,13 @@ def percent(value: float) -> str:
     return f"{significant(value * 100, 3)}%" if math.isfinite(value) else significant(value)
 
 
+def error(value: float) -> str:
+    """An error, in three digits: ``0.0410``, ``1.74e-05``."""
+    if math.isfinite(value) and 0 < abs(value) < 0.0001:
+        return f"{value:.2e}"
+    return significant(value, 3)
+
+
 def decibels(value: float) -> str:
     """``31.4``; the unit stands in the column's title."""
     return f"{value:.1f}" if math.isfinite(value) else significant(value)
@@ -88,6 +99,24 @@ def mebibytes(size_bytes: float) -> str:
 def count(value: int) -> str:
     """A whole number with separators: ``22,713,216``."""
     return f"{value:,}"
+
+
+def compact(value: int) -> str:
+    """A whole number in three digits: ``1.00 G``, ``17.4 M``; small ones as they are."""
+    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
+        if value >= size:
+            return f"{significant(value / size, 3)} {unit}"
+    return count(value)
+
+
+def amount(value: float) -> str:
+    """A cost of any unit: a whole number as :func:`compact` has it, any other in three digits."""
+    return compact(int(value)) if float(value).is_integer() else significant(value, 3)
+
+
+def counted(number: int, what: str) -> str:
+    """``1 group``, ``2 groups``."""
+    return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 
 def format_name(dtype: str, block_size: int | None = None, zero_point: int | None = None) -> str:

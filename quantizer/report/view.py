@@ -12,7 +12,10 @@ import yaml
 from quantizer.errors import MissingDependencyError
 from quantizer.report import text
 from quantizer.report.codec import mapping_from_record
+from quantizer.report.heat_map import sensitivity_heatmap
 from quantizer.report.histogram_plot import histogram_figure
+from quantizer.report.measures import error_words
+from quantizer.report.pareto_plot import pareto_svg
 from quantizer.report.plots import sensitivity_bars
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
@@ -22,6 +25,7 @@ from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import Site
 from quantizer.report.record import SizeEntry
+from quantizer.report.search_table import evaluation_caption
 from quantizer.report.tables import Column
 from quantizer.report.tables import html_table
 from quantizer.report.verdict import covered_share
@@ -32,6 +36,7 @@ from quantizer.report.view_tables import coverage_by_kind
 from quantizer.report.view_tables import coverage_by_reason
 from quantizer.report.view_tables import coverage_table
 from quantizer.report.view_tables import escaped_table
+from quantizer.report.view_tables import evaluations_table
 from quantizer.report.view_tables import ranges_table
 from quantizer.report.view_tables import score_table
 from quantizer.report.view_tables import sensitivity_table
@@ -96,9 +101,15 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "coverage_table": _safe(coverage_table(record.coverage)),
         "ranges_table": _safe(ranges_table(record.coverage)),
         "histograms": [_safe(histogram_figure(histogram)) for histogram in record.histograms],
-        "bars": _safe(sensitivity_bars(record.sensitivity, limit=_BARS)),
+        "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
         "bars_shown": min(_BARS, len(record.sensitivity)),
-        "sensitivity_table": _safe(sensitivity_table(record.sensitivity)),
+        "error_words": error_words(record.measure).heading,
+        "heat_map": _safe(sensitivity_heatmap(record.sensitivity, measure=record.measure)),
+        "sensitivity_table": _safe(sensitivity_table(record.sensitivity, record.measure)),
+        "evaluations_table": _safe(evaluations_table(record.fallback)),
+        "put_back": text.counted(len(record.fallback.groups), "group") if record.fallback else "",
+        "search": text.typeset(evaluation_caption(record.fallback)) if record.fallback else "",
+        "pareto": _safe(pareto_svg(record.fallback) if record.fallback else ""),
         "build_time": text.seconds(record.engine.build_seconds) if record.engine else None,
         "diff_files": diff_files(record.diff),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",
@@ -213,7 +224,7 @@ def _stages(stages: Sequence[tuple[str, float]]) -> str:
 
 
 def _safe(markup: str) -> Markup:
-    """Markup that html_table, sensitivity_bars or histogram_figure made, where every value is already escaped."""
+    """Markup that this package's tables and pictures made, where every value is already escaped."""
     try:
         from markupsafe import Markup
     except ImportError as error:

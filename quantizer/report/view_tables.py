@@ -7,16 +7,20 @@ from pathlib import PurePath
 from typing import Any
 
 from quantizer.report import text
+from quantizer.report.measures import error_words
 from quantizer.report.record import EscapedProduct
+from quantizer.report.record import Fallback
 from quantizer.report.record import RunRecord
 from quantizer.report.record import SensitivityRow
 from quantizer.report.record import Site
+from quantizer.report.search_table import EVALUATION_COLUMNS
+from quantizer.report.search_table import evaluation_cells
 from quantizer.report.tables import Column
 from quantizer.report.tables import html_table
 from quantizer.report.verdict import multiply_add_share
 from quantizer.report.verdict import reasons
 
-__all__ = ["cost_table", "coverage_by_kind", "coverage_by_reason", "coverage_table"]
+__all__ = ["cost_table", "coverage_by_kind", "coverage_by_reason", "coverage_table", "evaluations_table"]
 __all__ += ["escaped_table", "ranges_table", "score_table", "sensitivity_table"]
 
 
@@ -198,7 +202,14 @@ def ranges_table(sites: Sequence[Site]) -> str:
     return html_table(columns, rows, label="Ranges", style=False) if rows else ""
 
 
-def sensitivity_table(rows: Sequence[SensitivityRow]) -> str:
+def evaluations_table(fallback: Fallback | None) -> str:
+    """Every score that a search took; empty where there was none."""
+    if fallback is None or not fallback.evaluations:
+        return ""
+    return html_table(EVALUATION_COLUMNS, evaluation_cells(fallback), label="Evaluations of the search", style=False)
+
+
+def sensitivity_table(rows: Sequence[SensitivityRow], measure: str | None) -> str:
     """The whole ranking."""
     if not rows:
         return ""
@@ -206,13 +217,25 @@ def sensitivity_table(rows: Sequence[SensitivityRow]) -> str:
         Column(title="Rank"),
         Column(title="Group", mono=True),
         Column(title="Kind"),
-        Column(title="Layer", numeric=True),
+        Column(title="Block", mono=True),
         Column(title="Sites", numeric=True),
-        Column(title="Error", numeric=True, show=text.percent),
+        Column(title=error_words(measure).column.capitalize(), numeric=True, show=text.error),
+        Column(title="Quantizers", numeric=True),
+        Column(title="Multiply-adds", numeric=True),
         Column(title="Put back"),
     ]
     cells = [
-        (row.rank, row.group, row.kind, row.layer, len(row.sites), row.error, "yes" if row.fallback else None)
+        (
+            row.rank,
+            row.group,
+            row.kind,
+            row.block,
+            len(row.sites),
+            row.error,
+            row.activations,
+            row.multiply_adds,
+            "yes" if row.fallback else None,
+        )
         for row in sorted(rows, key=lambda row: row.rank)
     ]
     return html_table(columns, cells, label="Sensitivity ranking", style=False)

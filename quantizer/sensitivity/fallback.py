@@ -46,6 +46,7 @@ class Fallback:
         ranks: the rank of each group; empty where they were chosen by name.
         evaluations: the scores that a search took, in order.
         float_score: of the model itself, where there was a search.
+        max_drop: the drop that the search allowed.
     """
 
     groups: tuple[str, ...]
@@ -53,6 +54,7 @@ class Fallback:
     ranks: tuple[int, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
     float_score: float | None = None
+    max_drop: float | None = None
 
     def reasons(self) -> dict[str, str]:
         """Why each group is float, by group."""

@@ -34,6 +34,7 @@ class Group:
     Attributes:
         name: the plan's group, or the module's path.
         kind: the kinds of its sites.
+        block: the block that it stands in.
         parts: the plan's groups that it is made of.
         members: each operand's site and quantizer.
         activations: how many of the operands are activations.
@@ -42,6 +43,7 @@ class Group:
 
     name: str
     kind: str
+    block: str
     parts: tuple[str, ...]
     members: tuple[tuple[Site, OperandQuantizer], ...]
     activations: int
@@ -102,6 +104,7 @@ def _group(
     return Group(
         name=name,
         kind=", ".join(dict.fromkeys(plan[path].kind for path in paths)),
+        block=_place(operands[0][0].host_path, "block"),
         parts=tuple(parts),
         members=tuple((site, site.quantizer_of(operand.name)) for site, operand in operands),
         activations=sum(operand.role == "activation" for _, operand in operands),

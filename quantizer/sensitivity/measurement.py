@@ -45,6 +45,8 @@ class GroupError:
 
     Attributes:
         error: what the measure says; 0 is no change.
+        block: the block that its first site stands in (see ``groups.py``).
+        position: its place in the model's order, from 0.
         parts: the plan's groups that it is made of.
         activations: how many activations it rounds.
         multiply_adds: of its sites, in calibration.
@@ -55,6 +57,8 @@ class GroupError:
     kind: str
     error: float
     sites: tuple[str, ...]
+    block: str = ""
+    position: int = 0
     parts: tuple[str, ...] = ()
     activations: int = 0
     multiply_adds: int = 0
@@ -111,6 +115,7 @@ class Measurement:
         errors = {name: total / batches for name, total in zip(names, sums, strict=True)}
         # Equal errors keep one order, so that the same data gives the same answer.
         ordered = sorted(self.groups, key=lambda group: (-errors[group.name], group.name))
+        positions = {name: position for position, name in enumerate(names)}
         return [
             GroupError(
                 rank=rank,
@@ -118,6 +123,8 @@ class Measurement:
                 kind=group.kind,
                 error=errors[group.name],
                 sites=tuple(site.path for site in group.sites),
+                block=group.block,
+                position=positions[group.name],
                 parts=group.parts,
                 activations=group.activations,
                 multiply_adds=group.multiply_adds,

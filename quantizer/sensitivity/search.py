@@ -63,9 +63,8 @@ def search(
 
         needed = _prefix(candidates, meets)
         kept = _without_needless(list(candidates[:needed]), meets, max_evaluations - 1 - len(found))
-    asked = f"max_drop={max_drop:g}"
-    record = chosen(sorted((entry for entry, _ in kept), key=lambda entry: entry.rank), asked)
-    return replace(record, evaluations=tuple(found), float_score=float_score)
+    record = chosen(sorted((entry for entry, _ in kept), key=lambda entry: entry.rank), f"max_drop={max_drop:g}")
+    return replace(record, evaluations=tuple(found), float_score=float_score, max_drop=float(max_drop))
 
 
 def _check(float_score: float, max_drop: float, max_evaluations: int, groups: int) -> None:

@@ -18,6 +18,7 @@ from quantizer.report import latency_entries
 from quantizer.report import memory_entries
 from quantizer.report import size_entries
 from quantizer.report.record import EscapedProduct
+from quantizer.report.record import Evaluation
 from quantizer.report.record import Histogram
 from quantizer.report.record import RangeCandidate
 
@@ -74,7 +75,8 @@ def sample_record() -> RunRecord:
         ),
         histograms=(sample_histogram(),),
         sensitivity=ranking,
-        fallback=Fallback(groups=(ranking[0].group,), reason="num=1"),
+        measure="gradient",
+        fallback=sample_search((ranking[0].group,)),
         engine=EngineFile(
             backend="openvino", path="engine/model.xml", build_seconds=1.42, verified="48 of 48 sites run in INT8"
         ),
@@ -82,6 +84,22 @@ def sample_record() -> RunRecord:
         versions={"quantizer": "0.1.0", "torch": "2.13.0+cpu", "openvino": "2026.4.1"},
         machine={"cpu": "Intel(R) Xeon(R) Processor @ 2.50GHz", "cores": 2, "memory_gib": 15.6, "gpu": None},
         stages=(Stage(name="calibrate", seconds=12.41), Stage(name="amp", seconds=151.2)),
+    )
+
+
+def sample_search(chosen: tuple[str, ...] = ("b", "a")) -> Fallback:
+    """Four scores, three of them on the front; the budget is a drop of 0.005."""
+    return Fallback(
+        groups=chosen,
+        reason="by fallback(max_drop=0.005)",
+        evaluations=(
+            Evaluation(groups=(), score=0.80, drop=0.0673, cost=0.0, front=True),
+            Evaluation(groups=("a", "b", "c"), score=0.869, drop=-0.0017, cost=3.0, front=True),
+            Evaluation(groups=chosen, score=0.865, drop=0.0023, cost=2.0, front=True, chosen=True),
+            Evaluation(groups=("a", "c"), score=0.85, drop=0.0173, cost=2.0),
+        ),
+        float_score=0.8673,
+        max_drop=0.005,
     )
 
 
@@ -182,8 +200,11 @@ def _sensitivity(draw: random.Random, sites: tuple[Site, ...]) -> tuple[Sensitiv
         SensitivityRow(
             group=site.name,
             kind=site.kind,
-            layer=int(site.name.split(".")[2]),
+            block=".".join(site.name.split(".")[:3]),
+            position=sites.index(site),
             sites=(site.name,),
+            activations=1,
+            multiply_adds=site.multiply_adds or 0,
             error=error,
             rank=rank,
             fallback=rank == 1,

@@ -10,7 +10,6 @@ import io
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -28,7 +27,6 @@ from quantizer.report import html_from_record
 from quantizer.report import html_table
 from quantizer.report import print_record
 from quantizer.report import print_summary
-from quantizer.report import sensitivity_bars
 from quantizer.report import size_entries
 from quantizer.report import string_from_table
 from quantizer.report import text_table
@@ -136,7 +134,7 @@ def test_the_page_shows_the_figures() -> None:
     for figure in ("3.71×", "3.94×", "1.79×", "−0.0013", "[−0.0034, +0.0008]", "51 of 60", "98.4% of multiply-adds"):  # noqa: RUF001
         assert figure in text
     assert "All 60 sites" in text
-    assert "the 30 largest of 40" in text
+    assert "The 30 largest of 40" in text
     assert '<span class="add">+        return F.linear' in text
 
 
@@ -149,6 +147,23 @@ def test_the_page_shows_formats_estimates_and_histograms() -> None:
     without = html_from_record(dataclasses.replace(sample_record(), histograms=()))
     assert "Histograms" not in without
     assert Page(without).count("figure") == 0
+
+
+def test_the_page_shows_where_it_hurts_and_what_the_search_found() -> None:
+    text = html_from_record(sample_record())
+    assert (
+        "Divergence of the output (Kullback-Leibler of logits, else relative error), estimated from gradients" in text
+    )
+    assert "4 evaluations; the float model scores 0.8673; a drop of 0.00500 is allowed; " in text
+    assert "with 1 group put back it scores 0.8650" in text
+    assert "All 4 evaluations of the search" in text
+    assert '<td class="qz-num" data-sort="-0.0017">\u22120.00170</td><td>yes</td><td>front</td>' in text
+    for title in ("Estimated divergence", "Quantizers", "Block"):
+        assert f">{title}</th>" in text
+    fallback = dataclasses.replace(sample_record().fallback, evaluations=(), float_score=None, max_drop=None)  # type: ignore[type-var]
+    without = html_from_record(dataclasses.replace(sample_record(), fallback=fallback, sensitivity=(), measure=None))
+    assert "evaluations" not in without.partition("<pre>")[0]
+    assert "1 group, by fallback(max_drop=0.005)" in without
 
 
 def test_a_histogram_as_a_picture() -> None:
@@ -208,23 +223,6 @@ def test_diff_is_taken_apart_by_file() -> None:
     assert diff_files("just text")[0].name == "diff"
     comment = "--- a.sql\n+++ b.sql\n@@ -1 +1 @@\n--- a comment that is removed\n+x"
     assert [(file.added, file.removed) for file in diff_files(comment)] == [(1, 1)]
-
-
-def test_bars_are_ranked_well_formed_and_limited() -> None:
-    rows = sample_record().sensitivity
-    root = ElementTree.fromstring(sensitivity_bars(rows[::-1], limit=5))
-    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == 5
-    assert titles[0] == f"{rows[0].group} ({rows[0].kind}, float): 7.67%"
-    assert "5 of 40 groups" in root.attrib["aria-label"]
-
-
-@pytest.mark.parametrize("errors", [[], [0.0], [float("nan"), 0.5], [float("inf"), 0.5], [-1.0]], ids=str)
-def test_bars_of_odd_errors(errors: list[float]) -> None:
-    rows = [SimpleNamespace(group=EVIL, kind=EVIL, error=error, fallback=False) for error in errors]
-    root = ElementTree.fromstring(sensitivity_bars(rows))
-    assert "nan%" not in ElementTree.tostring(root, encoding="unicode")
-    assert root.find(".//{http://www.w3.org/2000/svg}script") is None
 
 
 def test_html_table_escapes_aligns_and_limits() -> None:

@@ -1,0 +1,45 @@
+"""What the pictures of a ranking read of its rows, and the order in which they show blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+__all__ = ["RankedRow", "blocks_in_order"]
+
+
+class RankedRow(Protocol):
+    """A group with its error."""
+
+    @property
+    def group(self) -> str:
+        """Name of the group."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of its sites."""
+
+    @property
+    def block(self) -> str:
+        """The block that it stands in."""
+
+    @property
+    def position(self) -> int:
+        """Its place in the model's order."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of its sites."""
+
+    @property
+    def error(self) -> float:
+        """What quantizing it alone costs."""
+
+    @property
+    def fallback(self) -> bool:
+        """Whether it was put back to float."""
+
+
+def blocks_in_order(rows: Iterable[RankedRow]) -> list[str]:
+    """Each block once, in the model's order."""
+    return list(dict.fromkeys(row.block for row in sorted(rows, key=lambda row: (row.position, row.group))))
