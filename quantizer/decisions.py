@@ -78,6 +78,10 @@ class Decisions:
             )
         return self.calibration.plan()
 
+    def known(self) -> Plan:
+        """What was decided; nothing, where nothing was calibrated (a model that was quantized in place)."""
+        return self.plan() if self._loaded is not None or self.calibration is not None else {}
+
     def products(self) -> tuple[CountedProduct, ...]:
         """What torch computed in calibration."""
         if self._loaded is not None and not self._outdated:

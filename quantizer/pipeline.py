@@ -60,6 +60,7 @@ from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.from_plan import escaped_records
 from quantizer.report.from_plan import site_records
+from quantizer.report.search_records import fallback_reason
 from quantizer.report.search_records import fallback_record
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
@@ -258,7 +259,9 @@ class _Run:
                 cache=self.scores,
             )
             self.console.print(
-                f"{len(chosen.groups)} groups put back to float, {self._reason(chosen)}", markup=False, highlight=False
+                f"{len(chosen.groups)} groups put back to float, {fallback_reason(chosen)}",
+                markup=False,
+                highlight=False,
             )
 
     def _tell(self, score: float, seconds: float) -> None:

@@ -291,7 +291,7 @@ class Quantizer:
             Path(path),
             example,
             opset=opset or max(target.opset, least_opset(quant_model)),
-            dtype=file_dtype(self.config, self._final_plan()),
+            dtype=file_dtype(self.config, self._decisions.known()),
             axes=dynamic_axes,
             unsigned=target.unsigned_activations,
         )

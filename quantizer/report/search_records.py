@@ -6,7 +6,7 @@ from quantizer.report.record import Evaluation
 from quantizer.report.record import Fallback
 from quantizer.sensitivity import Fallback as Chosen
 
-__all__ = ["fallback_record"]
+__all__ = ["fallback_reason", "fallback_record"]
 
 
 def fallback_record(chosen: Chosen) -> Fallback:
@@ -14,7 +14,7 @@ def fallback_record(chosen: Chosen) -> Fallback:
     front = chosen.pareto_front()
     return Fallback(
         groups=chosen.groups,
-        reason=f"by fallback({chosen.asked})",
+        reason=fallback_reason(chosen),
         evaluations=tuple(
             Evaluation(
                 groups=evaluation.groups,
@@ -28,4 +28,17 @@ def fallback_record(chosen: Chosen) -> Fallback:
         ),
         float_score=chosen.float_score,
         max_drop=chosen.max_drop,
+    )
+
+
+def fallback_reason(chosen: Chosen) -> str:
+    """Why these groups: what was asked, and what a search found."""
+    if chosen.float_score is None:
+        return f"chosen by fallback({chosen.asked})"
+    scores = {frozenset(evaluation.groups): evaluation.score for evaluation in chosen.evaluations}
+    # Only all groups together may have no score: they are the float model.
+    reached = scores.get(frozenset(chosen.groups), chosen.float_score)
+    return (
+        f"found by fallback({chosen.asked}) in {1 + len(chosen.evaluations)} evaluations: {reached:.5f} on the "
+        f"tuning rows, where the float model has {chosen.float_score:.5f}"
     )

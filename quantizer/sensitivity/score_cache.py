@@ -7,7 +7,9 @@ import json
 import os
 from collections.abc import Callable
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import CodeType
 
 from quantizer.errors import SensitivityError
 from quantizer.files import whole_file
@@ -59,14 +61,27 @@ def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object]) -> 
     What a metric reads besides is not seen: another data set needs another file, unless the metric says by an attribute
     ``reads`` (a text) what it is.
     """
-    code = getattr(metric, "__code__", None)
-    parts = [getattr(metric, "__qualname__", type(metric).__qualname__), str(getattr(metric, "reads", ""))]
-    parts += [] if code is None else [code.co_code.hex(), repr(code.co_names)]
+    parts = _of_function(metric)
     for site in plan.values():
         for operand in site.operands:
             scale = operand.scale.float().cpu().numpy().tobytes().hex() if operand.scale is not None else ""
             parts += [site.name, operand.name, operand.dtype, str(operand.quantized), str(operand.group), scale]
     return _digest(parts)
+
+
+def _of_function(function: Callable[..., object]) -> list[str]:
+    if isinstance(function, partial):
+        return ["partial", *_of_function(function.func), repr(function.args), repr(sorted(function.keywords.items()))]
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    defaults = repr(getattr(function, "__defaults__", None))
+    return [name, str(getattr(function, "reads", "")), defaults, *([] if code is None else _of_code(code))]
+
+
+def _of_code(code: CodeType) -> list[str]:
+    inner = [part for const in code.co_consts if isinstance(const, CodeType) for part in _of_code(const)]
+    constants = [repr(const) for const in code.co_consts if not isinstance(const, CodeType)]
+    return [code.co_code.hex(), repr(code.co_names), *constants, *inner]
 
 
 def _digest(parts: list[str]) -> str:

@@ -50,19 +50,22 @@ def search(
     _check(float_score, max_drop, max_evaluations, len(candidates))
     sign = 1 if higher_is_better else -1
     found: list[Evaluation] = []
+    known: dict[tuple[str, ...], bool] = {}
 
     with tqdm(total=max_evaluations, desc="fallback", unit="score", leave=False, disable=None, initial=1) as bar:
 
         def meets(kept: Sequence[Candidate]) -> bool:
             groups = tuple(part for entry, _ in kept for part in entry.parts)
-            value = score(groups)
-            drop = sign * (float_score - value)
-            found.append(Evaluation(groups=groups, score=value, drop=drop, cost=sum(cost for _, cost in kept)))
-            bar.update()
-            return drop <= max_drop
+            if groups not in known:
+                value = score(groups)
+                drop = sign * (float_score - value)
+                found.append(Evaluation(groups=groups, score=value, drop=drop, cost=sum(cost for _, cost in kept)))
+                known[groups] = drop <= max_drop
+                bar.update()
+            return known[groups]
 
         needed = _prefix(candidates, meets)
-        kept = _without_needless(list(candidates[:needed]), meets, max_evaluations - 1 - len(found))
+        kept = _without_needless(list(candidates[:needed]), meets, lambda: max_evaluations - 1 - len(found))
     record = chosen(sorted((entry for entry, _ in kept), key=lambda entry: entry.rank), f"max_drop={max_drop:g}")
     return replace(record, evaluations=tuple(found), float_score=float_score, max_drop=float(max_drop))
 
@@ -99,17 +102,27 @@ def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate
 
 
 def _without_needless(
-    kept: list[Candidate], meets: Callable[[Sequence[Candidate]], bool], evaluations: int
+    kept: list[Candidate], meets: Callable[[Sequence[Candidate]], bool], left: Callable[[], int]
 ) -> list[Candidate]:
-    """Take groups out, the last first, while the score allows it; several at once where evaluations are few."""
-    # The last one is needed: without it bisection saw the budget missed.
-    tried = len(kept) - 1
-    while tried > 0 and evaluations > 0:
-        size = math.ceil(tried / evaluations)
-        start = max(0, tried - size)
-        fewer = kept[:start] + kept[tried:]
-        evaluations -= 1
-        if meets(fewer):
-            kept = fewer
-        tried = start
+    """Take groups out while the score allows it: half of them at once, then halves of what was not to be missed.
+
+    The last ones first, which win least; and again, after others went, since scores need not grow with what is put
+    back.
+    """
+    before = -1
+    while len(kept) != before:
+        before = len(kept)
+        waiting = _halves(kept)
+        while waiting and left() > 0:
+            part = waiting.pop()
+            fewer = [candidate for candidate in kept if candidate not in part]
+            if fewer and meets(fewer):
+                kept = fewer
+            elif len(part) > 1:
+                waiting += _halves(part)
     return kept
+
+
+def _halves(part: list[Candidate]) -> list[list[Candidate]]:
+    middle = (len(part) + 1) // 2
+    return [half for half in (part[:middle], part[middle:]) if half]

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
 from quantizer.sensitivity import by_name
+from quantizer.sensitivity import fingerprint
 from quantizer.sensitivity import per_cost
 from quantizer.sensitivity import search
 
@@ -108,6 +110,23 @@ def test_groups_that_are_not_needed_are_won_back() -> None:
     assert found.ranks == (2, 3)
     assert found.float_score == 0.0
     assert found.reasons()["g3"] == "put back by fallback(max_drop=1): rank 3"
+
+
+def test_a_group_is_tried_again_after_others_went() -> None:
+    """Scores need not grow with what is put back: here the first group is enough, but not together with the second."""
+
+    def score(groups: tuple[str, ...]) -> float:
+        return 0.0 if "g1" in groups and groups != ("g1", "g2") else -2.0
+
+    found = search(
+        per_cost(_ranking([4.0, 3.0, 2.0, 1.0]), None),
+        0.0,
+        score,
+        max_drop=1.0,
+        higher_is_better=True,
+        max_evaluations=25,
+    )
+    assert found.groups == ("g1",)
 
 
 def test_a_score_that_is_better_than_float_is_no_drop() -> None:
@@ -317,6 +336,24 @@ def test_scores_of_another_calibration_are_not_taken(tmp_path: Path) -> None:
         amp(**data)
     quantizer.fallback(amp, max_drop=max_drop, metric=metric, cache=tmp_path / "scores.json")
     assert metric.calls > 0
+
+
+def _scaled(model: nn.Module, factor: float) -> float:
+    return factor * float(next(model.parameters()).sum())
+
+
+def test_metrics_are_told_apart_by_their_code() -> None:
+    metrics: list[Callable[[nn.Module], float]] = [
+        lambda model: _scaled(model, 1),
+        lambda model: _scaled(model, 2),
+        lambda model: max(_scaled(model, factor) for factor in (1, 2)),
+        lambda model, factor=3: _scaled(model, factor),
+        lambda model, factor=4: _scaled(model, factor),
+        partial(_scaled, factor=1),
+        partial(_scaled, factor=2),
+    ]
+    assert len({fingerprint({}, metric) for metric in metrics}) == len(metrics)
+    assert fingerprint({}, partial(_scaled, factor=2)) == fingerprint({}, metrics[-1])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"scores": {"a": "b"}}', '{"scores": 3}'])
