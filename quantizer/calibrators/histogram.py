@@ -67,9 +67,11 @@ class Histogram:
         assert self.exponent is not None
         size = _PIECE if x.device.type == "cpu" else x.numel()
         for piece in torch.split(in_memory_order(x.detach()).flatten(), size):
-            # Scaling by a power of two is exact, so truncation gives the true bin.
-            bins = piece.float().abs().mul_(2.0**-self.exponent).to(torch.int32)
-            self.counts += torch.bincount(bins, minlength=BINS).cpu()
+            # Scaling by a power of two is exact, so truncation toward 0 gives the true bin, with the value's sign. It
+            # fits into 16 bits, and the passes behind this one are the faster for it.
+            bins = piece.float().mul(2.0**-self.exponent).to(torch.int16).abs_()
+            # Not in place: counts made in inference mode could not be changed outside of it.
+            self.counts = self.counts + torch.bincount(bins, minlength=BINS).cpu()
 
     def merge(self, other: Histogram) -> None:
         """Add the counts of another histogram."""

@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuantizerError as error:
         print_error(error)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"interrupted: {stop.args[0] if stop.args else 'nothing was written'}", file=sys.stderr)
         return 130
 
 

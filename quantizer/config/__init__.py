@@ -13,13 +13,13 @@ from quantizer.config.quantizer_section import QuantizerConfig
 from quantizer.config.quantizer_section import SelectionConfig
 from quantizer.config.quantizer_section import SitesConfig
 from quantizer.config.quantizer_section import WeightsConfig
-from quantizer.config.schema import AmpConfig
 from quantizer.config.schema import DynamicConfig
 from quantizer.config.schema import EngineConfig
 from quantizer.config.schema import ExportConfig
-from quantizer.config.schema import FallbackConfig
 from quantizer.config.schema import ReportConfig
 from quantizer.config.schema import RunConfig
+from quantizer.config.sensitivity_section import AmpConfig
+from quantizer.config.sensitivity_section import FallbackConfig
 
 __all__ = [
     "ActivationsConfig",

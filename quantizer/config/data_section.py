@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from os.path import expanduser
+from os.path import realpath
 from typing import Literal
 
 from pydantic import Field
@@ -42,12 +44,31 @@ class DatasetConfig(Section):
     offset: int = Field(default=0, ge=0, description="Skip this many rows first.")
     subset: Text | None = Field(default=None, description="Part of the data set, such as 'movieReviewSnippets'.")
 
+    def shares_rows_with(self, other: DatasetConfig) -> bool:
+        """Whether a row of one is, or may be, a row of the other."""
+        if self._source != other._source:
+            return False
+        if self.split != other.split:
+            # Without a split it is all of them, and in another order: offset and rows do not tell.
+            return None in (self.split, other.split)
+        first, second = sorted((self, other), key=lambda dataset: dataset.offset)
+        return first.rows is None or second.offset < first.offset + first.rows
+
+    @property
+    def _source(self) -> tuple[str | None, ...]:
+        return self.name, None if self.path is None else realpath(expanduser(self.path)), self.subset
+
 
 class DataConfig(Section):
     """The rows of each stage."""
 
     calibration: DatasetConfig = Field(description="Rows that the activation ranges are taken from.")
     evaluation: DatasetConfig = Field(description="Rows that the scores are measured on.")
+    tuning: DatasetConfig | None = Field(
+        default=None,
+        description="Rows that a choice is scored on, none of them of evaluation; needed by fallback.max_drop and by "
+        "amp.measure 'metric'.",
+    )
     head: DatasetConfig | None = Field(
         default=None, description="Rows that the classifier is fitted on; needed by task 'embedding-classification'."
     )

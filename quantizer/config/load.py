@@ -121,7 +121,7 @@ def _with_absolute_paths(run: RunConfig) -> RunConfig:
     if model.source.startswith(("./", "../", "~/")) or Path(model.source).exists():
         model = model.model_copy(update={"source": abspath(expanduser(model.source))})
     found = {}
-    for name in ("calibration", "evaluation", "head"):
+    for name in ("calibration", "evaluation", "tuning", "head"):
         dataset = getattr(run.data, name)
         if dataset is not None and dataset.path is not None:
             found[name] = dataset.model_copy(update={"path": abspath(expanduser(dataset.path))})

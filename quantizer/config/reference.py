@@ -62,6 +62,7 @@ fits `sentence-similarity`. Subsets of `vader`: `tweets`, `movieReviewSnippets`,
 `nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document.
 
 The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.
+Rows that a search was scored on flatter its choice: `tuning` may hold no row of `evaluation`, which is an error.
 """
 
 

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator
 from pydantic import Field
 from pydantic import ValidationInfo
 from pydantic import field_validator
-from pydantic import model_validator
 
 from quantizer.config.data_section import DataConfig
 from quantizer.config.data_section import ModelConfig
@@ -22,40 +21,19 @@ from quantizer.config.section import Text
 from quantizer.config.section import reject
 from quantizer.config.section import some_and_unique
 from quantizer.config.section import tuple_from_list
+from quantizer.config.sensitivity_section import AmpConfig
+from quantizer.config.sensitivity_section import FallbackConfig
 
 __all__ = [
-    "AmpConfig",
     "DynamicConfig",
     "EngineConfig",
     "ExportConfig",
-    "FallbackConfig",
     "ReportConfig",
     "RunConfig",
 ]
 
 _HALF_SCALES_OPSET = 19
 """QuantizeLinear takes half scales from here on."""
-
-
-class AmpConfig(Section):
-    """How the cost of each group of sites is measured."""
-
-    batches: int = Field(default=2, ge=1, description="Calibration batches that each group is measured on.")
-
-
-class FallbackConfig(Section):
-    """How many groups of sites go back to the fallback type: exactly one of ``num`` and ``ratio``."""
-
-    num: int | None = Field(default=None, ge=1, description="Put back this many of the most sensitive groups.")
-    ratio: float | None = Field(default=None, gt=0, le=1, description="Put back this share of all groups.")
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> FallbackConfig:
-        if self.num is None and self.ratio is None:
-            reject(("", "neither num nor ratio is set; expected exactly one of them, such as num: 4"))
-        if self.num is not None and self.ratio is not None:
-            reject(("", f"num is {self.num} and ratio is {self.ratio}; expected exactly one of them: remove the other"))
-        return self
 
 
 class DynamicConfig(Section):
@@ -109,7 +87,7 @@ class RunConfig(Section):
     quantizer: QuantizerConfig = Field(default=QuantizerConfig(), description="What is quantized, and how.")
     amp: AmpConfig | None = Field(default=None, description="Measure what each group costs; null: do not.")
     fallback: FallbackConfig | None = Field(
-        default=None, description="Put the most sensitive groups back to the fallback type; null: none. Needs amp."
+        default=None, description="Put groups back to the fallback type; null: none. All but names need amp."
     )
     export: ExportConfig = Field(default=ExportConfig(), description="How the ONNX file is written.")
     engine: EngineConfig = Field(default=EngineConfig(), description="How the engine is built and run.")
@@ -124,21 +102,45 @@ class RunConfig(Section):
 
     @field_validator("data")
     @classmethod
-    def _head_fits_task(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
+    def _rows_fit(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
+        problems = []
         model = info.data.get("model")
         if isinstance(model, ModelConfig):
             needs_head = model.task == "embedding-classification"
             if needs_head and data.head is None:
-                reject(("head", f"is missing; expected the rows to fit the classifier of model.task {model.task!r} on"))
+                text = f"is missing; expected the rows to fit the classifier of model.task {model.task!r} on"
+                problems.append(("head", text))
             if not needs_head and data.head is not None:
-                reject(("head", f"is not used by model.task {model.task!r}; remove it"))
+                problems.append(("head", f"is not used by model.task {model.task!r}; remove it"))
+        if data.tuning is not None and data.tuning.shares_rows_with(data.evaluation):
+            text = (
+                "has rows of data.evaluation: a score on rows that the choice was made on is better than the model; "
+                "expected other rows, by path, split, or offset and rows"
+            )
+            problems.append(("tuning", text))
+        if problems:
+            reject(*problems)
         return data
 
     @field_validator("fallback")
     @classmethod
-    def _fallback_has_measurements(cls, fallback: FallbackConfig | None, info: ValidationInfo) -> FallbackConfig | None:
-        if fallback is not None and "amp" in info.data and info.data["amp"] is None:
-            reject(("", "needs the ranking that amp measures; expected an amp section, such as amp: {batches: 2}"))
+    def _fallback_has_what_it_needs(
+        cls, fallback: FallbackConfig | None, info: ValidationInfo
+    ) -> FallbackConfig | None:
+        problems = []
+        data, amp = info.data.get("data"), info.data.get("amp")
+        ranked = fallback is not None and fallback.names is None
+        if ranked and "amp" in info.data and amp is None:
+            problems.append(("", "needs the ranking that amp measures; expected an amp section, such as amp: {}"))
+        users = ["fallback.max_drop"] if fallback is not None and fallback.max_drop is not None else []
+        users += ["amp.measure 'metric'"] if isinstance(amp, AmpConfig) and amp.measure == "metric" else []
+        if isinstance(data, DataConfig) and users and data.tuning is None:
+            text = f"is missing; expected the rows to score on for {' and '.join(users)}, none of them of evaluation"
+            problems.append(("/data.tuning", text))
+        if isinstance(data, DataConfig) and "amp" in info.data and not users and data.tuning is not None:
+            problems.append(("/data.tuning", "is used by fallback.max_drop and amp.measure 'metric' only; remove it"))
+        if problems:
+            reject(*problems)
         return fallback
 
     @field_validator("export")

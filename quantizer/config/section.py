@@ -39,10 +39,10 @@ def reject(*problems: tuple[str, str]) -> NoReturn:
     """Raise the error that a validator of a section raises for values that do not fit together.
 
     Args:
-        problems: path of the key relative to the validated value ("latency_batch", or "" for the value itself), and
-            what is wrong.
+        problems: path of the key relative to the validated value ("latency_batch", "" for the value itself, or
+            "/data.head" from the top of the file), and what is wrong.
     """
-    summary = "; ".join(f"{path}: {text}" if path else text for path, text in problems)
+    summary = "; ".join(f"{path.lstrip('/')}: {text}" if path else text for path, text in problems)
     raise PydanticCustomError("cross_field", "{summary}", {"summary": summary, "problems": list(problems)})
 
 

@@ -58,8 +58,9 @@ def note_problems(error: ValidationError, draft: Draft, schema: type[Section], a
         if any(path[: len(hole)] == hole for hole in draft.holes):
             continue
         if detail["type"] == "cross_field":
-            for below, text in detail["ctx"]["problems"]:
-                draft.add((*path, *filter(None, below.split("."))), text)
+            for key, text in detail["ctx"]["problems"]:
+                above, below = (at, key[1:]) if key.startswith("/") else (path, key)
+                draft.add((*above, *filter(None, below.split("."))), text)
         else:
             draft.add(path, _explain(detail, schema, at))
 

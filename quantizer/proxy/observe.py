@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._python_dispatch
 from torch import Tensor
 from torch import nn
+from torch.utils import _python_dispatch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.calibrators import Calibrator
@@ -219,7 +219,7 @@ class Observation:
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         # always_call: this also runs after an exception in the pass, and after one in _begin itself.
         self.counter.stop()
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is self.provenance:
+        if _python_dispatch._get_current_dispatch_mode() is self.provenance:
             self.provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _count(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
@@ -236,9 +236,14 @@ class Observation:
         Raises:
             CalibrationError: an operand holds NaN or an infinity.
         """
-        # What is computed to see them is none of the model's: nobody counts it or asks where it comes from.
-        with torch.utils._python_dispatch._disable_current_modes():
+        # What is computed to see them is none of the model's: nobody counts it or asks where it comes from. torch's
+        # _disable_current_modes does the same, and knows modes of tracers besides, which takes it three times as long.
+        modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+        try:
             self._see(site, values, inside)
+        finally:
+            for mode in reversed(modes):
+                _python_dispatch._push_mode(mode)
 
     def _see(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
         record = self.records[site.path]
@@ -316,9 +321,9 @@ class Observation:
         """Why a site that is called many times cannot hold its weight: it is not always the same."""
         given = (operand for operand in site.operation.operands if operand.index is not None)
         for operand, weight in zip(given, weights, strict=True):
-            seen = record.operands.get(operand.name, OperandRecord())
-            first = seen.weight is None and seen.group is None
-            if not first and not same_weight(seen.weight, weight):
+            seen = record.operands.get(operand.name)
+            first = seen is None or (seen.weight is None and seen.group is None)
+            if seen is not None and not first and not same_weight(seen.weight, weight):
                 return VARIES
         return None
 

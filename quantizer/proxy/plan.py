@@ -10,15 +10,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from quantizer.numerics.qtype import INT8
 from quantizer.proxy.weight import WeightView
 
-__all__ = ["NEVER_RAN", "NOT_CALIBRATED", "OperandPlan", "Plan", "SitePlan", "put_back", "summary"]
+__all__ = [
+    "NEVER_RAN",
+    "NOT_CALIBRATED",
+    "OperandPlan",
+    "Plan",
+    "SitePlan",
+    "beyond_half",
+    "put_back",
+    "summary",
+]
 
 NEVER_RAN = "never ran in calibration"
 NOT_CALIBRATED = "not calibrated yet"
+
+_LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,6 +83,11 @@ class OperandPlan:
         return None if self.amax is None else float(self.amax.max())
 
     @property
+    def magnitude(self) -> float:
+        """The largest absolute value that was seen; 0 where none was."""
+        return max(abs(self.minimum or 0.0), abs(self.maximum or 0.0))
+
+    @property
     def scales(self) -> int:
         """How many scales it has; 1 where no range was seen."""
         return 1 if self.amax is None else self.amax.numel()
@@ -110,7 +127,7 @@ def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
     result: Plan = {}
     for path, entry in plan.items():
         operands = tuple(
-            replace(o, quantized=False, reason=groups[o.group])
+            replace(o, quantized=False, reason=groups[o.group] + _width(o))
             if o.quantized and o.group is not None and o.group in groups
             else o
             for o in entry.operands
@@ -122,6 +139,25 @@ def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
             reason = summary(operands) if quantized else changed[0].reason or ""
         result[path] = replace(entry, operands=operands, quantized=quantized, reason=reason)
     return result
+
+
+def beyond_half(plan: Mapping[str, SitePlan]) -> dict[str, float]:
+    """The activations whose values float16 cannot hold, with the largest: by ``SITE.OPERAND``.
+
+    Quantized ones too: until it is rounded, an operand is a float.
+    """
+    return {
+        f"{site.name}.{operand.name}": operand.magnitude
+        for site in plan.values()
+        for operand in site.operands
+        if operand.role == "activation" and operand.magnitude > _LARGEST_HALF
+    }
+
+
+def _width(operand: OperandPlan) -> str:
+    if operand.magnitude <= _LARGEST_HALF:
+        return ""
+    return f", in float32: calibration saw {operand.magnitude:.3g}, and float16 ends at {_LARGEST_HALF:.0f}"
 
 
 def summary(operands: tuple[OperandPlan, ...]) -> str:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -133,7 +132,6 @@ PRODUCTS: dict[str, Product] = {
 """Every operation of torch that multiplies matrices, as a dispatch mode sees it, by qualified name."""
 
 
-@cache
 def product_name(func: Any) -> str | None:
     """The name in ``PRODUCTS`` of what a dispatch mode sees; None where it is no product."""
     # An overload's name stands behind a dot.
@@ -141,7 +139,6 @@ def product_name(func: Any) -> str | None:
     return name if name in PRODUCTS else None
 
 
-@cache
 def is_composite(func: Any) -> bool:
     """Whether torch defines an operation by others, such as ``linear`` by ``addmm``; then those are counted."""
     if not isinstance(func, torch._ops.OpOverload):

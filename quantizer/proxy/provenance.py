@@ -2,20 +2,23 @@
 
 A dispatch mode sees every operation below Python and hands a tensor's origin on to what is computed from it. The
 origin is the last site that made it. Tensors themselves carry nothing of ours: the table is keyed by identity and
-forgets a tensor when it dies.
+keeps no tensor alive.
+
+This runs for every operation of a pass, so it does little for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.products import PRODUCTS
@@ -39,70 +42,82 @@ class Origin:
     name: str
 
 
-class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks origins while it is entered, and tells a counter of every product.
+_OF_PARAMETERS = Origin("parameter", "")
+_OF_SOFTMAX = Origin("softmax", "")
 
-    Attributes:
-        origins: by tensor.
-    """
+
+class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tracks origins while it is entered, and tells a counter of every product."""
 
     def __init__(self, counter: ProductCounter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.origins: Any = WeakIdKeyDictionary()
+        # By id, with the tensor that had it: another may get the id of one that died. torch's WeakIdKeyDictionary does
+        # the same, at the price of several Python calls.
+        self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
         self._counter = counter
 
     def mark(self, value: Any, origin: Origin) -> None:
         """Say that ``value`` was made by a site."""
         if isinstance(value, Tensor):
-            self.origins[value] = origin
+            self._origins[id(value)] = (weakref.ref(value), origin)
 
     def origin(self, value: Tensor) -> Origin | None:
         """The origin of a tensor; None where nothing is known of it."""
-        if isinstance(value, nn.Parameter):
-            return Origin("parameter", "")
-        found: Origin | None = self.origins.get(value)
-        return found
+        # The first question spares most tensors the second, which is slow: a parameter is always of another type.
+        if type(value) is not Tensor and isinstance(value, nn.Parameter):
+            return _OF_PARAMETERS
+        found = self._origins.get(id(value))
+        return found[1] if found is not None and found[0]() is value else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_composite(func) and not any(tensor.is_nested for tensor in _tensors(args)):
+        composite, product = _known_of(func)
+        if composite and not any(tensor.is_nested for tensor in _tensors(args)):
             # Only under inference_mode: elsewhere torch took it apart before it came here.
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
-        name = product_name(func)
-        if name is not None:
-            origins = map(self.origin, PRODUCTS[name].tensors(args))
+        if product is not None:
+            origins = map(self.origin, PRODUCTS[product].tensors(args))
             of_parameters = all(origin is not None and origin.kind == "parameter" for origin in origins)
-            self._counter.count(name, args, result, of_parameters)
-        made = [tensor for tensor in _tensors([result]) if tensor.is_floating_point()]
-        if made:
-            origin = self._joined([*_tensors(args), *_tensors(kwargs.values())])
-            if func in _SOFTMAX:
-                origin = Origin("softmax", "")
-            for tensor in made if origin is not None else ():
-                self.origins[tensor] = origin
+            self._counter.count(product, args, result, of_parameters)
+        origin = _OF_SOFTMAX if func in _SOFTMAX else self._joined(_tensors((*args, *kwargs.values())))
+        if origin is not None:
+            for tensor in _tensors((result,)):
+                if tensor.is_floating_point():
+                    self.mark(tensor, origin)
         return result
 
-    def _joined(self, inputs: Sequence[Tensor]) -> Origin | None:
+    def _joined(self, inputs: Iterable[Tensor]) -> Origin | None:
         """The origin of what is computed from ``inputs``: that of the first input with one, parameters last.
 
         Integers count as inputs: what an embedding looks up in a parameter depends on the data.
         """
-        known = [origin for origin in map(self.origin, inputs) if origin is not None]
-        computed = [origin for origin in known if origin.kind != "parameter"]
-        if computed:
-            return computed[0]
-        return known[0] if known and len(known) == len(inputs) else None
+        parameters, others = None, False
+        for tensor in inputs:
+            origin = self.origin(tensor)
+            if origin is None:
+                others = True
+            elif origin.kind != "parameter":
+                return origin
+            else:
+                parameters = origin
+        return None if others else parameters
 
 
-def _tensors(values: Any) -> list[Tensor]:
+@cache
+def _known_of(func: Any) -> tuple[bool, str | None]:
+    """Whether an operation is composite, and its name among the products."""
+    return is_composite(func), product_name(func)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, tuple | list):
+        elif isinstance(value, (tuple, list)):
             found += [item for item in value if isinstance(item, Tensor)]
     return found

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import asdict
 from dataclasses import dataclass
+from typing import Any
 
 from quantizer.errors import SensitivityError
 from quantizer.proxy.rules import matches
@@ -60,6 +63,30 @@ class Fallback:
             group: f"put back by fallback({self.asked})" + ("" if rank is None else f": rank {rank}")
             for group, rank in zip(self.groups, ranks, strict=True)
         }
+
+    def document(self) -> dict[str, Any]:
+        """The record as lists, numbers and text, for a file."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Fallback:
+        """The record that ``document`` gave.
+
+        Raises:
+            SensitivityError: it is none.
+        """
+        try:
+            fields = dict(document)
+            evaluations = tuple(
+                Evaluation(**{**entry, "groups": tuple(entry["groups"])}) for entry in fields.pop("evaluations")
+            )
+            groups, ranks = tuple(fields.pop("groups")), tuple(fields.pop("ranks"))
+            asked = fields.pop("asked")
+            if not isinstance(asked, str):
+                raise TypeError("asked is no text")
+            return cls(groups=groups, ranks=ranks, asked=asked, evaluations=evaluations, **fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SensitivityError(f"the record of a fallback is damaged: {error}") from error
 
     def pareto_front(self) -> tuple[Evaluation, ...]:
         """The evaluations that no other beats in both cost and drop, cheapest first."""

@@ -38,7 +38,7 @@ class Metric:
             raise SensitivityError(f"the metric raised {type(error).__name__} for {which}: {error}") from error
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         # NumPy's scalars are numbers to Python as well.
-        if isinstance(number, bool) or not hasattr(number, "__float__"):
+        if isinstance(number, bool | Tensor) or not hasattr(number, "__float__"):
             raise SensitivityError(f"the metric gave {type(value).__name__} for {which}; expected one number")
         if not math.isfinite(number):
             raise SensitivityError(f"the metric gave {float(number)} for {which}; expected a finite number")

@@ -23,6 +23,9 @@ class ScoreCache:
         path: a JSON file; None: nothing is kept after this search.
         search: what tells this search from others that use the file.
 
+    Attributes:
+        known: how many scores of this search there are.
+
     Raises:
         SensitivityError: the file is none of ours.
     """
@@ -34,9 +37,13 @@ class ScoreCache:
         if self._path is not None and self._path.exists():
             self._scores = _read(self._path)
 
+    @property
+    def known(self) -> int:
+        return sum(key.startswith(f"{self._search}/") for key in self._scores)
+
     def score(self, groups: tuple[str, ...] | None, take: Callable[[], float]) -> float:
         """The score with ``groups`` float (None: the user's own model), taken once and then remembered."""
-        key = _digest([self._search, *(["float model"] if groups is None else ["groups", *sorted(groups)])])
+        key = f"{self._search}/" + _digest(["float model"] if groups is None else ["groups", *sorted(groups)])
         if key not in self._scores:
             self._scores[key] = take()
             if self._path is not None:
@@ -49,10 +56,11 @@ class ScoreCache:
 def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object]) -> str:
     """Tells plans and metrics apart: by every scale (weights have some for each channel) and by the metric's code.
 
-    What a metric reads besides is not seen: another data set needs another file.
+    What a metric reads besides is not seen: another data set needs another file, unless the metric says by an attribute
+    ``reads`` (a text) what it is.
     """
     code = getattr(metric, "__code__", None)
-    parts = [getattr(metric, "__qualname__", type(metric).__qualname__)]
+    parts = [getattr(metric, "__qualname__", type(metric).__qualname__), str(getattr(metric, "reads", ""))]
     parts += [] if code is None else [code.co_code.hex(), repr(code.co_names)]
     for site in plan.values():
         for operand in site.operands:

@@ -169,10 +169,12 @@ METHODS = {method: entry for entry in CATALOGUE for method in entry.methods}
 OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operators}
 """Entries by name of an operator's class in ``ast``."""
 
+_BY_NAME = {entry.name: entry for entry in CATALOGUE}
+
 
 def operation(name: str) -> Operation:
     """The entry called ``name``."""
-    return next(entry for entry in CATALOGUE if entry.name == name)
+    return _BY_NAME[name]
 
 
 def is_fast_path_switch(function: object) -> bool:

@@ -356,6 +356,18 @@ def test_the_observed_tensor_is_not_changed(kind: str) -> None:
     assert not calibrator.histogram.counts.requires_grad
 
 
+def test_a_histogram_goes_on_outside_of_inference_mode() -> None:
+    values = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    calibrator, other = make_calibrator("percentile"), make_calibrator("percentile")
+    with torch.inference_mode():
+        calibrator.observe(values)
+    calibrator.observe(3 * values)
+    other.observe(torch.cat([values, 3 * values]))
+    assert calibrator.histogram is not None
+    assert other.histogram is not None
+    assert torch.equal(calibrator.histogram.counts, other.histogram.counts)
+
+
 def test_a_histogram_that_starts_late() -> None:
     calibrator = PercentileCalibrator()
     calibrator.histogram = None

@@ -67,7 +67,7 @@ def test_three_faults_at_once(write: Write) -> None:
         "YAML reads this as text: write 128, without quotes",
         "good.yaml:7: quantizer.backend: got the text 'tensort'; expected 'tensorrt', 'tensorrt-rtx', 'openvino' or "
         "'onnxruntime'; did you mean 'tensorrt'?",
-        "good.yaml:8: amp.batchs: unknown key; expected one of batches; did you mean 'batches'?",
+        "good.yaml:8: amp.batchs: unknown key; expected one of measure, granularity, batches; did you mean 'batches'?",
     ]
 
 
@@ -204,6 +204,156 @@ def test_fallback_needs_amp_and_one_choice(write: Write) -> None:
     ]
     (alone,) = _problems(lambda: load_run(write(GOOD), ["~amp"]))
     assert alone.startswith("good.yaml:9: fallback: needs the ranking that amp measures; expected an amp section")
+
+
+# -- which groups go back ------------------------------------------------------------------------------------------
+
+TUNING = GOOD.replace("  evaluation:", "  tuning: {name: stsb-csv, offset: 128, rows: 100}\n  evaluation:").replace(
+    "evaluation: {name: stsb-csv}", "evaluation: {name: stsb-csv, offset: 228}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fallback", "problem"),
+    [
+        ("{}", "none of num, ratio, names and max_drop is set; expected exactly one of them, such as num: 4"),
+        ("{names: []}", "fallback.names: is an empty list"),
+        ("{names: [a, a]}", "fallback.names: 'a' is listed twice"),
+        ("{names: a}", r"fallback.names: got the text 'a'; .*write \[a\]"),
+        ("{names: ['']}", r"fallback.names\[0\]: is empty; expected text"),
+        ("{names: [a], num: 2}", r"num is 2 and names is \['a'\]; expected exactly one of them: remove the other$"),
+        ("{num: 2, ratio: 0.1, names: [a]}", "num is 2, ratio is 0.1 and names is .*: remove the others$"),
+        ("{num: 2, max_evaluations: 9}", "fallback.max_evaluations: belongs to the search of max_drop"),
+        ("{num: 0}", "fallback.num: got the whole number 0; expected a whole number, at least 1"),
+        ("{ratio: 0}", "fallback.ratio: got the whole number 0; expected a number, above 0 and at most 1"),
+        ("{num: 2, costs: flops}", "fallback.costs: got the text 'flops'; expected 'multiply_adds' or null"),
+        ("{names: [a], costs: multiply_adds}", "fallback.costs: orders the groups to choose from, but names chooses"),
+        ("{max_drop: -0.1}", "fallback.max_drop: got the number -0.1; expected a number, at least 0, or null"),
+        ("{max_drop: .inf}", "fallback.max_drop: got the number inf; expected a number"),
+        ("{max_drop: true}", "fallback.max_drop: got true; expected a number"),
+        ("{max_drop: 1e-3}", "fallback.max_drop: got the text '1e-3'; .*write 0.001, without quotes"),
+        ("{max_drop: 0.1, max_evaluations: 1}", "max_evaluations: got the whole number 1; expected .*at least 2"),
+        ("{max_dorp: 0.1, num: 1}", "fallback.max_dorp: unknown key; .*did you mean 'max_drop'"),
+    ],
+)
+def test_bad_fallbacks(write: Write, fallback: str, problem: str) -> None:
+    text = GOOD.replace("fallback: {num: 3}", f"fallback: {fallback}")
+    with pytest.raises(ConfigError, match="^1 problem in the configuration:\n  - good.yaml:9: .*" + problem):
+        load_run(write(text))
+
+
+def test_two_problems_of_one_fallback(write: Write) -> None:
+    problems = _problems(lambda: load_run(write(GOOD), ["fallback={max_evaluations: 3, num: 2, ratio: 0.5}"]))
+    assert len(problems) == 2
+    assert "}': fallback: num is 2 and ratio is 0.5; expected exactly one of them" in problems[0]
+    assert "}': fallback.max_evaluations: belongs to the search of max_drop, which is not set" in problems[1]
+
+
+@pytest.mark.parametrize(
+    ("amp", "problem"),
+    [
+        ("{measure: gradients}", "amp.measure: got the text 'gradients'; .*did you mean 'gradient'"),
+        ("{granularity: module}", "amp.granularity: got the text 'module'; expected 'group', 'layer' or 'block'"),
+        ("{batches: 0}", "amp.batches: got the whole number 0; expected a whole number, at least 1"),
+    ],
+)
+def test_bad_measurements(write: Write, amp: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match="^1 problem in the configuration:\n  - good.yaml:8: .*" + problem):
+        load_run(write(GOOD.replace("{batches: 4}", amp)))
+
+
+def test_named_groups_need_no_measurement(write: Write) -> None:
+    run = load_run(write(GOOD), ["~amp", "fallback={names: [a.*, b]}"])
+    assert run.fallback == FallbackConfig(names=("a.*", "b"))
+
+
+def test_a_budget_needs_rows_of_its_own(write: Write) -> None:
+    (missing,) = _problems(lambda: load_run(write(GOOD), ["fallback={max_drop: 0.1}"]))
+    assert missing == (
+        "good.yaml:3: data.tuning: is missing; expected the rows to score on for fallback.max_drop, none of them of "
+        "evaluation"
+    )
+    (both,) = _problems(lambda: load_run(write(GOOD), ["fallback={max_drop: 0.1}", "amp.measure=metric"]))
+    assert "for fallback.max_drop and amp.measure 'metric', none" in both
+    (alone,) = _problems(lambda: load_run(write(GOOD), ["~fallback", "amp.measure=metric"]))
+    assert "for amp.measure 'metric', none" in alone
+    for words in (["fallback={max_drop: 0}"], ["amp.measure=metric"], ["amp.measure=metric", "~fallback"]):
+        assert load_run(write(TUNING), words).data.tuning is not None
+
+
+@pytest.mark.parametrize("words", [[], ["~fallback"], ["~fallback", "~amp"]])
+def test_rows_that_nothing_is_scored_on(write: Write, words: list[str]) -> None:
+    (problem,) = _problems(lambda: load_run(write(TUNING), words))
+    assert problem == (
+        "good.yaml:5: data.tuning: is used by fallback.max_drop and amp.measure 'metric' only; remove it"
+    )
+
+
+def test_problems_of_rows_and_budget_come_together(write: Write) -> None:
+    text = GOOD.replace("rows: 128", "rows: 0").replace("{num: 3}", "{max_drop: x}") + "output: 3\n"
+    assert len(_problems(lambda: load_run(write(text)))) == 3
+    twice = _problems(lambda: load_run(write(GOOD.replace("{num: 3}", "{max_drop: 0.1}")), ["~amp"]))
+    assert [problem.split(": ")[1] for problem in twice] == ["data.tuning", "fallback"]
+
+
+SAME = "data.tuning: has rows of data.evaluation: "
+
+
+@pytest.mark.parametrize(
+    ("tuning", "evaluation", "shared"),
+    [
+        ("{name: a}", "{name: a}", True),
+        ("{name: a}", "{name: b}", False),
+        ("{name: a, path: x.csv}", "{name: a, path: ./x.csv}", True),
+        ("{name: a, path: x.csv}", "{name: a, path: sub/../x.csv}", True),
+        ("{name: a, path: x.csv}", "{name: a, path: y.csv}", False),
+        ("{name: a, path: link.csv}", "{name: a, path: x.csv}", True),
+        ("{name: a, split: s}", "{name: a, split: t}", False),
+        ("{name: a, split: s}", "{name: a, split: s}", True),
+        # Without a split it is all of them.
+        ("{name: a, split: s, rows: 5}", "{name: a, offset: 50}", True),
+        ("{name: a, subset: s}", "{name: a, subset: t}", False),
+        ("{name: a, rows: 10}", "{name: a, offset: 10}", False),
+        ("{name: a, offset: 10}", "{name: a, rows: 10}", False),
+        ("{name: a, rows: 11}", "{name: a, offset: 10}", True),
+        ("{name: a, offset: 10}", "{name: a, rows: 11}", True),
+        ("{name: a, offset: 10, rows: 5}", "{name: a, offset: 15, rows: 5}", False),
+        ("{name: a, offset: 10, rows: 6}", "{name: a, offset: 15, rows: 5}", True),
+        ("{name: a, offset: 12, rows: 1}", "{name: a, offset: 10, rows: 5}", True),
+        ("{name: a, offset: 10}", "{name: a, offset: 90}", True),
+    ],
+)
+def test_tuning_on_rows_of_the_evaluation(write: Write, tuning: str, evaluation: str, shared: bool) -> None:
+    path = write(GOOD.replace("evaluation: {name: stsb-csv}", f"evaluation: {evaluation}\n  tuning: {tuning}"))
+    Path("x.csv").touch()
+    Path("link.csv").symlink_to("x.csv")
+    words = ["fallback={max_drop: 0.1}"]
+    if not shared:
+        assert load_run(path, words).data.tuning is not None
+        return
+    (problem,) = _problems(lambda: load_run(path, words))
+    assert problem.startswith("good.yaml:6: " + SAME)
+
+
+def test_tuning_on_rows_of_the_calibration_is_no_error(write: Write) -> None:
+    path = write(TUNING.replace("offset: 128, rows: 100", "rows: 128"))
+    assert (
+        load_run(path, ["fallback={max_drop: 0.1}"]).data.tuning == load_run(path, ["amp.measure=metric"]).data.tuning
+    )
+
+
+def test_the_path_of_the_tuning_rows_is_made_absolute(write: Write, tmp_path: Path) -> None:
+    run = load_run(write(TUNING), ["amp.measure=metric", "data.tuning.path=dev.csv"])
+    assert run.data.tuning is not None
+    assert run.data.tuning.path == str(tmp_path / "dev.csv")
+
+
+@pytest.mark.parametrize(
+    "fallback", ["{num: 2}", "{names: [a, b]}", "{max_drop: 0.01}", "{max_drop: 0, max_evaluations: 9}"]
+)
+def test_a_file_with_every_default_filled_in_is_read_again(write: Write, fallback: str) -> None:
+    run = load_run(write(TUNING), [f"fallback={fallback}", *(["~data.tuning"] if "max_drop" not in fallback else [])])
+    assert load_run(write(dump_yaml(run))) == run
 
 
 # -- overrides -----------------------------------------------------------------------------------------------------

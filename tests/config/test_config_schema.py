@@ -78,7 +78,13 @@ def test_residual_add_keeps_its_kind(value: object) -> None:
     ("changes", "match"),
     [
         ({"fallback": {"num": 1, "ratio": 0.5}, "amp": {}}, "num is 1 and ratio is 0.5"),
-        ({"fallback": {}, "amp": {}}, "neither num nor ratio"),
+        ({"fallback": {}, "amp": {}}, "none of num, ratio, names and max_drop is set"),
+        ({"fallback": {"max_drop": 0.1}, "amp": {}}, "data.tuning: is missing; expected the rows to score on"),
+        ({"data": {**DATA, "tuning": {"name": "c"}}}, "data.tuning: is used by fallback.max_drop and"),
+        (
+            {"data": {**DATA, "tuning": {"name": "b"}}, "amp": {"measure": "metric"}},
+            "tuning: has rows of data.evaluation",
+        ),
         ({"fallback": {"num": 1}}, "expected an amp section"),
         ({"report": {"latency_batch": 64}}, "latency_batch: got 64; expected 1 to 32"),
         ({"report": {"latency_sequence": 8}}, "latency_sequence: got 8; expected 16 to 512"),
@@ -96,6 +102,13 @@ def test_values_that_do_not_fit_together(changes: dict[str, Any], match: str) ->
 @pytest.mark.parametrize("percentile", [1e-6, 50, 99.9, 100])
 def test_percentile_in_range(percentile: float) -> None:
     assert config.ActivationsConfig(percentile=percentile).percentile == percentile
+
+
+def test_defaults_of_a_measurement_and_a_search() -> None:
+    assert config.AmpConfig() == config.AmpConfig(measure="gradient", granularity="group", batches=4)
+    assert config.FallbackConfig(max_drop=0).evaluations == 25
+    assert config.FallbackConfig(max_drop=0, max_evaluations=9).evaluations == 9
+    assert config.FallbackConfig(names=("a",)).costs is None
 
 
 @pytest.mark.parametrize("ratio", [0.001, 1])

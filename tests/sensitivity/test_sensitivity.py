@@ -237,10 +237,12 @@ def test_fallback_takes_the_proxy_of_the_last_amp(which: str) -> None:
 
 # -- choosing ------------------------------------------------------------------------------------------------------
 
-RANKING = [
-    GroupError(rank=n, group=f"g{n}", kind="linear", error=1 / n, sites=(f"g{n}",), parts=(f"g{n}",))
-    for n in range(1, 8)
-]
+
+def _entry(rank: int, error: float) -> GroupError:
+    return GroupError(rank=rank, group=f"g{rank}", kind="linear", error=error, sites=(f"g{rank}",), parts=(f"g{rank}",))
+
+
+RANKING = [_entry(n, 1 / n) for n in range(1, 8)]
 
 
 @given(num=st.integers(0, 7))
@@ -260,9 +262,7 @@ def test_ratio_is_rounded_up(ratio: float, count: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 7, 10, 49, 100])
 def test_a_ratio_of_whole_groups_is_that_many(size: int) -> None:
-    ranking = [
-        GroupError(rank=n, group=f"g{n}", kind="linear", error=1.0, sites=(), parts=(f"g{n}",)) for n in range(size)
-    ]
+    ranking = [_entry(n, 1.0) for n in range(size)]
     for count in range(size + 1):
         assert len(by_rank(ranking, ratio=count / size).groups) == count
 

@@ -1,0 +1,352 @@
+"""Runs that choose what goes back to float: what they say, and a search that is interrupted goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import yaml
+
+import quantizer.pipeline as pipeline
+from quantizer import Quantizer
+from quantizer.cli.main import main
+from quantizer.engines import BuildResult
+from quantizer.errors import EngineError
+from quantizer.report import RunRecord
+from quantizer.report import read_record
+from quantizer.sensitivity import Fallback
+from quantizer.tasks import Predictions
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_rows
+from quantizer.tasks import load_tokenizer
+from quantizer.tasks import tasks
+from quantizer.tuning import TuningScore
+
+for _package in ("transformers", "sklearn", "jinja2"):
+    pytest.importorskip(_package, reason="a run needs quantizer[hf,report]")
+
+from tiny_run import tiny_run  # noqa: E402
+
+REPOSITORY = Path(__file__).parents[1]
+TASK = "sequence-classification"
+
+
+@dataclass
+class Search:
+    """The scores that were taken.
+
+    Attributes:
+        taken: how many.
+        stop: the number of the one that Ctrl-C comes in; 0: none.
+        found: what ``fallback`` gave last.
+    """
+
+    taken: int = 0
+    stop: int = 0
+    scores: list[float] = field(default_factory=list)
+    found: Fallback | None = None
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run whose search wants a half of what is lost with everything quantized."""
+    folder = tmp_path_factory.mktemp("search")
+    run = tiny_run(folder)
+    run["data"]["tuning"] = {"name": "text-csv", "path": str(folder / "calibration.csv")}
+    return {**run, "amp": {"batches": 1}, "fallback": {"max_drop": 0.02}}
+
+
+@pytest.fixture(scope="module")
+def expected(files: dict[str, Any]) -> npt.NDArray[np.float32]:
+    """The float outputs of the tuning rows."""
+    source = files["model"]["source"]
+    model = load_model(source, TASK)
+    task = build_task(TASK, model, load_tokenizer(source), max_length=32, batch_size=8, min_length=16)
+    rows = load_rows("text-csv", path=files["data"]["tuning"]["path"])
+    return task.predict(lambda batch: model(**batch), rows).outputs
+
+
+@pytest.fixture
+def search(
+    files: dict[str, Any], expected: npt.NDArray[np.float32], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Search:
+    """An empty current folder with the configuration; nothing is exported, and a score is a fine one."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump(files))
+    search = Search()
+    call = TuningScore.__call__
+
+    def counted(self: TuningScore, model: torch.nn.Module) -> float:
+        search.taken += 1
+        if search.taken == search.stop:
+            raise KeyboardInterrupt
+        search.scores.append(call(self, model))
+        return search.scores[-1]
+
+    fallback = Quantizer.fallback
+
+    def noted(self: Quantizer, *arguments: Any, **keywords: Any) -> Fallback:
+        search.found = fallback(self, *arguments, **keywords)
+        return search.found
+
+    def build(self: Any, *_: Any) -> dict[str, BuildResult]:
+        built = {}
+        for name, file in (("float", "float.engine"), ("engine", "model.engine")):
+            (self.target / file).write_bytes(b"engine")
+            built[name] = BuildResult(path=self.target / file, size_bytes=6, seconds=0.0)
+        return built
+
+    # Of 16 rows the accuracy has 17 values, the distance from the float outputs has many.
+    monkeypatch.setattr(tasks[TASK], "score", lambda _, predictions, rows: _closeness(predictions, expected))
+    monkeypatch.setattr(TuningScore, "__call__", counted)
+    monkeypatch.setattr(Quantizer, "fallback", noted)
+    monkeypatch.setattr(pipeline._Run, "_export_and_build", build)
+    monkeypatch.setattr(pipeline._Run, "_load", lambda *_: {})
+    return search
+
+
+def _closeness(predictions: Predictions, expected: npt.NDArray[np.float32]) -> float:
+    """Of the tuning rows, or the first of them, to the float outputs; of other rows no matter what."""
+    count = min(len(expected), len(predictions.outputs))
+    return 1 - float(np.abs(predictions.outputs[:count] - expected[:count]).mean())
+
+
+def _run(*words: str, code: int = 0) -> RunRecord | None:
+    assert main(["run", "tiny.yaml", *words, "--output", "out"]) == code
+    return read_record(Path("out/report.json")) if code == 0 else None
+
+
+def _left() -> set[str]:
+    return {path.name for path in Path.cwd().iterdir()}
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+# -- a search ------------------------------------------------------------------------------------------------------
+
+
+def test_a_search_meets_its_budget_and_says_how(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    record = _run()
+    out = _plain(capsys.readouterr().out)
+    assert record is not None
+    assert record.fallback is not None
+    assert 0 < len(record.fallback.groups) < len(record.sensitivity)
+    said = re.fullmatch(
+        r"found by fallback\(max_drop=0\.02\) in (\d+) evaluations: ([\d.]+) on the tuning rows, where the float model "
+        r"has ([\d.]+)",
+        record.fallback.reason,
+    )
+    assert said is not None, record.fallback.reason
+    assert int(said[1]) == search.taken <= 25
+    assert float(said[3]) == pytest.approx(search.scores[0], abs=1e-5)
+    assert float(said[3]) - float(said[2]) <= 0.02 + 1e-5
+    assert any(float(said[2]) == pytest.approx(score, abs=1e-5) for score in search.scores)
+    assert f"until the run is complete, each score is kept in {Path.cwd() / 'out.search.json'}" in out
+    assert f"{len(record.fallback.groups)} groups put back to float, {record.fallback.reason}" in out
+    assert out.count("on the tuning rows, ") == search.taken + 1
+    assert "search what goes back to float" in [stage.name for stage in record.stages]
+    assert _left() == {"tiny.yaml", "out"}
+    assert [row.group for row in record.sensitivity if row.fallback] == list(record.fallback.groups)
+
+
+def _no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End runs with an error after the search."""
+
+    def enough(*_: Any, **__: Any) -> None:
+        raise EngineError("far enough")
+
+    monkeypatch.setattr(Quantizer, "quantize", enough)
+
+
+def test_an_interrupted_search_goes_on(
+    search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _no_further(monkeypatch)
+    _run(code=1)
+    kept, whole, needed = Path.cwd() / "out.search.json", search.found, search.taken
+    assert whole is not None
+    assert needed >= 6
+    for number in range(1, needed + 1):
+        kept.unlink()
+        search.taken, search.stop = 0, number
+        capsys.readouterr()
+        _run(code=130)
+        said = capsys.readouterr().err
+        if number == 1:
+            # There is no score yet.
+            assert said == "interrupted: nothing was written\n"
+            assert _left() == {"tiny.yaml"}
+        else:
+            assert said == f"interrupted: the scores are kept in {kept}; the same command goes on with them\n"
+            assert _left() == {"tiny.yaml", "out.search.json"}
+            assert len(json.loads(kept.read_text())["scores"]) == number - 1
+        search.stop, search.found = 0, None
+        _run(code=1)
+        assert (f"going on with {number - 1} scores of {kept}" in capsys.readouterr().out) is (number > 1)
+        assert search.found == whole
+        # The one that was interrupted is taken twice.
+        assert search.taken == needed + 1
+
+
+def test_an_error_after_the_search_keeps_its_scores(
+    search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise EngineError("no engine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline._Run, "_export_and_build", fails)
+        _run(code=1)
+    assert capsys.readouterr().err == "error: no engine\n"
+    needed = search.taken
+    assert _left() == {"tiny.yaml", "out.search.json"}
+    _run()
+    assert search.taken == needed
+    assert f"going on with {needed} scores" in _plain(capsys.readouterr().out)
+    assert _left() == {"tiny.yaml", "out"}
+
+
+@pytest.mark.parametrize("word", ["data.tuning.rows=12", "quantizer.activations.calibrator=max", "model.max_length=20"])
+def test_scores_of_another_run_are_not_taken(
+    search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    _no_further(monkeypatch)
+    search.stop = 4
+    _run(code=130)
+    search.stop = 0
+    assert len(search.scores) == 3
+    _run(word, code=1)
+    assert "each score is kept in" in _plain(capsys.readouterr().out)
+    found = search.found
+    Path("out.search.json").unlink()
+    _run(word, code=1)
+    assert search.found == found
+
+
+def test_rows_changed_in_their_file_are_other_rows(
+    search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _no_further(monkeypatch)
+    settings = yaml.safe_load(Path("tiny.yaml").read_text())
+    rows = Path("rows.csv")
+    rows.write_text(Path(settings["data"]["tuning"]["path"]).read_text())
+    search.stop = 3
+    _run("data.tuning.path=rows.csv", code=130)
+    search.stop = 0
+    rows.write_text(rows.read_text().replace("good", "dull", 1))
+    _run("data.tuning.path=rows.csv", code=1)
+    assert "going on" not in _plain(capsys.readouterr().out)
+
+
+def test_a_search_with_another_budget_takes_the_scores_that_are_there(
+    search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _no_further(monkeypatch)
+    search.stop = 4
+    _run(code=130)
+    search.stop = 0
+    _run("fallback.max_drop=0.05", "fallback.max_evaluations=20", code=1)
+    assert "going on with 3 scores" in _plain(capsys.readouterr().out)
+
+
+def test_a_damaged_file_of_scores(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out.search.json").write_text("{}")
+    _run(code=1)
+    assert "out.search.json holds no scores of a search (KeyError); remove it" in _plain(capsys.readouterr().err)
+    assert search.taken == 0
+    assert Path("out.search.json").read_text() == "{}"
+
+
+def test_too_few_evaluations(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    _run("fallback.max_evaluations=2", code=1)
+    assert "max_evaluations=2: bisecting" in _plain(capsys.readouterr().err)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_a_search_that_is_killed_goes_on(
+    files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump({**files, "fallback": {"max_drop": 0.0}}))
+    command = [sys.executable, "-u", "-m", "quantizer", "run", "tiny.yaml", "--output", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        seen = 0
+        for line in process.stdout:
+            seen += "on the tuning rows, " in line
+            if seen == 3:
+                process.send_signal(signal.SIGKILL)
+                break
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+    kept = len(json.loads(Path("out.search.json").read_text())["scores"])
+    assert kept >= 2
+
+    _no_further(monkeypatch)
+    _run(code=1)
+    assert f"going on with {kept} scores" in _plain(capsys.readouterr().out)
+
+
+# -- other choices -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fallback", "reason"),
+    [
+        ({"num": 2}, "chosen by fallback(num=2)"),
+        ({"ratio": 0.2, "costs": "multiply_adds"}, "chosen by fallback(ratio=0.2)"),
+        ({"names": ["bert.encoder.layer.0.output"]}, "chosen by fallback(names=['bert.encoder.layer.0.output'])"),
+    ],
+    ids=str,
+)
+def test_without_a_search(search: Search, files: dict[str, Any], fallback: dict[str, Any], reason: str) -> None:
+    data = {key: value for key, value in files["data"].items() if key != "tuning"}
+    document = {**files, "data": data, "fallback": fallback, "amp": None if "names" in fallback else {}}
+    Path("tiny.yaml").write_text(yaml.safe_dump(document))
+    record = _run()
+    assert record is not None
+    assert record.fallback is not None
+    assert record.fallback.groups
+    assert record.fallback.reason == reason
+    assert bool(record.sensitivity) is ("names" not in fallback)
+    assert search.taken == 0
+    assert _left() == {"tiny.yaml", "out"}
+
+
+@pytest.mark.parametrize("measure", ["gradient", "output", "local", "metric"])
+def test_measures(search: Search, measure: str) -> None:
+    record = _run(f"amp.measure={measure}", "fallback={num: 1}", *([] if measure == "metric" else ["~data.tuning"]))
+    assert record is not None
+    assert len(record.sensitivity) > 5
+    assert search.taken == (1 + len(record.sensitivity) if measure == "metric" else 0)
+
+
+def test_layers_are_measured_and_put_back_whole(search: Search) -> None:
+    record = _run("amp.granularity=layer", "fallback={num: 1}", "~data.tuning")
+    assert record is not None
+    names = [row.group for row in record.sensitivity]
+    assert "bert.encoder.layer.0.attention" in names
+    assert [row.fallback for row in record.sensitivity] == [True] + [False] * (len(names) - 1)
+
+
+def test_what_is_named_and_is_not_there(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    _run("fallback={names: [nothing]}", "~data.tuning", code=1)
+    assert "names: 'nothing' matches no quantized group" in _plain(capsys.readouterr().err)
