@@ -43,6 +43,7 @@ from quantizer.files import write_folder
 from quantizer.histograms import noisiest
 from quantizer.quantizer import Quantizer
 from quantizer.report import EngineFile
+from quantizer.report import Fallback
 from quantizer.report import Latency
 from quantizer.report import MemoryEntry
 from quantizer.report import ModelFacts
@@ -61,6 +62,7 @@ from quantizer.report import write_record
 from quantizer.report.from_plan import escaped_records
 from quantizer.report.from_plan import site_records
 from quantizer.report.search_records import fallback_record
+from quantizer.sensitivity import Fallback as Chosen
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
 from quantizer.tasks import Predictions
@@ -180,7 +182,7 @@ class _Run:
             histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
             sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
-            fallback=fallback_record(chosen) if (chosen := quantizer.chosen_fallback) is not None else None,
+            fallback=self._fallback(quantizer),
             engine=self._engine(built["engine"], bool(engines)),
             diff=quantizer.diff(model),
             versions=collect_versions(),
@@ -342,6 +344,22 @@ class _Run:
                 for name, result in built.items()
             }
         return memory_entries({name: peak.peak_mib - peak.baseline_mib for name, peak in peaks.items()})
+
+    def _fallback(self, quantizer: Quantizer) -> Fallback | None:
+        chosen = quantizer.chosen_fallback
+        return None if chosen is None else fallback_record(chosen, self._reason(chosen))
+
+    def _reason(self, chosen: Chosen) -> str:
+        """Why these groups: what was asked, and what a search found."""
+        if chosen.float_score is None:
+            return f"chosen by fallback({chosen.asked})"
+        scores = {frozenset(evaluation.groups): evaluation.score for evaluation in chosen.evaluations}
+        # Only all groups together may have no score: they are the float model.
+        reached = scores.get(frozenset(chosen.groups), chosen.float_score)
+        return (
+            f"found by fallback({chosen.asked}) in {1 + len(chosen.evaluations)} evaluations: {reached:.5f} on the "
+            f"tuning rows, where the float model has {chosen.float_score:.5f}"
+        )
 
     def _engine(self, built: BuildResult, ran: bool) -> EngineFile:
         verified = "ran here, and was scored" if ran else "not verified: built ahead of time, and there is no GPU here"

@@ -81,7 +81,7 @@ class Sensitivity(View[SensitivityRow]):
         if self._fallback is None or not self._fallback.evaluations:
             asked = "nothing was put back" if self._fallback is None else f"fallback({self._fallback.asked}) takes none"
             raise SensitivityError(f"there are no scores of a search: {asked}; fallback(amp, max_drop=...) searches")
-        return Search(fallback_record(self._fallback))
+        return Search(fallback_record(self._fallback, f"by fallback({self._fallback.asked})"))
 
     def title(self) -> str:
         return f"{len(self.rows)} groups by the {self._words.phrase}, with one of them quantized"

@@ -9,12 +9,12 @@ from quantizer.sensitivity import Fallback as Chosen
 __all__ = ["fallback_record"]
 
 
-def fallback_record(chosen: Chosen) -> Fallback:
-    """The groups with the reason for them, and every score of the search, if there was one."""
+def fallback_record(chosen: Chosen, reason: str) -> Fallback:
+    """The groups with a reason for them, and every score of the search, if there was one."""
     front = chosen.pareto_front()
     return Fallback(
         groups=chosen.groups,
-        reason=f"by fallback({chosen.asked})",
+        reason=reason,
         evaluations=tuple(
             Evaluation(
                 groups=evaluation.groups,

@@ -126,7 +126,7 @@ def test_the_ranking_as_a_table_and_a_plot(tmp_path: Any) -> None:
     _, q, amp = _bert()
     q.fallback(amp, num=1)
     table = q.sensitivity
-    assert "groups by the relative error" in table.title()
+    assert "groups by the divergence of the output" in table.title()
     assert "<table" in table._repr_html_()
     assert sum(row.fallback for row in table) == 1
     table.plot().save(str(tmp_path / "bars.svg"))
