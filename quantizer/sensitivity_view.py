@@ -61,6 +61,7 @@ class Sensitivity(View[SensitivityRow]):
                 block=entry.block,
                 position=entry.position,
                 sites=entry.sites,
+                parts=entry.parts,
                 activations=entry.activations,
                 multiply_adds=entry.multiply_adds,
                 error=entry.error,

@@ -269,6 +269,8 @@ class SensitivityRow(_Record):
     """Its place in the model's order, from 0."""
     sites: tuple[str, ...] = ()
     """Names of the sites in the group."""
+    parts: tuple[str, ...] = ()
+    """The precision groups that it is made of: itself, where nothing coarser was measured."""
     activations: int = 0
     """How many activations it quantizes."""
     multiply_adds: int = 0
