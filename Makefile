@@ -31,6 +31,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/calibration_speed.py
 	$(BIN)/python benchmarks/calibration_accuracy.py
+	$(BIN)/python benchmarks/sensitivity.py
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-no-deps.txt
 	$(PYTHON) -m venv .venv
