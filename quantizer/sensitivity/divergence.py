@@ -78,7 +78,7 @@ class Divergence:
             direction = root * xi - root.square() * (root * xi).sum(-1, keepdim=True)
             positions = len(_rows(direction, self._mask))
             return Probe(tensors=[logits], directions=[_zero_padding(direction, self._mask)], factor=0.5 / positions)
-        tensors = [tensor for tensor in _floats(output) if tensor.requires_grad]
+        tensors = _floats(output)
         directions = [_zero_padding(_normal(tensor.detach()), self._mask) for tensor in tensors]
         return Probe(tensors=tensors, directions=directions, factor=1 / self._power)
 

@@ -73,9 +73,11 @@ def gradient(
         with watched(groups, visit):
             output = proxy.forward(*args, **keywords)
         probe = divergence.probe(output) if loss is None else _of_loss(loss, output)
-        if probe.tensors:
+        reached = [pair for pair in zip(probe.tensors, probe.directions, strict=True) if pair[0].requires_grad]
+        if reached:
             # The gradient of the anchor is 0; on the way to it every site is passed, and no parameter's is taken.
-            torch.autograd.grad(probe.tensors, [anchor], probe.directions, allow_unused=True)
+            tensors, directions = zip(*reached, strict=True)
+            torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
     return {name: cost * probe.factor for name, cost in costs.items()}
 
 

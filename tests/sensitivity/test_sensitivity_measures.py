@@ -148,6 +148,20 @@ class Rounding(nn.Module):
         return self.last((4 * self.first(x)).detach().round())
 
 
+class WithoutGradients(Classifier):
+    """As exporters of models like to write it."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"logits": self.down(F.gelu(self.up(x)))}
+
+
+def test_a_model_without_gradients_is_measured_by_the_output() -> None:
+    model, x = WithoutGradients().eval(), torch.randn(64, 32)
+    quantizer = _quantizer(model, [x])
+    assert _errors(quantizer, model, [x]) == _errors(quantizer, model, [x], measure="output")
+
+
 def test_what_no_gradient_reaches_is_measured_by_the_output() -> None:
     model, x = Rounding().eval(), torch.randn(64, 32)
     quantizer = _quantizer(model, [x])
