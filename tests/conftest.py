@@ -25,6 +25,14 @@ settings.register_profile("same", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+_LONGEST = ("test_real_model.py", "test_pipeline_search.py", "test_examples.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: a process that begins one of them last keeps all others waiting."""
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
+
+
 @pytest.fixture(autouse=True)
 def _one_random_state() -> Iterator[None]:
     threads = torch.get_num_threads()
