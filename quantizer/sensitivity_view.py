@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from quantizer.errors import SensitivityError
@@ -53,22 +54,7 @@ class Sensitivity(View[SensitivityRow]):
     def from_ranking(cls, ranking: Sequence[GroupError], fallback: Fallback | None, measure: str) -> Sensitivity:
         """The groups of a ranking by ``measure``, and which of them are put back."""
         back = set(fallback.groups) if fallback is not None else set()
-        rows = [
-            SensitivityRow(
-                rank=entry.rank,
-                group=entry.group,
-                kind=entry.kind,
-                block=entry.block,
-                position=entry.position,
-                sites=entry.sites,
-                parts=entry.parts,
-                activations=entry.activations,
-                multiply_adds=entry.multiply_adds,
-                error=entry.error,
-                fallback=back.issuperset(entry.parts),
-            )
-            for entry in ranking
-        ]
+        rows = [SensitivityRow(**asdict(entry), fallback=back.issuperset(entry.parts)) for entry in ranking]
         return cls(rows, fallback, measure)
 
     @property

@@ -60,10 +60,13 @@ class Reuse:
         self._first: dict[Site, int] = {}
         self._site_calls = 0
         self._limit: int | None = None
+        self._own: dict[nn.Module, Callable[..., Any]] = {}
 
     def __enter__(self) -> Reuse:
         for module in self._modules():
-            # An instance's attribute stands before its class's method.
+            # An instance's attribute stands before its class's method; some libraries have put one there.
+            if "forward" in module.__dict__:
+                self._own[module] = module.__dict__["forward"]
             module.__dict__["forward"] = self._instead(module, module.forward)
         for site in sites_of(self._proxy):
             site.judge = self._count
@@ -73,9 +76,9 @@ class Reuse:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for module in self._modules():
-            forward = module.__dict__.pop("forward").__wrapped__
-            if getattr(forward, "__self__", None) is not module:
-                module.__dict__["forward"] = forward
+            del module.__dict__["forward"]
+        for module, forward in self._own.items():
+            module.__dict__["forward"] = forward
         for site in sites_of(self._proxy):
             site.judge = None
 
@@ -115,7 +118,6 @@ class Reuse:
             self._number[module] += 1
             return forward(*args, **keywords)
 
-        run.__wrapped__ = forward  # type: ignore[attr-defined]
         return run
 
     def _record(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from quantizer.proxy.build import sites_of
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import groups_of
 from quantizer.sensitivity.output import output
+from quantizer.sensitivity.reuse import Reuse
 
 
 def _quantizer(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:
@@ -307,6 +310,21 @@ def test_what_comes_before_a_group_is_not_computed_again() -> None:
     assert found == _brute_force(amp, quantizer.plan, x)
     assert "forward" not in amp[0].__dict__
     assert all(site.judge is None for site in sites_of(amp))
+
+
+def test_a_module_s_own_forward_comes_back() -> None:
+    """Libraries that hook a model put a function or a method into the instance."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)).eval()
+    with Reuse(model):
+        assert all("forward" in module.__dict__ for module in model)
+    assert not any("forward" in module.__dict__ for module in model)
+    function, method = partial(nn.Linear.forward, model[0]), MethodType(nn.Linear.forward, model[1])
+    model[0].forward, model[1].forward = function, method
+    with Reuse(model):
+        assert model[0].forward is not function
+    assert model[0].__dict__["forward"] is function
+    assert model[1].__dict__["forward"] is method
+    assert "forward" not in model[2].__dict__
 
 
 class Keeps(nn.Module):
