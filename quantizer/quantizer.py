@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -19,22 +18,18 @@ from quantizer.amp import frozen
 from quantizer.batches import run_batches
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
-from quantizer.decisions import Decisions
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
-from quantizer.errors import SensitivityError
 from quantizer.histogram_view import HistogramView
 from quantizer.histograms import histogram_of
 from quantizer.interop import transformers_patches as _patches
-from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import put_back
 from quantizer.proxy.ranks import ranks
 from quantizer.proxy.scales import scales_of
 from quantizer.proxy.scales import with_scales
@@ -46,11 +41,11 @@ from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
 from quantizer.sensitivity_view import Sensitivity
+from quantizer.served import Served
 from quantizer.settings import file_dtype
 from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
 from quantizer.settings import refused_sites
-from quantizer.source.operator_patches import OperatorPatch
 from quantizer.targets import profile
 from quantizer.views import Coverage
 from quantizer.views import Ranges
@@ -83,12 +78,7 @@ class Quantizer:
         self, source: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None, **keywords: Any
     ) -> None:
         self.config = quantizer_config(source, **keywords)
-        self._model: weakref.ref[nn.Module] | None = None
-        self._decisions = Decisions(self.config)
-        self._skipped: list[SkippedSource] = []
-        self._patches: tuple[OperatorPatch, ...] = ()
-        self._amp: Amp | None = None
-        self._fallback: Fallback | None = None
+        self._served = Served(self.config)
 
     # -- proxies ---------------------------------------------------------------------------------------------------
 
@@ -109,11 +99,7 @@ class Quantizer:
             ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
             CalibrationError: ``resume=True`` and there is nothing to go on with, or it is of another model.
         """
-        self._serve(model)
-        if resume:
-            return self._decisions.resume(model, self._skipped)
-        self._amp = self._fallback = None
-        return self._decisions.calibrate(model, self._skipped)
+        return self._served.calibrate(model, resume=resume)
 
     def calibrate(
         self, model: nn.Module, batches: Iterable[Any], *, resume: bool = False, progress: bool | None = None
@@ -161,10 +147,10 @@ class Quantizer:
             CalibrationError: nothing was calibrated yet.
             SensitivityError: there is no such measure or granularity, or an argument belongs to another measure.
         """
-        self._serve(model)
+        self._served.take(model)
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        self._amp = Amp(model, self._plan(), measure, granularity, loss, wrapped)
-        return self._amp.proxy
+        self._served.amp = Amp(model, self._served.decisions.plan(), measure, granularity, loss, wrapped)
+        return self._served.amp.proxy
 
     def fallback(
         self,
@@ -202,10 +188,11 @@ class Quantizer:
                 number.
             ProxyError: ``amp`` is not the proxy that this quantizer's ``amp()`` returned last.
         """
-        if self._amp is None or amp is not self._amp.proxy:
+        measured = self._served.amp
+        if measured is None or amp is not measured.proxy:
             raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        self._fallback = self._amp.fallback(
+        self._served.fallback = measured.fallback(
             num=num,
             ratio=ratio,
             names=names,
@@ -215,11 +202,11 @@ class Quantizer:
             costs=costs,
             cache=cache,
         )
-        return self._fallback
+        return self._served.fallback
 
     def clear_fallback(self) -> None:
         """Undo ``fallback``: every group is quantized again as calibration decided."""
-        self._fallback = None
+        self._served.fallback = None
 
     def quantize(self, model: nn.Module) -> nn.Module:
         """The frozen proxy: ranges fixed, weights held as integers, in eval mode.
@@ -227,8 +214,8 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        self._serve(model)
-        return frozen(model, self._final_plan())
+        self._served.take(model)
+        return frozen(model, self._served.plan())
 
     # -- scales from elsewhere -------------------------------------------------------------------------------------
 
@@ -238,7 +225,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return scales_of(self._final_plan())
+        return scales_of(self._served.plan())
 
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
         """Put scales from anywhere in the place of those that calibration found, until the next ``calib``.
@@ -252,8 +239,9 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
         """
-        self._decisions.replace(with_scales(self._plan(), scales, float_dtype(self.config)))
-        self._amp = None
+        decisions = self._served.decisions
+        decisions.replace(with_scales(decisions.plan(), scales, float_dtype(self.config)))
+        self._served.amp = None
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +271,7 @@ class Quantizer:
         from quantizer.export import export_onnx
         from quantizer.export import least_opset
 
-        if not is_proxy(quant_model) or any(quant_model is proxy for proxy in self._working_proxies()):
+        if not is_proxy(quant_model) or self._served.is_working_proxy(quant_model):
             raise ProxyError("export() takes the model that quantize() returned")
         target = profile(self.config.backend)
         return export_onnx(
@@ -291,7 +279,7 @@ class Quantizer:
             Path(path),
             example,
             opset=opset or max(target.opset, least_opset(quant_model)),
-            dtype=file_dtype(self.config, self._decisions.known()),
+            dtype=file_dtype(self.config, self._served.decisions.known()),
             axes=dynamic_axes,
             unsigned=target.unsigned_activations,
         )
@@ -332,9 +320,12 @@ class Quantizer:
             CalibrationError: there is nothing to save yet.
             QuantizerError: the folder cannot be written.
         """
-        fallback = None if self._fallback is None else self._fallback.document()
-        document = {"config": self.config.model_dump(mode="json"), "fallback": fallback}
-        return save_state(folder, self._plan(), self._decisions.products(), document, self._decisions.seen())
+        decisions, fallback = self._served.decisions, self._served.fallback
+        document = {
+            "config": self.config.model_dump(mode="json"),
+            "fallback": None if fallback is None else fallback.document(),
+        }
+        return save_state(folder, decisions.plan(), decisions.products(), document, decisions.seen())
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
@@ -350,10 +341,10 @@ class Quantizer:
         if "config" not in document or "fallback" not in document:
             raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
         loaded = cls(document["config"])
-        loaded._decisions.load(plan, products, observed)
+        loaded._served.decisions.load(plan, products, observed)
         kept = document["fallback"]
         if kept is not None:
-            loaded._fallback = Fallback.from_document(kept)
+            loaded._served.fallback = Fallback.from_document(kept)
         return loaded
 
     # -- what there is to see --------------------------------------------------------------------------------------
@@ -369,14 +360,12 @@ class Quantizer:
     @property
     def coverage(self) -> Coverage:
         """Every site found: quantized, or why not; and every matrix product that calibration saw torch compute."""
-        plan, final = self._plan(), self._final_plan()
-        put_back = [path for path, entry in plan.items() if entry.quantized and not final[path].quantized]
-        return Coverage.from_plan(final, self._skipped, self._decisions.products(), put_back, self._patches)
+        return self._served.coverage()
 
     @property
     def ranges(self) -> Ranges:
         """The range of every operand."""
-        return Ranges.from_plan(self._final_plan())
+        return Ranges.from_plan(self._served.plan())
 
     def histogram(self, operand: str) -> HistogramView:
         """The values that calibration saw of one operand (``SITE.OPERAND``), and what ranges it might have.
@@ -386,9 +375,9 @@ class Quantizer:
             QuantizerError: there is no such operand, or no histogram of it: it is a weight, it was calibrated with
                 ``max``, or this quantizer was loaded.
         """
-        calibration = self._decisions.calibration
+        calibration = self._served.decisions.calibration
         seen = calibration.observation() if calibration is not None else None
-        return HistogramView(histogram_of(operand, self._final_plan(), seen))
+        return HistogramView(histogram_of(operand, self._served.plan(), seen))
 
     @property
     def sensitivity(self) -> Sensitivity:
@@ -397,52 +386,18 @@ class Quantizer:
         Raises:
             SensitivityError: ``amp()`` was not used yet.
         """
-        if self._amp is None:
-            raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
-        return Sensitivity.from_ranking(self._amp.ranking(), self._fallback, self._amp.measure)
+        return self._served.sensitivity()
 
     @property
     def chosen_fallback(self) -> Fallback | None:
         """What ``fallback`` put back; None before it, and after ``clear_fallback``."""
-        return self._fallback
+        return self._served.fallback
 
     @property
     def plan(self) -> Plan:
         """The decisions as data, by site name, fallback included."""
-        return self._final_plan()
+        return self._served.plan()
 
     def diff(self, model: nn.Module) -> str:
         """The rewritten source as a unified diff."""
         return source_diff(model)
-
-    # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _serve(self, model: nn.Module) -> None:
-        """Take a model on, or say that another is served."""
-        if isinstance(model, nn.Module) and is_proxy(model):
-            raise ProxyError("this is a proxy already; pass the float model that it was made from")
-        served = self._model() if self._model is not None else None
-        if served is not None and served is not model:
-            raise ProxyError(
-                f"this Quantizer serves another {type(served).__name__} already; make one Quantizer for each model"
-            )
-        if isinstance(model, nn.Module):
-            self._model = weakref.ref(model)
-            self._skipped = list(skipped_sources(model))
-            self._patches = applied_patches(model)
-
-    def _plan(self) -> Plan:
-        """What calibration decided, before any fallback."""
-        return self._decisions.plan()
-
-    def _working_proxies(self) -> list[nn.Module]:
-        """Those that calibrate and measure."""
-        calibration = self._decisions.calibration
-        return [
-            *([calibration.proxy] if calibration is not None else []),
-            *([self._amp.proxy] if self._amp is not None else []),
-        ]
-
-    def _final_plan(self) -> Plan:
-        plan = self._plan()
-        return plan if self._fallback is None else put_back(plan, self._fallback.reasons())

@@ -32,6 +32,7 @@ ORDER = (
     ("ranges",),
     ("calibration",),
     ("decisions", "amp", "tuning"),
+    ("served",),
     ("pipeline", "quantizer", "qat_calibrate"),
     ("cli",),
     ("__main__",),

@@ -189,7 +189,7 @@ def test_without_a_search_there_is_no_front() -> None:
 def test_the_front_of_a_search_of_a_quantizer() -> None:
     quantizer, amp, x = _measured()
     with torch.no_grad():
-        expected = quantizer.proxy(quantizer._model())(x)  # type: ignore[misc]
+        expected = quantizer.proxy(quantizer._served._model())(x)  # type: ignore[misc]
 
     def score(model: nn.Module) -> float:
         return -float((model(x) - expected).square().mean())

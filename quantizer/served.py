@@ -1,0 +1,94 @@
+"""The model that a ``Quantizer`` serves: what was found in it, decided, measured and put back so far."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from quantizer.amp import Amp
+from quantizer.config import QuantizerConfig
+from quantizer.decisions import Decisions
+from quantizer.errors import ProxyError
+from quantizer.errors import SensitivityError
+from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import applied_patches
+from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.plan import put_back
+from quantizer.sensitivity import Fallback
+from quantizer.sensitivity_view import Sensitivity
+from quantizer.source.operator_patches import OperatorPatch
+from quantizer.views import Coverage
+
+__all__ = ["Served"]
+
+
+class Served:
+    """One model's way through the stages.
+
+    Attributes:
+        decisions: what calibration decided.
+        amp: what measures; None: nothing yet.
+        fallback: what was put back; None: nothing.
+    """
+
+    def __init__(self, config: QuantizerConfig) -> None:
+        self.decisions = Decisions(config)
+        self.amp: Amp | None = None
+        self.fallback: Fallback | None = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._skipped: list[SkippedSource] = []
+        self._patches: tuple[OperatorPatch, ...] = ()
+
+    def take(self, model: nn.Module) -> None:
+        """Take a model on.
+
+        Raises:
+            ProxyError: it is a proxy, or another model is served.
+        """
+        if isinstance(model, nn.Module) and is_proxy(model):
+            raise ProxyError("this is a proxy already; pass the float model that it was made from")
+        served = self._model() if self._model is not None else None
+        if served is not None and served is not model:
+            raise ProxyError(
+                f"this Quantizer serves another {type(served).__name__} already; make one Quantizer for each model"
+            )
+        if isinstance(model, nn.Module):
+            self._model = weakref.ref(model)
+            self._skipped = list(skipped_sources(model))
+            self._patches = applied_patches(model)
+
+    def calibrate(self, model: nn.Module, *, resume: bool) -> nn.Module:
+        """The proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
+        self.take(model)
+        if resume:
+            return self.decisions.resume(model, self._skipped)
+        self.amp = self.fallback = None
+        return self.decisions.calibrate(model, self._skipped)
+
+    def plan(self) -> Plan:
+        """What calibration decided, less what was put back."""
+        plan = self.decisions.plan()
+        return plan if self.fallback is None else put_back(plan, self.fallback.reasons())
+
+    def is_working_proxy(self, proxy: nn.Module) -> bool:
+        """Whether it is one of those that calibrate and measure."""
+        return any(proxy is stage.proxy for stage in (self.decisions.calibration, self.amp) if stage is not None)
+
+    def coverage(self) -> Coverage:
+        """Every site found, and every product that calibration saw."""
+        decided, final = self.decisions.plan(), self.plan()
+        back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
+        return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches)
+
+    def sensitivity(self) -> Sensitivity:
+        """The groups, ranked.
+
+        Raises:
+            SensitivityError: nothing was measured yet.
+        """
+        if self.amp is None:
+            raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
+        return Sensitivity.from_ranking(self.amp.ranking(), self.fallback, self.amp.measure)
