@@ -75,7 +75,7 @@ from quantizer.tuning import TuningScore
 
 __all__ = ["inspect", "run"]
 
-_CPU_BACKENDS = ("openvino", "onnxruntime")
+_CPU_BACKENDS = ("openvino", "onnxruntime", "onnxruntime-avx2")
 _LATENCY_ROUNDS = 15
 _HISTOGRAMS = 6
 

@@ -16,6 +16,7 @@ from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
 from quantizer.config import SelectionConfig
+from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
@@ -23,6 +24,7 @@ from quantizer.proxy.formats import Format
 from quantizer.proxy.formats import FormatRule
 from quantizer.proxy.formats import Formats
 from quantizer.proxy.formats import formats_for
+from quantizer.proxy.formats import impossible
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.plan import SitePlan
@@ -37,6 +39,7 @@ __all__ = [
     "float_dtype",
     "observation_of",
     "plan_settings",
+    "refuse_formats",
     "refused_sites",
     "replays_batches",
 ]
@@ -131,8 +134,23 @@ def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
     )
 
 
-def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
-    rules = [
+def refuse_formats(config: QuantizerConfig) -> None:
+    """Refuse formats that the target does not compute in.
+
+    Raises:
+        ConfigError: it does not; all that it lacks are listed.
+    """
+    problems = impossible(_default(config), _format_rules(config), profile(config.backend))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _default(config: QuantizerConfig) -> Format:
+    return Format(activations=qtype(config.dtype), weights=qtype(config.dtype))
+
+
+def _format_rules(config: QuantizerConfig) -> list[FormatRule]:
+    return [
         FormatRule(
             format=Format(
                 activations=None if rule.activations == "float" else qtype(rule.activations or config.dtype),
@@ -145,5 +163,7 @@ def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
         )
         for number, rule in enumerate(config.formats)
     ]
-    default = Format(activations=qtype(config.dtype), weights=qtype(config.dtype))
-    return formats_for(proxy, sites_of(proxy), default, rules, profile(config.backend))
+
+
+def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
+    return formats_for(proxy, sites_of(proxy), _default(config), _format_rules(config), profile(config.backend))

@@ -16,7 +16,7 @@ from quantizer.proxy.site import Site
 from quantizer.source.catalogue import Kind
 from quantizer.targets import TargetProfile
 
-__all__ = ["Format", "FormatRule", "Formats", "formats_for"]
+__all__ = ["Format", "FormatRule", "Formats", "formats_for", "impossible"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +76,20 @@ def formats_for(
         section = f"formats[{number}]"
         names = frozenset(matched(proxy, sites, rule.sites, section, problems)) if rule.sites else None
         found.append((rule, names))
-        problems += _impossible(rule.format, target, section)
-    problems += _impossible(default, target, "dtype")
+    problems += impossible(default, rules, target)
     if problems:
         raise ConfigError(problems)
     return Formats(default, found)
+
+
+def impossible(default: Format, rules: Sequence[FormatRule], target: TargetProfile) -> list[str]:
+    """What of the formats a target cannot compute in, in words."""
+    found = [
+        problem
+        for number, rule in enumerate(rules)
+        for problem in _impossible(rule.format, target, f"formats[{number}]")
+    ]
+    return [*found, *_impossible(default, target, "dtype")]
 
 
 def _impossible(wanted: Format, target: TargetProfile, place: str) -> list[str]:
