@@ -1,0 +1,77 @@
+"""Attention: both products quantized or neither, in sizes that are fused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantizer.export.check.attention import Attention
+from quantizer.export.check.finding import Fault
+from quantizer.export.check.graph import name_of
+from quantizer.export.check.graph import shape
+from quantizer.export.check.rule import rules
+from quantizer.export.check.subject import Subject
+from quantizer.numerics.qtype import FP8
+from quantizer.numerics.qtype import INT8
+
+__all__ = ["attention_operator", "attention_size", "half_attention"]
+
+
+@rules.add("half-attention")
+def half_attention(subject: Subject) -> Iterator[Fault]:
+    """Both products of an attention are quantized, or neither."""
+    for entry in subject.attentions:
+        scores = all(operand.quantized for operand in entry.operands[:2])
+        context = all(operand.quantized for operand in entry.operands[2:])
+        if scores != context:
+            low, high = (entry.scores, entry.context) if scores else (entry.context, entry.scores)
+            problem = f"{name_of(low)} is quantized and {name_of(high)}, the other product of the attention, is not"
+            yield Fault(
+                name_of(low), f"{problem}: such an attention is not fused", "quantize all four operands, or none"
+            )
+
+
+@rules.add("attention-size")
+def attention_size(subject: Subject) -> Iterator[Fault]:
+    """Quantized attention has a head size and a sequence with which it is fused."""
+    limits = subject.limits
+    for entry in subject.attentions:
+        formats = {operand.format for operand in entry.operands}
+        head, length = _head_size(entry), _sequence(entry)
+        problem = ""
+        if formats == {INT8.name}:
+            if head is not None and limits.int8_head_sizes and head not in limits.int8_head_sizes:
+                problem = f"head size {head}: attention in INT8 is fused for {_listed(limits.int8_head_sizes)}"
+            elif length is not None and limits.int8_sequence is not None and length > limits.int8_sequence:
+                problem = f"sequence {length}: attention in INT8 is fused up to {limits.int8_sequence}"
+        elif formats == {FP8.name} and head is not None and head % limits.fp8_head_multiple:
+            problem = f"head size {head}: attention in FP8 is fused for multiples of {limits.fp8_head_multiple}"
+        if problem:
+            yield Fault(
+                name_of(entry.softmax), problem, "leave this attention float: then it is fused in half precision"
+            )
+
+
+def _listed(sizes: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
+
+
+def _head_size(entry: Attention) -> int | None:
+    queries = shape(entry.scores.inputs[0])
+    return queries[-1] if queries else None
+
+
+def _sequence(entry: Attention) -> int | None:
+    scores = shape(entry.softmax.inputs[0])
+    known = [size for size in (scores or ())[-2:] if size is not None]
+    return max(known) if known else None
+
+
+@rules.add("attention-operator")
+def attention_operator(subject: Subject) -> Iterator[Fault]:
+    """In a quantized graph attention is spelled out: the operator has no place for a quantizer behind its softmax."""
+    if not subject.quantizes and not subject.dequantizes:
+        return
+    for node in subject.nodes:
+        if node.op_type == "Attention":
+            problem = "the Attention operator has no place for the quantizer behind its softmax, so it stays float"
+            yield Fault(name_of(node), problem, "export with eager attention: MatMul, Softmax, MatMul")

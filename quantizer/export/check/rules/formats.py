@@ -1,0 +1,88 @@
+"""Formats: which the target computes with, with or without a zero point, signed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from quantizer.export.check.finding import Fault
+from quantizer.export.check.graph import constant
+from quantizer.export.check.graph import format_name
+from quantizer.export.check.graph import is_constant
+from quantizer.export.check.graph import name_of
+from quantizer.export.check.rule import rules
+from quantizer.export.check.subject import Subject
+from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import QTYPES
+from quantizer.numerics.qtype import UINT8
+
+__all__ = ["format_taken", "saturating_weight", "signedness", "zero_point"]
+
+
+@rules.add("zero-point")
+def zero_point(subject: Subject) -> Iterator[Fault]:
+    """A zero point is left out, or all zeros."""
+    for node in [*subject.quantizes, *subject.dequantizes]:
+        if len(node.inputs) < 3 or node.inputs[2] is None:
+            continue
+        if not is_constant(node.inputs[2]):
+            yield Fault(name_of(node), "its zero point is computed when the model runs", "quantize symmetrically")
+            continue
+        held = constant(node.inputs[2])
+        if held is not None and np.any(held.astype(np.float32)):
+            numbers = held.astype(np.float32).reshape(-1)
+            problem = (
+                f"its zero point is {numbers[np.flatnonzero(numbers)[0]]:g}, and {subject.target.name} takes 0 alone"
+            )
+            yield Fault(name_of(node), problem, "quantize symmetrically: zero point 0, scale = largest magnitude / 127")
+
+
+@rules.add("format")
+def format_taken(subject: Subject) -> Iterator[Fault]:
+    """The target computes with the format of an activation, and takes that of a weight."""
+    for node in [*subject.quantizes, *(n for n in subject.dequantizes if n.inputs[0].producer() is None)]:
+        weight = is_constant(node.inputs[0])
+        taken = subject.target.weight_dtypes if weight else subject.target.activation_dtypes
+        name = format_name(node)
+        bias = name == "int32" and weight and subject.limits.integer_bias
+        if name and name not in taken and not bias:
+            what = "weights" if weight else "activations"
+            expected = " or ".join(sorted(kind.upper() for kind in taken))
+            problem = f"{name.upper()} {what}: {subject.target.name} computes with {expected}"
+            yield Fault(name_of(node), problem, f"quantize it to {expected}, or leave it float")
+
+
+@rules.add("signedness")
+def signedness(subject: Subject) -> Iterator[Fault]:
+    """Activations are unsigned where the target's byte product takes unsigned ones, and signed elsewhere."""
+    where = subject.target.unsigned_activations
+    for pair in subject.products:
+        weighted = any(operand.is_weight for operand in pair)
+        if not all(operand.quantized for operand in pair):
+            continue
+        for operand in pair:
+            if operand.is_weight:
+                continue
+            unsigned = where == "all" or (where == "weighted" and weighted)
+            name = name_of(operand.quantize or operand.dequantize)
+            if unsigned and operand.format == INT8.name:
+                problem = f"a signed activation: the kernels of {subject.target.name} for it are those of unsigned ones"
+                yield Fault(name, problem, f"store the same values as UINT8 with zero point {-INT8.qmin}")
+            elif where == "weighted" and not weighted and operand.format == UINT8.name:
+                problem = f"an unsigned operand of a product of activations: {subject.target.name} fuses signed ones"
+                yield Fault(name, problem, "store it as INT8 with zero point 0")
+
+
+@rules.add("saturating-weight")
+def saturating_weight(subject: Subject) -> Iterator[Fault]:
+    """Weights have 7 bits where pairs of byte products are added up in 16 bits."""
+    half = (INT8.qmax + 1) // 2
+    for pair in subject.products:
+        for operand in pair:
+            steps = constant(operand.dequantize.inputs[0]) if operand.is_weight and operand.quantized else None
+            if steps is None or operand.format not in QTYPES or operand.format != INT8.name:
+                continue
+            if int(np.abs(steps.astype(np.int16)).max()) > half:
+                problem = f"weights beyond {half} steps: without VNNI the sum of two products overflows 16 bits"
+                yield Fault(name_of(operand.dequantize), problem, "quantize the weights to 7 bits (reduce_range)")

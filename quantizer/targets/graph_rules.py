@@ -1,0 +1,117 @@
+"""Which rules a Q/DQ graph is held to on each backend, as data: what is an error there, and what only costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from quantizer.registry import Registry
+
+__all__ = ["GraphRules", "Severity", "graph_rules"]
+
+Severity = Literal["error", "warning"]
+"""An error: the backend refuses the file, computes something else than it says, or runs a product in another precision
+than the file or the target asks for. A warning: it works, and is slower, larger or less exact than it could be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphRules:
+    """What a graph is checked for, for one backend.
+
+    Attributes:
+        severities: the rules that apply, by name, and how much each matters.
+        opsets: the first and the last opset that the backend reads; None: its runtime says so itself.
+        integer_bias: a bias of INT32 behind a DequantizeLinear is what the backend expects.
+        refused: operators that the backend cannot read, or cannot run in low precision.
+        int8_head_sizes: those with which attention in INT8 is fused; empty: no limit is known.
+        int8_sequence: the longest sequence with which it is; None: no limit is known.
+        fp8_head_multiple: the head size must be a multiple of it for attention in FP8 to be fused.
+        saturates: byte products are added in pairs of 16 bits, which overflow with weights of the whole range of INT8.
+    """
+
+    severities: Mapping[str, Severity]
+    opsets: tuple[int, int] | None = None
+    integer_bias: bool = True
+    refused: frozenset[str] = frozenset()
+    int8_head_sizes: frozenset[int] = frozenset()
+    int8_sequence: int | None = None
+    fp8_head_multiple: int = 1
+    saturates: bool = False
+
+
+graph_rules: Registry[GraphRules] = Registry("backend")
+
+_ALWAYS: dict[str, Severity] = {
+    "onnx-checker": "error",
+    "external-data": "error",
+    "opset-format": "error",
+    "scale-value": "error",
+    "scale-constant": "warning",
+    "scale-type": "warning",
+    "pair-differs": "warning",
+    "format": "warning",
+    "dead-quantizer": "warning",
+    "quantize-alone": "warning",
+    "float-reader": "warning",
+    "cast-between": "warning",
+    "behind-dequantize": "warning",
+    "half-site": "warning",
+    "half-attention": "warning",
+    "quantized-bias": "warning",
+    "quantized-mask": "warning",
+    "weight-axis": "warning",
+    "activation-channels": "warning",
+    "float-weight": "warning",
+    "turned-weight": "warning",
+    "shared-input": "warning",
+    "site-kind": "warning",
+    "foreign-operator": "warning",
+    "mask-range": "warning",
+}
+"""Rules of Q/DQ that hold wherever such a graph runs."""
+
+_OPERATOR_FORMAT = ("QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger", "DynamicQuantizeLinear")
+
+_TENSORRT = GraphRules(
+    severities={
+        **_ALWAYS,
+        # Types live in the graph and the build stops, or the product runs in float, where these are broken.
+        "opset-range": "error",
+        "zero-point": "error",
+        "scale-constant": "error",
+        "scale-type": "error",
+        "pair-differs": "error",
+        "format": "error",
+        "quantize-alone": "error",
+        "cast-between": "error",
+        "behind-dequantize": "error",
+        "half-site": "error",
+        "weight-axis": "error",
+        "activation-channels": "error",
+        "foreign-operator": "error",
+        "float32-rest": "error",
+        "fp8-attention": "error",
+        "attention-size": "warning",
+        "attention-operator": "warning",
+        "int8-with-fp8-attention": "warning",
+        "small-product": "warning",
+        "matrix-vector": "warning",
+        "residual-side": "warning",
+    },
+    opsets=(9, 24),
+    integer_bias=False,
+    refused=frozenset(_OPERATOR_FORMAT),
+    int8_head_sizes=frozenset({16, 32, 64}),
+    int8_sequence=512,
+    fp8_head_multiple=16,
+)
+
+for _name in ("tensorrt", "tensorrt-rtx"):
+    graph_rules.add(_name)(_TENSORRT)
+
+graph_rules.add("openvino")(
+    GraphRules(severities={**_ALWAYS, "attention-operator": "warning", "signedness": "warning"})
+)
+
+_ONNXRUNTIME = graph_rules.add("onnxruntime")(GraphRules(severities={**_ALWAYS, "signedness": "warning"}))
