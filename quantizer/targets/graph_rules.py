@@ -23,7 +23,9 @@ class GraphRules:
         severities: the rules that apply, by name, and how much each matters.
         opsets: the first and the last opset that the backend reads; None: its runtime says so itself.
         integer_bias: a bias of INT32 behind a DequantizeLinear is what the backend expects.
-        refused: operators that the backend cannot read, or cannot run in low precision.
+        refused: operators of ONNX that the backend cannot read.
+        own_domains: domains of operators beyond ONNX's that the backend runs.
+        signed_cost: what a signed activation costs where the profile asks for unsigned ones.
         int8_head_sizes: those with which attention in INT8 is fused; empty: no limit is known.
         int8_sequence: the longest sequence with which it is; None: no limit is known.
         fp8_head_multiple: the head size must be a multiple of it for attention in FP8 to be fused.
@@ -34,6 +36,8 @@ class GraphRules:
     opsets: tuple[int, int] | None = None
     integer_bias: bool = True
     refused: frozenset[str] = frozenset()
+    own_domains: frozenset[str] = frozenset()
+    signed_cost: str = ""
     int8_head_sizes: frozenset[int] = frozenset()
     int8_sequence: int | None = None
     fp8_head_multiple: int = 1
@@ -55,9 +59,9 @@ _ALWAYS: dict[str, Severity] = {
     "quantize-alone": "warning",
     "float-reader": "warning",
     "cast-between": "warning",
-    "behind-dequantize": "warning",
+    "scaled-operand": "warning",
+    "moved-operand": "warning",
     "half-site": "warning",
-    "half-attention": "warning",
     "quantized-bias": "warning",
     "quantized-mask": "warning",
     "weight-axis": "warning",
@@ -85,13 +89,14 @@ _TENSORRT = GraphRules(
         "format": "error",
         "quantize-alone": "error",
         "cast-between": "error",
-        "behind-dequantize": "error",
+        "scaled-operand": "error",
         "half-site": "error",
         "weight-axis": "error",
         "activation-channels": "error",
         "foreign-operator": "error",
         "float32-rest": "error",
         "fp8-attention": "error",
+        "half-attention": "warning",
         "attention-size": "warning",
         "attention-operator": "warning",
         "int8-with-fp8-attention": "warning",
@@ -111,7 +116,21 @@ for _name in ("tensorrt", "tensorrt-rtx"):
     graph_rules.add(_name)(_TENSORRT)
 
 graph_rules.add("openvino")(
-    GraphRules(severities={**_ALWAYS, "attention-operator": "warning", "signedness": "warning"})
+    GraphRules(
+        severities={
+            **_ALWAYS,
+            "half-attention": "warning",
+            "attention-operator": "warning",
+            "signedness": "warning",
+        },
+        signed_cost="is a tenth slower",
+    )
 )
 
-_ONNXRUNTIME = graph_rules.add("onnxruntime")(GraphRules(severities={**_ALWAYS, "signedness": "warning"}))
+_ONNXRUNTIME = graph_rules.add("onnxruntime")(
+    GraphRules(
+        severities={**_ALWAYS, "signedness": "warning"},
+        own_domains=frozenset({"com.microsoft"}),
+        signed_cost="leaves half of such products in float behind their DequantizeLinear",
+    )
+)

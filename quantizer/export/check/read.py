@@ -59,8 +59,10 @@ def _model(path: Path, proto: Any) -> Any:
     import onnx
     import onnx_ir
 
+    from onnx import inliner
+
     if proto.functions:
-        proto = onnx.inliner.inline_local_functions(proto)
+        proto = inliner.inline_local_functions(proto)
     # Rules that need a shape stay silent where there is none.
     with suppress(onnx.shape_inference.InferenceError):
         proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)

@@ -10,6 +10,7 @@ from quantizer.export.check.attention import Attention
 from quantizer.export.check.attention import attentions
 from quantizer.export.check.graph import is_dequantize
 from quantizer.export.check.graph import is_quantize
+from quantizer.export.check.graph import maker
 from quantizer.export.check.operand import PRODUCTS
 from quantizer.export.check.operand import Operand
 from quantizer.export.check.operand import operands
@@ -56,6 +57,11 @@ class Subject:
     def dequantizes(self) -> list[Any]:
         """Every DequantizeLinear."""
         return [node for node in self.nodes if is_dequantize(node)]
+
+    @cached_property
+    def sources(self) -> list[Any]:
+        """Where steps come from: every QuantizeLinear, and every DequantizeLinear of steps that are stored."""
+        return [*self.quantizes, *(node for node in self.dequantizes if not is_quantize(maker(node.inputs[0])))]
 
     @cached_property
     def products(self) -> list[tuple[Operand, Operand]]:

@@ -14,7 +14,6 @@ from quantizer.export.check.graph import name_of
 from quantizer.export.check.rule import rules
 from quantizer.export.check.subject import Subject
 from quantizer.numerics.qtype import INT8
-from quantizer.numerics.qtype import QTYPES
 from quantizer.numerics.qtype import UINT8
 
 __all__ = ["format_taken", "saturating_weight", "signedness", "zero_point"]
@@ -23,7 +22,7 @@ __all__ = ["format_taken", "saturating_weight", "signedness", "zero_point"]
 @rules.add("zero-point")
 def zero_point(subject: Subject) -> Iterator[Fault]:
     """A zero point is left out, or all zeros."""
-    for node in [*subject.quantizes, *subject.dequantizes]:
+    for node in subject.sources:
         if len(node.inputs) < 3 or node.inputs[2] is None:
             continue
         if not is_constant(node.inputs[2]):
@@ -35,19 +34,21 @@ def zero_point(subject: Subject) -> Iterator[Fault]:
             problem = (
                 f"its zero point is {numbers[np.flatnonzero(numbers)[0]]:g}, and {subject.target.name} takes 0 alone"
             )
-            yield Fault(name_of(node), problem, "quantize symmetrically: zero point 0, scale = largest magnitude / 127")
+            yield Fault(
+                name_of(node), problem, f"quantize symmetrically: zero point 0, scale = largest magnitude / {INT8.qmax}"
+            )
 
 
 @rules.add("format")
 def format_taken(subject: Subject) -> Iterator[Fault]:
     """The target computes with the format of an activation, and takes that of a weight."""
-    for node in [*subject.quantizes, *(n for n in subject.dequantizes if n.inputs[0].producer() is None)]:
+    for node in subject.sources:
         weight = is_constant(node.inputs[0])
         taken = subject.target.weight_dtypes if weight else subject.target.activation_dtypes
         name = format_name(node)
         bias = name == "int32" and weight and subject.limits.integer_bias
         if name and name not in taken and not bias:
-            what = "weights" if weight else "activations"
+            what = "constants" if weight else "activations"
             expected = " or ".join(sorted(kind.upper() for kind in taken))
             problem = f"{name.upper()} {what}: {subject.target.name} computes with {expected}"
             yield Fault(name_of(node), problem, f"quantize it to {expected}, or leave it float")
@@ -67,8 +68,8 @@ def signedness(subject: Subject) -> Iterator[Fault]:
             unsigned = where == "all" or (where == "weighted" and weighted)
             name = name_of(operand.quantize or operand.dequantize)
             if unsigned and operand.format == INT8.name:
-                problem = f"a signed activation: the kernels of {subject.target.name} for it are those of unsigned ones"
-                yield Fault(name, problem, f"store the same values as UINT8 with zero point {-INT8.qmin}")
+                problem = f"a signed activation {subject.limits.signed_cost} on {subject.target.name}"
+                yield Fault(name, problem, f"store the same values as UINT8, its zero point larger by {-INT8.qmin}")
             elif where == "weighted" and not weighted and operand.format == UINT8.name:
                 problem = f"an unsigned operand of a product of activations: {subject.target.name} fuses signed ones"
                 yield Fault(name, problem, "store it as INT8 with zero point 0")
@@ -81,7 +82,7 @@ def saturating_weight(subject: Subject) -> Iterator[Fault]:
     for pair in subject.products:
         for operand in pair:
             steps = constant(operand.dequantize.inputs[0]) if operand.is_weight and operand.quantized else None
-            if steps is None or operand.format not in QTYPES or operand.format != INT8.name:
+            if steps is None or operand.format != INT8.name:
                 continue
             if int(np.abs(steps.astype(np.int16)).max()) > half:
                 problem = f"weights beyond {half} steps: without VNNI the sum of two products overflows 16 bits"

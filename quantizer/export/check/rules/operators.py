@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from quantizer.export.check.finding import Fault
+from quantizer.export.check.graph import is_dequantize
+from quantizer.export.check.graph import is_quantize
 from quantizer.export.check.graph import name_of
 from quantizer.export.check.rule import rules
 from quantizer.export.check.subject import Subject
 
-__all__ = ["foreign_operator"]
+__all__ = ["foreign_operator", "is_quantized_operator"]
+
+_ONNX = ("", "ai.onnx")
+_WORDS = ("QLinear", "Integer", "Quantize", "QGemm", "QAttention")
+
+
+def is_quantized_operator(node: Any) -> bool:
+    """It computes with steps itself, or makes them in a way of its own."""
+    plain = node.domain in _ONNX and (is_quantize(node) or is_dequantize(node))
+    return not plain and any(word in node.op_type for word in _WORDS)
 
 
 @rules.add("foreign-operator")
 def foreign_operator(subject: Subject) -> Iterator[Fault]:
-    """Low precision is said with QuantizeLinear and DequantizeLinear of ONNX, and the target knows the operators."""
-    counts: Counter[tuple[str, str]] = Counter()
-    first = {}
-    for node in subject.nodes:
-        quantizes = any(word in node.op_type for word in ("Quantize", "QLinear", "QGemm", "QAttention"))
-        if node.op_type in subject.limits.refused or (node.domain not in _ONNX and quantizes):
-            key = (node.domain, node.op_type)
-            first.setdefault(key, node)
-            counts[key] += 1
-    for (domain, kind), count in counts.items():
-        shown = f"{domain}.{kind}" if domain not in _ONNX else kind
-        problem = f"{shown} ({count} in the file) is not an operator that {subject.target.name} runs in low precision"
-        yield Fault(
-            name_of(first[domain, kind]), problem, "quantize in the QDQ format: QuantizeLinear and DequantizeLinear"
-        )
-
-
-_ONNX = ("", "ai.onnx")
+    """What computes in low precision is said with ONNX's QuantizeLinear and DequantizeLinear, or the target runs it."""
+    nodes: dict[tuple[str, str], list[Any]] = {}
+    for node in filter(is_quantized_operator, subject.nodes):
+        foreign = node.domain not in (*_ONNX, *subject.limits.own_domains)
+        if foreign or node.op_type in subject.limits.refused:
+            nodes.setdefault((node.domain, node.op_type), []).append(node)
+    for (domain, kind), found in nodes.items():
+        shown = kind if domain in _ONNX else f"{domain}.{kind}"
+        problem = f"{shown} ({len(found)} in the file) is not read by {subject.target.name}"
+        yield Fault(name_of(found[0]), problem, "quantize in the QDQ format: QuantizeLinear and DequantizeLinear")

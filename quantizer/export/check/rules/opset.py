@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from quantizer.export.check.finding import Fault
 from quantizer.export.check.graph import HALVES
@@ -35,15 +36,22 @@ def opset_range(subject: Subject) -> Iterator[Fault]:
 @rules.add("opset-format")
 def opset_format(subject: Subject) -> Iterator[Fault]:
     """Half scales and FP8 need opset 19; INT4 and blocks need 21."""
-    for node in [*subject.quantizes, *subject.dequantizes]:
-        needed, what = 0, ""
-        name = format_name(node)
-        if name in QTYPES and QTYPES[name].onnx_opset > needed:
-            needed, what = QTYPES[name].onnx_opset, name.upper()
-        if element(node.inputs[1]) in HALVES and needed < _HALF_SCALES:
-            needed, what = _HALF_SCALES, f"a {element(node.inputs[1])} scale"
-        if attribute(node, "block_size", 0) and needed < _BLOCKS:
-            needed, what = _BLOCKS, "a scale for each block"
-        if subject.opset < needed:
-            problem = f"{what} needs opset {needed}, the file is written in {subject.opset}"
-            yield Fault(name_of(node), problem, f"export with opset {max(needed, subject.target.opset)}")
+    too_new: dict[tuple[str, int], list[Any]] = {}
+    for node in subject.sources:
+        for what, needed in _needs(node):
+            if subject.opset < needed:
+                too_new.setdefault((what, needed), []).append(node)
+    for (what, needed), nodes in too_new.items():
+        problem = f"{what} ({len(nodes)} in the file) needs opset {needed}, the file is written in {subject.opset}"
+        yield Fault(name_of(nodes[0]), problem, f"export with opset {max(needed, subject.target.opset)}")
+
+
+def _needs(node: Any) -> Iterator[tuple[str, int]]:
+    """What a Q or DQ uses, and the first opset that has it."""
+    name = format_name(node)
+    if name in QTYPES:
+        yield name.upper(), QTYPES[name].onnx_opset
+    if element(node.inputs[1]) in HALVES:
+        yield f"a scale in {element(node.inputs[1])}", _HALF_SCALES
+    if attribute(node, "block_size", 0):
+        yield "a scale for each block", _BLOCKS

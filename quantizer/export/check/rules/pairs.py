@@ -14,6 +14,7 @@ from quantizer.export.check.graph import name_of
 from quantizer.export.check.graph import paired
 from quantizer.export.check.graph import readers
 from quantizer.export.check.rule import rules
+from quantizer.export.check.rules.operators import is_quantized_operator
 from quantizer.export.check.subject import Subject
 
 __all__ = ["dead_quantizer", "pair_differs", "quantize_alone", "shared_input"]
@@ -31,7 +32,11 @@ def dead_quantizer(subject: Subject) -> Iterator[Fault]:
 def quantize_alone(subject: Subject) -> Iterator[Fault]:
     """A QuantizeLinear is read by DequantizeLinear alone."""
     for node in subject.quantizes:
-        others = [reader for reader in readers(node.outputs[0]) if not is_dequantize(reader)]
+        others = [
+            reader
+            for reader in readers(node.outputs[0])
+            if not (is_dequantize(reader) or is_quantized_operator(reader))
+        ]
         if node.outputs[0].is_graph_output():
             yield Fault(name_of(node), "its steps are an output of the model", "put a DequantizeLinear behind it")
         elif others:

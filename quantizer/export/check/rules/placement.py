@@ -10,6 +10,7 @@ from quantizer.export.check.finding import Fault
 from quantizer.export.check.graph import attribute
 from quantizer.export.check.graph import is_constant
 from quantizer.export.check.graph import is_dequantize
+from quantizer.export.check.graph import is_quantize
 from quantizer.export.check.graph import maker
 from quantizer.export.check.graph import name_of
 from quantizer.export.check.graph import steps_type
@@ -60,9 +61,15 @@ def site_kind(subject: Subject) -> Iterator[Fault]:
         return
     for node in subject.nodes:
         activations = [value for value in node.inputs if not is_constant(value)] if node.op_type == "Add" else []
-        if len(activations) == 2 and any(is_dequantize(maker(value)) for value in activations):
+        if len(activations) == 2 and any(map(_rounded, activations)):
             problem = f"an add gains nothing from steps on {subject.target.name}"
             yield Fault(name_of(node), problem, advice)
+
+
+def _rounded(value: Any) -> bool:
+    """It comes from a Q and its DQ: what a table of stored steps gives was never rounded on the way."""
+    node = maker(value)
+    return is_dequantize(node) and is_quantize(maker(node.inputs[0]))
 
 
 @rules.add("quantized-bias")

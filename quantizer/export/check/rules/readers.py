@@ -12,10 +12,11 @@ from quantizer.export.check.graph import name_of
 from quantizer.export.check.graph import readers
 from quantizer.export.check.operand import MOVES
 from quantizer.export.check.operand import PRODUCTS
+from quantizer.export.check.operand import Operand
 from quantizer.export.check.rule import rules
 from quantizer.export.check.subject import Subject
 
-__all__ = ["behind_dequantize", "cast_between", "float_reader"]
+__all__ = ["cast_between", "float_reader", "moved_operand", "scaled_operand"]
 
 _STEPS = (
     *PRODUCTS,
@@ -59,19 +60,37 @@ def cast_between(subject: Subject) -> Iterator[Fault]:
                 yield Fault(name_of(reader), f"stands between {name_of(node)} and its DequantizeLinear", "remove it")
 
 
-@rules.add("behind-dequantize")
-def behind_dequantize(subject: Subject) -> Iterator[Fault]:
-    """Nothing moves or scales an activation between its DequantizeLinear and the product."""
+@rules.add("scaled-operand")
+def scaled_operand(subject: Subject) -> Iterator[Fault]:
+    """Nothing scales an activation between its DequantizeLinear and the product."""
+    for operand, nodes in _behind(subject):
+        scaling = [node for node in nodes if node.op_type in ("Mul", "Div")]
+        if scaling:
+            what = "multiplication" if scaling[-1].op_type == "Mul" else "division"
+            problem = f"a {what} between {_ends(operand)} computes with floats, and so does the product behind it"
+            yield Fault(name_of(scaling[-1]), problem, f"put the {what} before the QuantizeLinear")
+
+
+@rules.add("moved-operand")
+def moved_operand(subject: Subject) -> Iterator[Fault]:
+    """Nothing moves an activation between its DequantizeLinear and the product."""
+    for operand, nodes in _behind(subject):
+        moves = [node for node in reversed(nodes) if node.op_type in MOVES]
+        if moves:
+            names = " and ".join(dict.fromkeys(node.op_type for node in moves))
+            problem = f"{names} between {_ends(operand)}: it moves floats unless the builder finds a way around it"
+            yield Fault(name_of(moves[0]), problem, f"put {names} before the QuantizeLinear")
+
+
+def _behind(subject: Subject) -> Iterator[tuple[Operand, list[Any]]]:
+    """The operands with nodes between a DQ and a product, those nodes, and each such place once."""
     seen: set[Any] = set()
     for pair in subject.products:
         for operand in pair:
-            others = [node for node in operand.between if node.op_type != "Cast"]
-            if operand.is_weight or not others or others[-1] in seen:
-                continue
-            seen.add(others[-1])
-            what = {"Transpose": "the transpose", "Mul": "the multiplication", "Div": "the division"}
-            names = " and ".join(dict.fromkeys(what.get(node.op_type, node.op_type) for node in others))
-            problem = (
-                f"{names} between {name_of(operand.dequantize)} and {name_of(operand.product)} computes with floats"
-            )
-            yield Fault(name_of(others[-1]), problem, f"put {names} before the QuantizeLinear")
+            if not operand.is_weight and operand.between and operand.between[-1] not in seen:
+                seen.add(operand.between[-1])
+                yield operand, list(operand.between)
+
+
+def _ends(operand: Operand) -> str:
+    return f"{name_of(operand.dequantize)} and {name_of(operand.product)}"

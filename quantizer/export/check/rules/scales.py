@@ -20,7 +20,7 @@ __all__ = ["scale_constant", "scale_type", "scale_value"]
 @rules.add("scale-constant")
 def scale_constant(subject: Subject) -> Iterator[Fault]:
     """A scale is a constant of the file."""
-    for node in [*subject.quantizes, *subject.dequantizes]:
+    for node in subject.sources:
         if not is_constant(node.inputs[1]):
             problem = f"its scale {node.inputs[1].name} is computed when the model runs"
             yield Fault(name_of(node), problem, "calibrate, and store the scale as a constant")
@@ -29,7 +29,7 @@ def scale_constant(subject: Subject) -> Iterator[Fault]:
 @rules.add("scale-value")
 def scale_value(subject: Subject) -> Iterator[Fault]:
     """A scale is a number above 0."""
-    for node in [*subject.quantizes, *subject.dequantizes]:
+    for node in subject.sources:
         held = constant(node.inputs[1])
         if held is None:
             continue
