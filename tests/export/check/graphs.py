@@ -86,7 +86,12 @@ class Graph:
         graph = helper.make_graph(self.nodes, "g", self.inputs, self.outputs, self.initializers)
         domains = {"": self.opset, **{node.domain: 1 for node in self.nodes if node.domain}}
         imports = [helper.make_opsetid(domain, version) for domain, version in domains.items()]
-        return helper.make_model(graph, opset_imports=imports, ir_version=10)
+        # Inference fills in the shapes of the outputs, which the checker asks for.
+        made = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=imports, ir_version=10))
+        del made.graph.value_info[:]
+        for value in made.graph.output:
+            value.type.tensor_type.shape.SetInParent()
+        return made
 
     def save(self, path: Path) -> Path:
         onnx.save(self.proto(), path)

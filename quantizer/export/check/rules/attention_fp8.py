@@ -47,7 +47,9 @@ def int8_with_fp8_attention(subject: Subject) -> Iterator[Fault]:
     """Products with INT8 do not stand beside attention in FP8: before Blackwell such an engine does not build."""
     if not any(operand.format == FP8.name for entry in subject.attentions for operand in entry.operands):
         return
-    found = [pair[0] for pair in subject.products if all(operand.format == INT8.name for operand in pair)]
+    fused = {operand.product for entry in subject.attentions for operand in entry.operands}
+    products = [pair for pair in subject.products if pair[0].product not in fused]
+    found = [pair[0] for pair in products if all(operand.format == INT8.name for operand in pair)]
     if found:
         problem = f"{len(found)} products in INT8 beside attention in FP8: rejected on GPUs before Blackwell"
         yield Fault(name_of(found[0].product), problem, "quantize the linears to FP8 too, or leave attention float")

@@ -8,6 +8,7 @@ from quantizer.export.check.finding import Fault
 from quantizer.export.check.graph import HALVES
 from quantizer.export.check.graph import WIDTHS
 from quantizer.export.check.graph import element
+from quantizer.export.check.operand import Operand
 from quantizer.export.check.rule import rules
 from quantizer.export.check.subject import Subject
 
@@ -20,10 +21,17 @@ def float32_rest(subject: Subject) -> Iterator[Fault]:
     halves = {name for name, ours in WIDTHS.items() if name in HALVES and ours == subject.target.float_dtype}
     if not halves:
         return
-    types = [element(pair[0].product.outputs[0]) or element(pair[0].product.inputs[0]) for pair in subject.products]
+    types = [_float_type(pair[0]) for pair in subject.products]
     if "FLOAT" in types and not set(HALVES) & set(types):
         problem = (
             f"all {types.count('FLOAT')} products have float32 tensors: {subject.target.name} builds what the graph "
             "says, so everything that is not quantized runs in float32, without a word"
         )
         yield Fault("", problem, f"convert the model to {subject.target.float_dtype} before export, scales included")
+
+
+def _float_type(operand: Operand) -> str:
+    """The float type that a product computes with, if its operands are no steps."""
+    if operand.quantized and not operand.between:
+        return element(operand.dequantize.inputs[1])
+    return element(operand.product.inputs[operand.index])

@@ -68,8 +68,8 @@ def _number(node: Any, index: int) -> np.ndarray[Any, Any] | None:
 
 def _equal(one: np.ndarray[Any, Any], two: np.ndarray[Any, Any]) -> bool:
     if one.size == 1 or two.size == 1:
-        return bool(np.all(one.reshape(-1)[:1] == two) and np.all(two.reshape(-1)[:1] == one))
-    return one.shape == two.shape and np.array_equal(one, two, equal_nan=True)
+        one, two = np.broadcast_arrays(one.reshape(-1), two.reshape(-1))
+    return np.array_equal(one, two, equal_nan=True)
 
 
 @rules.add("shared-input")
