@@ -26,10 +26,6 @@ class GraphRules:
         refused: operators of ONNX that the backend cannot read.
         own_domains: domains of operators beyond ONNX's that the backend runs.
         signed_cost: what a signed activation costs where the profile asks for unsigned ones.
-        int8_head_sizes: those with which attention in INT8 is fused; empty: no limit is known.
-        int8_sequence: the longest sequence with which it is; None: no limit is known.
-        fp8_head_multiple: the head size must be a multiple of it for attention in FP8 to be fused.
-        saturates: byte products are added in pairs of 16 bits, which overflow with weights of the whole range of INT8.
     """
 
     severities: Mapping[str, Severity]
@@ -38,10 +34,6 @@ class GraphRules:
     refused: frozenset[str] = frozenset()
     own_domains: frozenset[str] = frozenset()
     signed_cost: str = ""
-    int8_head_sizes: frozenset[int] = frozenset()
-    int8_sequence: int | None = None
-    fp8_head_multiple: int = 1
-    saturates: bool = False
 
 
 graph_rules: Registry[GraphRules] = Registry("backend")
@@ -70,6 +62,7 @@ _ALWAYS: dict[str, Severity] = {
     "turned-weight": "warning",
     "shared-input": "warning",
     "site-kind": "warning",
+    "saturating-weight": "warning",
     "foreign-operator": "warning",
     "mask-range": "warning",
 }
@@ -107,9 +100,6 @@ _TENSORRT = GraphRules(
     opsets=(9, 24),
     integer_bias=False,
     refused=frozenset(_OPERATOR_FORMAT),
-    int8_head_sizes=frozenset({16, 32, 64}),
-    int8_sequence=512,
-    fp8_head_multiple=16,
 )
 
 for _name in ("tensorrt", "tensorrt-rtx"):
@@ -127,10 +117,11 @@ graph_rules.add("openvino")(
     )
 )
 
-_ONNXRUNTIME = graph_rules.add("onnxruntime")(
-    GraphRules(
-        severities={**_ALWAYS, "signedness": "warning"},
-        own_domains=frozenset({"com.microsoft"}),
-        signed_cost="leaves half of such products in float behind their DequantizeLinear",
-    )
+_ONNXRUNTIME = GraphRules(
+    severities={**_ALWAYS, "signedness": "warning"},
+    own_domains=frozenset({"com.microsoft"}),
+    signed_cost="leaves half of such products in float behind their DequantizeLinear",
 )
+
+for _name in ("onnxruntime", "onnxruntime-avx2"):
+    graph_rules.add(_name)(_ONNXRUNTIME)

@@ -58,7 +58,6 @@ def _model(path: Path, proto: Any) -> Any:
     """The graph with functions written out, and with the types and shapes that ONNX infers."""
     import onnx
     import onnx_ir
-
     from onnx import inliner
 
     if proto.functions:

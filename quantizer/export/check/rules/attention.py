@@ -11,7 +11,6 @@ from quantizer.export.check.graph import shape
 from quantizer.export.check.rule import rules
 from quantizer.export.check.subject import Subject
 from quantizer.numerics.qtype import FP8
-from quantizer.numerics.qtype import INT8
 
 __all__ = ["attention_operator", "attention_size", "half_attention"]
 
@@ -34,37 +33,24 @@ def half_attention(subject: Subject) -> Iterator[Fault]:
 @rules.add("attention-size")
 def attention_size(subject: Subject) -> Iterator[Fault]:
     """Quantized attention has a head size and a sequence with which it is fused."""
-    limits = subject.limits
     for entry in subject.attentions:
         formats = {operand.format for operand in entry.operands}
-        head, length = _head_size(entry), _sequence(entry)
-        problem = ""
-        if formats == {INT8.name}:
-            if head is not None and limits.int8_head_sizes and head not in limits.int8_head_sizes:
-                problem = f"head size {head}: attention in INT8 is fused for {_listed(limits.int8_head_sizes)}"
-            elif length is not None and limits.int8_sequence is not None and length > limits.int8_sequence:
-                problem = f"sequence {length}: attention in INT8 is fused up to {limits.int8_sequence}"
-        elif formats == {FP8.name} and head is not None and head % limits.fp8_head_multiple:
-            problem = f"head size {head}: attention in FP8 is fused for multiples of {limits.fp8_head_multiple}"
-        if problem:
-            yield Fault(
-                name_of(entry.softmax), problem, "leave this attention float: then it is fused in half precision"
-            )
+        if len(formats) == 1:
+            reason = subject.target.attention_reason(formats.pop(), _head_size(entry), _sequence(entry))
+            if reason is not None:
+                yield Fault(name_of(entry.softmax), reason, "leave this attention float: then it is fused as that")
 
 
-def _listed(sizes: frozenset[int]) -> str:
-    return ", ".join(map(str, sorted(sizes)))
-
-
-def _head_size(entry: Attention) -> int | None:
+def _head_size(entry: Attention) -> int:
+    """0 where it is not known."""
     queries = shape(entry.scores.inputs[0])
-    return queries[-1] if queries else None
+    return (queries[-1] or 0) if queries else 0
 
 
-def _sequence(entry: Attention) -> int | None:
+def _sequence(entry: Attention) -> int:
+    """The longer of the two sequences that meet; 0 where it is not known."""
     scores = shape(entry.softmax.inputs[0])
-    known = [size for size in (scores or ())[-2:] if size is not None]
-    return max(known) if known else None
+    return max((size or 0 for size in (scores or ())[-2:]), default=0)
 
 
 @rules.add("attention-operator")

@@ -77,13 +77,16 @@ def signedness(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("saturating-weight")
 def saturating_weight(subject: Subject) -> Iterator[Fault]:
-    """Weights have 7 bits where pairs of byte products are added up in 16 bits."""
-    half = (INT8.qmax + 1) // 2
+    """Weights keep to the steps that the target's byte product can add up."""
+    most = subject.target.weight_steps
     for pair in subject.products:
-        for operand in pair:
+        for operand in pair if most is not None else ():
             steps = constant(operand.dequantize.inputs[0]) if operand.is_weight and operand.quantized else None
             if steps is None or operand.format != INT8.name:
                 continue
-            if int(np.abs(steps.astype(np.int16)).max()) > half:
-                problem = f"weights beyond {half} steps: without VNNI the sum of two products overflows 16 bits"
-                yield Fault(name_of(operand.dequantize), problem, "quantize the weights to 7 bits (reduce_range)")
+            largest = int(np.abs(steps.astype(np.int16)).max())
+            if largest > most:
+                problem = f"a weight with steps up to {largest}: {subject.target.name} adds products in 16 bits, which hold {most}"
+                yield Fault(
+                    name_of(operand.dequantize), problem, f"quantize the weights to {most} steps (reduce_range)"
+                )

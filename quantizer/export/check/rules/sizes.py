@@ -22,10 +22,9 @@ _Size = int | None
 @rules.add("small-product")
 def small_product(subject: Subject) -> Iterator[Fault]:
     """A product whose K or N is small stays float."""
+    enough = subject.target.min_gemm_dim or 1  # what is not known is taken for large enough
     for pair in _quantized(subject):
         _, k, n = _sizes(pair)
-        # What is not known is taken for large enough.
-        enough = subject.target.min_gemm_dim or 1
         reason = subject.target.gemm_reason(enough if k is None else k, enough if n is None else n)
         if reason is not None:
             yield Fault(name_of(pair[0].product), reason, _ADVICE)
@@ -34,11 +33,12 @@ def small_product(subject: Subject) -> Iterator[Fault]:
 @rules.add("matrix-vector")
 def matrix_vector(subject: Subject) -> Iterator[Fault]:
     """A product of a matrix and a vector stays float."""
+    enough = subject.target.min_gemm_dim or 1
     for pair in _quantized(subject):
         m, _, _ = _sizes(pair)
-        if m == 1:
-            problem = f"multiplies one row by a matrix, which is slower in low precision on {subject.target.name}"
-            yield Fault(name_of(pair[0].product), problem, _ADVICE)
+        reason = subject.target.gemm_reason(enough, enough, rows=m or 0)
+        if reason is not None:
+            yield Fault(name_of(pair[0].product), reason, _ADVICE)
 
 
 def _quantized(subject: Subject) -> Iterator[tuple[Operand, Operand]]:

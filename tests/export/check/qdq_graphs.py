@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import onnx
-from onnx import TensorProto
-from onnx import helper
-from onnx import numpy_helper
+import pytest
 
-FLOATS = {"float16": TensorProto.FLOAT16, "float32": TensorProto.FLOAT}
+onnx = pytest.importorskip("onnx", reason="checking needs quantizer[onnx]")
+pytest.importorskip("onnx_ir", reason="checking needs quantizer[onnx]")
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="checking needs quantizer[onnx]")
+
+FLOATS = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}
 STEPS = {
-    "int8": (TensorProto.INT8, np.int8),
-    "uint8": (TensorProto.UINT8, np.uint8),
-    "fp8": (TensorProto.FLOAT8E4M3FN, ml_dtypes.float8_e4m3fn),
-    "int4": (TensorProto.INT4, ml_dtypes.int4),
-    "int32": (TensorProto.INT32, np.int32),
-    "int16": (TensorProto.INT16, np.int16),
+    "int8": (onnx.TensorProto.INT8, np.int8),
+    "uint8": (onnx.TensorProto.UINT8, np.uint8),
+    "fp8": (onnx.TensorProto.FLOAT8E4M3FN, ml_dtypes.float8_e4m3fn),
+    "int4": (onnx.TensorProto.INT4, ml_dtypes.int4),
+    "int32": (onnx.TensorProto.INT32, np.int32),
+    "int16": (onnx.TensorProto.INT16, np.int16),
 }
 SCALE = 0.5
 
@@ -40,15 +40,15 @@ class Graph:
         return np.dtype(self.width)
 
     def input(self, name: str, shape: Sequence[int | str | None], width: str | None = None) -> str:
-        self.inputs.append(helper.make_tensor_value_info(name, FLOATS[width or self.width], shape))
+        self.inputs.append(onnx.helper.make_tensor_value_info(name, FLOATS[width or self.width], shape))
         return name
 
     def output(self, name: str, element: int | None = None) -> None:
-        self.outputs.append(helper.make_tensor_value_info(name, element or FLOATS[self.width], None))
+        self.outputs.append(onnx.helper.make_tensor_value_info(name, element or FLOATS[self.width], None))
 
     def constant(self, array: Any, name: str | None = None) -> str:
         name = name or f"c{len(self.initializers)}"
-        self.initializers.append(numpy_helper.from_array(np.asarray(array), name))
+        self.initializers.append(onnx.numpy_helper.from_array(np.asarray(array), name))
         return name
 
     def number(self, value: float, width: str | None = None) -> str:
@@ -56,7 +56,7 @@ class Graph:
 
     def node(self, kind: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
         name = f"{kind}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, list(inputs), [f"{name}_out"], name, domain=domain, **attributes))
+        self.nodes.append(onnx.helper.make_node(kind, list(inputs), [f"{name}_out"], name, domain=domain, **attributes))
         return f"{name}_out"
 
     def quantize(self, value: str, scale: Any = SCALE, kind: str = "int8", zero: int = 0) -> str:
@@ -83,11 +83,11 @@ class Graph:
         return self.constant(np.full(shape, 0.25, self.dtype))
 
     def proto(self) -> Any:
-        graph = helper.make_graph(self.nodes, "g", self.inputs, self.outputs, self.initializers)
+        graph = onnx.helper.make_graph(self.nodes, "g", self.inputs, self.outputs, self.initializers)
         domains = {"": self.opset, **{node.domain: 1 for node in self.nodes if node.domain}}
-        imports = [helper.make_opsetid(domain, version) for domain, version in domains.items()]
+        imports = [onnx.helper.make_opsetid(domain, version) for domain, version in domains.items()]
         # Inference fills in the shapes of the outputs, which the checker asks for.
-        made = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=imports, ir_version=10))
+        made = onnx.shape_inference.infer_shapes(onnx.helper.make_model(graph, opset_imports=imports, ir_version=10))
         del made.graph.value_info[:]
         for value in made.graph.output:
             value.type.tensor_type.shape.SetInParent()
