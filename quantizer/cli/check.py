@@ -28,8 +28,8 @@ class Check:
 example:
   quantizer check model.onnx --target tensorrt
   error [float32-rest] 1 place
-    all 49 products have float32 tensors: tensorrt builds what the graph says, so everything that is not quantized
-    runs in float32, without a word
+      all 49 products have float32 tensors: tensorrt builds what the graph says, so everything that is not
+      quantized runs in float32, without a word
     -> convert the model to float16 before export, scales included
   model.onnx: 1 error, 0 warnings
 
@@ -61,19 +61,33 @@ def _print(findings: list[Finding], every: bool, console: Console) -> None:
     head = f"{first.severity} [{first.rule}] {_counted(len(findings), 'place')}"
     console.print(head, style=style, markup=False, highlight=False)
     shown = findings if every else findings[:_SHOWN]
+    # One advice for all is said once.
+    advices = list(dict.fromkeys(finding.advice for finding in shown))
     for finding in shown:
-        where = f"{finding.node}: " if finding.node else ""
-        for line in (f"{where}{finding.problem}", f"-> {finding.advice}"):
-            for text in _wrapped(line, console.width - 2):
-                console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
+        if finding.node:
+            console.print(f"  {finding.node}", style="bold", markup=False, highlight=False, soft_wrap=True)
+        _say(finding.problem, 4, console)
+        if len(advices) > 1:
+            _say(f"-> {finding.advice}", 4, console)
     if len(findings) > len(shown):
         console.print(f"  ... and {len(findings) - len(shown)} more", markup=False, highlight=False)
+    if len(advices) == 1:
+        _say(f"-> {advices[0]}", 2, console)
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of a terminal; a name that is longer than a line stays whole, so that it can be copied."""
-
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
+def _say(text: str, indent: int, console: Console) -> None:
+    """Lines of the terminal's width; a name that is longer than a line stays whole, so that it can be copied."""
+    space = " " * indent
+    lines = textwrap.wrap(
+        text,
+        console.width,
+        initial_indent=space,
+        subsequent_indent=space,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _counted(count: int, what: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 from quantizer.registry import Registry
@@ -63,7 +64,7 @@ _ALWAYS: dict[str, Severity] = {
     "shared-input": "warning",
     "site-kind": "warning",
     "saturating-weight": "warning",
-    "foreign-operator": "warning",
+    "foreign-operator": "error",
     "mask-range": "warning",
 }
 """Rules of Q/DQ that hold wherever such a graph runs."""
@@ -86,7 +87,6 @@ _TENSORRT = GraphRules(
         "half-site": "error",
         "weight-axis": "error",
         "activation-channels": "error",
-        "foreign-operator": "error",
         "float32-rest": "error",
         "fp8-attention": "error",
         "half-attention": "warning",
@@ -100,10 +100,13 @@ _TENSORRT = GraphRules(
     opsets=(9, 24),
     integer_bias=False,
     refused=frozenset(_OPERATOR_FORMAT),
+    own_domains=frozenset({"trt"}),
 )
 
-for _name in ("tensorrt", "tensorrt-rtx"):
-    graph_rules.add(_name)(_TENSORRT)
+graph_rules.add("tensorrt")(_TENSORRT)
+
+# Its parser (1.7.1) read an opset that TensorRT is not documented for, and the engine was built.
+graph_rules.add("tensorrt-rtx")(replace(_TENSORRT, severities={**_TENSORRT.severities, "opset-range": "warning"}))
 
 graph_rules.add("openvino")(
     GraphRules(
@@ -113,6 +116,8 @@ graph_rules.add("openvino")(
             "attention-operator": "warning",
             "signedness": "warning",
         },
+        own_domains=frozenset({"com.microsoft"}),
+        refused=frozenset({"QGemm"}),
         signed_cost="is a tenth slower",
     )
 )

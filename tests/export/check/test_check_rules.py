@@ -624,7 +624,7 @@ CASES = [
         lambda: linear(**U8, step=65),
         lambda: linear(**U8, step=64),
         "DequantizeLinear_2",
-        "a weight with steps up to 65: onnxruntime-avx2 adds products in 16 bits, which hold 64",
+        "a weight with steps up to 65: onnxruntime-avx2 adds pairs",
         "onnxruntime-avx2",
     ),
     Case(

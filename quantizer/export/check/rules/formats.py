@@ -86,7 +86,10 @@ def saturating_weight(subject: Subject) -> Iterator[Fault]:
                 continue
             largest = int(np.abs(steps.astype(np.int16)).max())
             if largest > most:
-                problem = f"a weight with steps up to {largest}: {subject.target.name} adds products in 16 bits, which hold {most}"
+                problem = (
+                    f"a weight with steps up to {largest}: {subject.target.name} adds pairs of products in 16 bits, "
+                    f"which hold weights up to {most}"
+                )
                 yield Fault(
                     name_of(operand.dequantize), problem, f"quantize the weights to {most} steps (reduce_range)"
                 )

@@ -20,7 +20,7 @@ _WORDS = ("QLinear", "Integer", "Quantize", "QGemm", "QAttention")
 
 def is_quantized_operator(node: Any) -> bool:
     """It computes with steps itself, or makes them in a way of its own."""
-    plain = node.domain in _ONNX and (is_quantize(node) or is_dequantize(node))
+    plain = is_quantize(node) or is_dequantize(node)  # com.microsoft's are read everywhere as ONNX's
     return not plain and any(word in node.op_type for word in _WORDS)
 
 

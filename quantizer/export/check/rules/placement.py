@@ -34,7 +34,7 @@ def half_site(subject: Subject) -> Iterator[Fault]:
         if low.is_weight and (weights_alone or _for_memory(low)):
             continue
         problem = f"{_role(low)} is quantized and {_role(high)} is not: the product computes with floats"
-        yield Fault(name_of(low.product), problem, f"quantize {_role(high)} too, or leave {_role(low)} float")
+        yield Fault(name_of(low.product), problem, f"quantize {_short(high)} too, or leave {_short(low)} float")
 
 
 def _for_memory(weight: Operand) -> bool:
@@ -42,9 +42,12 @@ def _for_memory(weight: Operand) -> bool:
 
 
 def _role(operand: Operand) -> str:
-    return (
-        "the weight" if operand.is_weight else f"input {operand.index} ({operand.product.inputs[operand.index].name})"
-    )
+    name = operand.product.inputs[operand.index].name
+    return _short(operand) if operand.is_weight else f"{_short(operand)} ({name})"
+
+
+def _short(operand: Operand) -> str:
+    return "the weight" if operand.is_weight else f"input {operand.index}"
 
 
 @rules.add("site-kind")
