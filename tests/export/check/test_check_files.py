@@ -87,7 +87,9 @@ def test_a_missing_library_names_the_extra(file: Path, monkeypatch: pytest.Monke
         return original(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(MissingDependencyError, match=rf"'{package}' is not installed: run  pip install 'quantizer\[onnx"):
+    with pytest.raises(
+        MissingDependencyError, match=rf"'{package}' is not installed: run  pip install 'quantizer\[onnx"
+    ):
         check_file(file, "tensorrt")
 
 
