@@ -73,7 +73,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_an_unknown_target(file: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown backend 'tensort'; known: onnxruntime, .*tensorrt"):
+    with pytest.raises(ConfigError, match=r"unknown backend 'tensort'; known: onnxruntime, .*tensorrt"):
         check_file(file, "tensort")
 
 
