@@ -50,7 +50,7 @@ The exit code is 1 where there is an error, and 0 where there are warnings at mo
         said = (
             f"{_counted(errors, 'error')}, {_counted(len(findings) - errors, 'warning')}" if findings else "no finding"
         )
-        console.print(f"{args.file}: {said}", markup=False, highlight=False)
+        console.print(f"{args.file}: {said}", markup=False, highlight=False, soft_wrap=True)
         return 1 if errors else 0
 
 

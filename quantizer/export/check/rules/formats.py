@@ -79,8 +79,10 @@ def signedness(subject: Subject) -> Iterator[Fault]:
 def saturating_weight(subject: Subject) -> Iterator[Fault]:
     """Weights keep to the steps that the target's byte product can add up."""
     most = subject.target.weight_steps
+    if most is None:
+        return
     for pair in subject.products:
-        for operand in pair if most is not None else ():
+        for operand in pair:
             steps = constant(operand.dequantize.inputs[0]) if operand.is_weight and operand.quantized else None
             if steps is None or operand.format != INT8.name:
                 continue
