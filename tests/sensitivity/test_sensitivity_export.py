@@ -41,6 +41,21 @@ def test_groups_put_back_have_no_quantizers_in_the_file(tmp_path: Path) -> None:
     assert counts[0] > counts[1] > counts[2] == 0
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_an_engine_builds_of_what_is_left(dtype: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
+    model, data = tiny("bert"), batch("bert")
+    quantizer = Quantizer(backend="tensorrt-rtx", dtype=dtype, sites={"residual_add": dtype == "int8"})
+    quantizer.calibrate(model, [data])
+    amp = quantizer.amp(model)
+    with torch.no_grad():
+        amp(**data)
+    quantizer.fallback(amp, num=3)
+    path = quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", data)
+    built = quantizer.build(path, tmp_path / "model.engine", compute_capability="sm89")
+    assert built.size_bytes == (tmp_path / "model.engine").stat().st_size > 0
+
+
 class Wide(nn.Module):
     """The second product reads values that float16 does not hold."""
 
