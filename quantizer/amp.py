@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from quantizer.sensitivity import by_name
 from quantizer.sensitivity import by_rank
 from quantizer.sensitivity import fingerprint
 from quantizer.sensitivity import groups_of
+from quantizer.sensitivity import operands_of
 from quantizer.sensitivity import per_cost
 from quantizer.sensitivity import search
 
@@ -91,7 +91,7 @@ class Amp:
         """The groups to put back; arguments as in ``Quantizer.fallback``."""
         _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop)
         if names is not None:
-            return by_name(self._operands(), names)
+            return by_name(operands_of(self._plan), names)
         if max_drop is None:
             return by_rank([entry for entry, _ in per_cost(self.ranking(), costs)], num=num, ratio=ratio)
         if metric is None:
@@ -108,15 +108,6 @@ class Amp:
             higher_is_better=metric.higher_is_better,
             max_evaluations=max_evaluations,
         )
-
-    def _operands(self) -> dict[str, list[str]]:
-        """The quantized operands of each group of the plan."""
-        operands: dict[str, list[str]] = defaultdict(list)
-        for site in self._plan.values():
-            for operand in site.operands:
-                if operand.quantized and operand.group is not None:
-                    operands[operand.group].append(f"{site.name}.{operand.name}")
-        return operands
 
     def _scores(
         self, metric: Metric, cache: str | os.PathLike[str] | None

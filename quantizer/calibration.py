@@ -13,6 +13,7 @@ from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observed import absorb
 from quantizer.proxy.observed import snapshot
@@ -23,6 +24,7 @@ from quantizer.proxy.ranks import ranks
 from quantizer.ranges import plan_of
 from quantizer.settings import observation_of
 from quantizer.settings import refused_sites
+from quantizer.settings import replays_batches
 
 __all__ = ["Calibration", "seen_by_all_ranks"]
 
@@ -44,6 +46,9 @@ class Calibration:
         model: nn.Module,
         skipped: Iterable[SkippedSource],
         earlier: bytes | None = None,
+        *,
+        anew: bool = False,
+        kept: KeptBatches | None = None,
     ) -> None:
         """
         Args:
@@ -51,6 +56,8 @@ class Calibration:
             model: the float model.
             skipped: calls and functions of it that could not be rewritten.
             earlier: what ``seen`` gave, to go on with.
+            anew: ranges that were chosen by running batches are chosen anew.
+            kept: the batches for that.
 
         Raises:
             ConfigError: a rule matches nothing in the model.
@@ -64,6 +71,10 @@ class Calibration:
         # Every rank has read the same folder: its contents count once.
         if earlier is not None and rank_number() == 0:
             absorb(self._observation, earlier, self.proxy)
+        if anew:
+            self._observation.forget_choices()
+            if kept is not None:
+                self._observation.kept = kept.copy()
         self._began_with = self._observation.batches
         self._observation.attach(self.proxy, sites_of(self.proxy))
         self._gathered: tuple[int, Observation] | None = None
@@ -81,12 +92,20 @@ class Calibration:
         """What becomes of every site.
 
         Raises:
-            CalibrationError: no rank has seen any data, or the ranks have different configurations.
+            CalibrationError: no rank has seen any data, the ranks have different configurations, or ranges are to be
+                chosen by running batches and none are here.
         """
         whole = self.observation()
         if whole.batches == 0:
             raise CalibrationError(
                 "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
+            )
+        choosing = replays_batches(self._config) and whole.chosen_at != whole.batches
+        if choosing and ranks() == 1 and not any(True for _ in whole.kept or ()):
+            raise CalibrationError(
+                "with a list of percentiles, calibrator 'auto' or smooth, each target's ranges are chosen by running "
+                "batches, and a folder keeps none: call for_backend() before save(), or calibrate(model, batches, "
+                "resume=True) with a few batches"
             )
         # Choosing ranges runs the proxy again.
         with self._observation.paused(sites_of(self.proxy)):

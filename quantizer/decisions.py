@@ -9,6 +9,7 @@ from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.plan import Plan
 
 __all__ = ["Decisions"]
@@ -29,20 +30,56 @@ class Decisions:
         self._loaded_products: tuple[CountedProduct, ...] = ()
         self._until_data = False  # what was loaded holds until calibration goes on
         self._earlier: bytes | None = None
+        self._waits = False  # decides from what another saw, once the model is there
+        self._kept: KeptBatches | None = None
+        self._scales_replaced = False
 
-    def load(self, plan: Plan, products: tuple[CountedProduct, ...], observed: bytes | None) -> None:
+    def load(
+        self, plan: Plan, products: tuple[CountedProduct, ...], observed: bytes | None, *, scales_replaced: bool
+    ) -> None:
         """Take over what a folder holds."""
         self._loaded, self._loaded_products, self._earlier = plan, products, observed
+        self._scales_replaced = scales_replaced
+
+    def follow(self, other: Decisions) -> None:
+        """Decide, for this configuration, from what another saw; once ``show`` has given the model.
+
+        Raises:
+            CalibrationError: it saw nothing, kept nothing of it, or goes by scales from elsewhere.
+        """
+        other.plan()
+        if other.scales_replaced:
+            raise CalibrationError(
+                "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales(): make "
+                "the Quantizer of the other backend first, and load the scales into both"
+            )
+        self._earlier = other.seen()
+        if self._earlier is None:
+            raise CalibrationError(
+                "for_backend() needs what calibration saw, which the folder that this Quantizer was loaded from does "
+                "not hold; calibrate again"
+            )
+        self._kept = None if other.calibration is None else other.calibration.observation().kept
+        self._waits = True
+
+    def show(self, model: nn.Module, skipped: list[SkippedSource]) -> bool:
+        """Give the model to decisions that wait for it; whether they did."""
+        if not self._waits:
+            return False
+        self.calibration = Calibration(self._config, model, skipped, self._earlier, anew=True, kept=self._kept)
+        self._waits = False
+        return True
 
     def replace(self, plan: Plan) -> None:
         """Go by another plan from now on, with the products that were counted."""
         self._loaded_products = self.products()
-        self._loaded, self._until_data = plan, False
+        self._loaded, self._until_data, self._scales_replaced = plan, False, True
 
     def calibrate(self, model: nn.Module, skipped: list[SkippedSource]) -> nn.Module:
         """The proxy of a new calibration."""
         self.calibration = Calibration(self._config, model, skipped)
         self._loaded, self._until_data, self._earlier = None, False, None
+        self._waits, self._kept = False, None
         return self.calibration.proxy
 
     def resume(self, model: nn.Module, skipped: list[SkippedSource]) -> nn.Module:
@@ -72,6 +109,11 @@ class Decisions:
         """
         if self._loaded is not None and not self._outdated:
             return self._loaded
+        if self._waits:
+            raise CalibrationError(
+                "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the model: "
+                "call quantize(model) first"
+            )
         if self.calibration is None:
             raise CalibrationError(
                 "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
@@ -91,6 +133,11 @@ class Decisions:
     def seen(self) -> bytes | None:
         """What calibration observed, for a folder."""
         return self._earlier if self.calibration is None else self.calibration.seen()
+
+    @property
+    def scales_replaced(self) -> bool:
+        """Whether scales from elsewhere count, and not those of the calibration."""
+        return self._scales_replaced and self._loaded is not None and not self._outdated
 
     @property
     def _outdated(self) -> bool:

@@ -64,6 +64,7 @@ from quantizer.report.search_records import fallback_reason
 from quantizer.report.search_records import fallback_record
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
+from quantizer.settings import refuse_run
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -75,7 +76,7 @@ from quantizer.tuning import TuningScore
 
 __all__ = ["inspect", "run"]
 
-_CPU_BACKENDS = ("openvino", "onnxruntime")
+_CPU_BACKENDS = ("openvino", "onnxruntime", "onnxruntime-avx2")
 _LATENCY_ROUNDS = 15
 _HISTOGRAMS = 6
 
@@ -90,8 +91,10 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         console: where stages and results are printed.
 
     Raises:
-        QuantizerError: the folder stands there already or cannot be written, or a stage failed.
+        QuantizerError: the target cannot do what is asked, the folder stands there already or cannot be written, or a
+            stage failed.
     """
+    refuse_run(config)
     folder = Path(output or config.output).absolute()
     if folder.exists() and not force:
         raise QuantizerError(f"{folder} exists already; choose another output folder, or replace it with --force")

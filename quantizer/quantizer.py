@@ -45,6 +45,7 @@ from quantizer.served import Served
 from quantizer.settings import file_dtype
 from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
+from quantizer.settings import refuse_formats
 from quantizer.settings import refused_sites
 from quantizer.targets import profile
 from quantizer.views import Coverage
@@ -217,6 +218,27 @@ class Quantizer:
         self._served.take(model)
         return frozen(model, self._served.plan())
 
+    def for_backend(self, name: str) -> Quantizer:
+        """A quantizer for another backend, from this one's calibration: no data is needed again.
+
+        It decides as one that was configured for that backend and calibrated on the same data, bit for bit. What
+        ``fallback`` put back stays float there, with the groups of that backend that it belongs to; what ``amp``
+        measured is not carried over. This quantizer stays as it is, and neither sees what is calibrated in the other
+        later on. Of one that was loaded, call ``quantize(model)`` before anything else.
+
+        Args:
+            name: the backend, as in the configuration.
+
+        Raises:
+            ConfigError: there is no such backend, or it cannot compute in a format of the configuration.
+            CalibrationError: nothing was calibrated yet, the folder it was loaded from holds nothing of what
+                calibration saw, or scales were loaded.
+        """
+        other = Quantizer(self.config, backend=name)
+        refuse_formats(other.config)
+        other._served.follow(self._served, self.config.backend)
+        return other
+
     # -- scales from elsewhere -------------------------------------------------------------------------------------
 
     def scales(self) -> dict[str, Tensor]:
@@ -323,6 +345,7 @@ class Quantizer:
         decisions, fallback = self._served.decisions, self._served.fallback
         document = {
             "config": self.config.model_dump(mode="json"),
+            "scales_replaced": decisions.scales_replaced,
             "fallback": None if fallback is None else fallback.document(),
         }
         return save_state(folder, decisions.plan(), decisions.products(), document, decisions.seen())
@@ -341,7 +364,7 @@ class Quantizer:
         if "config" not in document or "fallback" not in document:
             raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
         loaded = cls(document["config"])
-        loaded._served.decisions.load(plan, products, observed)
+        loaded._served.decisions.load(plan, products, observed, scales_replaced=document.get("scales_replaced", False))
         kept = document["fallback"]
         if kept is not None:
             loaded._served.fallback = Fallback.from_document(kept)

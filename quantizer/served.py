@@ -18,6 +18,7 @@ from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.sensitivity import Fallback
+from quantizer.sensitivity import carried_over
 from quantizer.sensitivity_view import Sensitivity
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.views import Coverage
@@ -41,6 +42,7 @@ class Served:
         self._model: weakref.ref[nn.Module] | None = None
         self._skipped: list[SkippedSource] = []
         self._patches: tuple[OperatorPatch, ...] = ()
+        self._carried: tuple[Fallback, Plan, str] | None = None
 
     def take(self, model: nn.Module) -> None:
         """Take a model on.
@@ -60,12 +62,29 @@ class Served:
             self._skipped = list(skipped_sources(model))
             self._patches = applied_patches(model)
 
+        if self.decisions.show(model, self._skipped) and self._carried is not None:
+            self.fallback = carried_over(*self._carried, self.decisions.plan())
+
+    def follow(self, other: Served, backend: str) -> None:
+        """Serve another backend's model from one calibration: ``other`` is where it ran, for ``backend``.
+
+        Raises:
+            CalibrationError: see ``Decisions.follow``.
+        """
+        self.decisions.follow(other.decisions)
+        if other.fallback is not None:
+            self._carried = other.fallback, other.decisions.plan(), backend
+        model = None if other._model is None else other._model()
+        if model is not None:
+            self.take(model)
+
     def calibrate(self, model: nn.Module, *, resume: bool) -> nn.Module:
         """The proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
         self.take(model)
         if resume:
             return self.decisions.resume(model, self._skipped)
         self.amp = self.fallback = None
+        self._carried = None
         return self.decisions.calibrate(model, self._skipped)
 
     def plan(self) -> Plan:

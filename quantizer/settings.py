@@ -15,7 +15,9 @@ from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
+from quantizer.config import RunConfig
 from quantizer.config import SelectionConfig
+from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
@@ -23,6 +25,8 @@ from quantizer.proxy.formats import Format
 from quantizer.proxy.formats import FormatRule
 from quantizer.proxy.formats import Formats
 from quantizer.proxy.formats import formats_for
+from quantizer.proxy.formats import impossible
+from quantizer.proxy.formats import least_opset_of
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.plan import SitePlan
@@ -37,6 +41,8 @@ __all__ = [
     "float_dtype",
     "observation_of",
     "plan_settings",
+    "refuse_formats",
+    "refuse_run",
     "refused_sites",
     "replays_batches",
 ]
@@ -131,8 +137,49 @@ def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
     )
 
 
-def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
-    rules = [
+def refuse_formats(config: QuantizerConfig) -> None:
+    """Refuse formats that the target does not compute in.
+
+    Raises:
+        ConfigError: it does not; all that it lacks are listed.
+    """
+    problems = impossible(_default(config), _format_rules(config), profile(config.backend))
+    if problems:
+        raise ConfigError(problems)
+
+
+def refuse_run(config: RunConfig) -> None:
+    """Refuse what a run's target cannot do, before anything is loaded.
+
+    Raises:
+        ConfigError: formats that the target or the opset has not, or a compute capability that it does not build for
+            or that has not the formats; all of them are listed.
+    """
+    target = profile(config.quantizer.backend)
+    default, rules = _default(config.quantizer), _format_rules(config.quantizer)
+    formats = [default, *(rule.format for rule in rules)]
+    problems = impossible(default, rules, target)
+    least, which = max((least_opset_of(entry), entry.rule or "dtype") for entry in formats)
+    if config.export.opset < least:
+        problems.append(
+            f"export.opset: got {config.export.opset}; expected {least} or later, the first with the formats of "
+            f"quantizer.{which}"
+        )
+    wanted = config.engine.compute_capability
+    if wanted is not None:
+        names = {dtype.name for entry in formats for dtype in (entry.activations, entry.weights) if dtype is not None}
+        reason = target.capability_reason(wanted, names)
+        problems += [] if reason is None else [f"engine.compute_capability: {reason}"]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _default(config: QuantizerConfig) -> Format:
+    return Format(activations=qtype(config.dtype), weights=qtype(config.dtype))
+
+
+def _format_rules(config: QuantizerConfig) -> list[FormatRule]:
+    return [
         FormatRule(
             format=Format(
                 activations=None if rule.activations == "float" else qtype(rule.activations or config.dtype),
@@ -145,5 +192,7 @@ def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
         )
         for number, rule in enumerate(config.formats)
     ]
-    default = Format(activations=qtype(config.dtype), weights=qtype(config.dtype))
-    return formats_for(proxy, sites_of(proxy), default, rules, profile(config.backend))
+
+
+def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
+    return formats_for(proxy, sites_of(proxy), _default(config), _format_rules(config), profile(config.backend))

@@ -154,8 +154,10 @@ class FormatConfig(SelectionConfig):
 class QuantizerConfig(Section):
     """The settings of a ``Quantizer``."""
 
-    backend: Literal["tensorrt", "tensorrt-rtx", "openvino", "onnxruntime"] = Field(
-        default="tensorrt", description="The engine that will run the quantized model."
+    backend: Literal["tensorrt", "tensorrt-rtx", "openvino", "onnxruntime", "onnxruntime-avx2"] = Field(
+        default="tensorrt",
+        description="The engine that will run the quantized model; 'onnxruntime-avx2': ONNX Runtime on x86 without "
+        "VNNI, with weights of 7 bits.",
     )
     dtype: Literal["int8", "fp8"] = Field(default="int8", description="Number format of what is quantized.")
     formats: Annotated[tuple[FormatConfig, ...], BeforeValidator(tuple_from_list)] = Field(

@@ -26,7 +26,7 @@ __all__ = ["main", "made_up_inputs", "peak_rss_mib"]
 
 _RUNS = 3
 # What a backend's own load() imports; imported first, so that the baseline has it.
-_LIBRARIES = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
+_LIBRARIES = {"openvino": "openvino", "onnxruntime": "onnxruntime", "onnxruntime-avx2": "onnxruntime"}
 
 
 def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int) -> dict[str, Array]:

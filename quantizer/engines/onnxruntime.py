@@ -70,15 +70,20 @@ class ONNXRuntimeEngine:
 
 
 class ONNXRuntimeBackend:
-    """Builds and loads ONNX Runtime engines for the CPU."""
+    """Builds and loads ONNX Runtime engines for the CPU.
 
-    name = "onnxruntime"
+    Args:
+        name: the backend's name; what an engine computes depends on the file and the machine alone.
+    """
+
+    def __init__(self, name: str = "onnxruntime") -> None:
+        self.name = name
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Optimize the ONNX file and write the result."""
         if options.compute_capability is not None:
             raise EngineError(
-                f"backend onnxruntime builds for the CPU: leave out compute_capability {options.compute_capability!r}"
+                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
             )
         started = time.perf_counter()
         checked_onnx(onnx_path)
@@ -130,4 +135,5 @@ def _spec(node: Any) -> TensorSpec:
     return TensorSpec(node.name, np.dtype(_DTYPES[node.type]), shape)
 
 
-backends.add("onnxruntime")(ONNXRuntimeBackend())
+for _name in ("onnxruntime", "onnxruntime-avx2"):
+    backends.add(_name)(ONNXRuntimeBackend(_name))

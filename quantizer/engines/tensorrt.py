@@ -27,6 +27,7 @@ from quantizer.engines.tensorrt_run import TensorRTEngine
 from quantizer.engines.tensorrt_run import TrtLog
 from quantizer.engines.tensorrt_run import trt_log
 from quantizer.errors import EngineError
+from quantizer.targets import profile
 
 __all__ = ["TensorRTBackend"]
 
@@ -60,15 +61,15 @@ class TensorRTBackend:
             config.num_compute_capabilities = 1
             config.set_compute_capability(capability, 0)
         parser = _parse(self.name, trt, network, log, onnx_path)
+        if wanted is not None:
+            _refuse_fp8(self.name, wanted, onnx_path, _narrow_nodes(trt, network))
         _add_ranges(builder, config, network, options.dynamic)
         state = BuildMonitor()
         config.progress_monitor = trt_monitor(trt, state)
         log.errors.clear()
         plan = run_monitored(lambda: builder.build_serialized_network(network, config), state, options.progress)
         if plan is None:
-            raise EngineError(
-                f"{self.name} could not build {onnx_path}: {log.reason()}{_narrow_nodes(trt, network, log)}"
-            )
+            raise EngineError(f"{self.name} could not build {onnx_path}: {log.reason()}{_named(trt, network, log)}")
         # The network refers to weights that the parser owns.
         del parser
         with whole_file(engine_path) as part:
@@ -162,17 +163,31 @@ def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, S
         config.add_optimization_profile(profile)
 
 
-def _narrow_nodes(trt: Any, network: Any, log: TrtLog) -> str:
-    """Names of the nodes that make FP8 or FP4, when the builder complained of types that a GPU generation lacks."""
-    if "datatypes" not in log.reason():
-        return ""
+def _refuse_fp8(name: str, capability: str, onnx_path: Path, nodes: Sequence[str]) -> None:
+    """Refuse FP8 for a GPU generation from before it."""
+    first = profile(name).fp8_from
+    if nodes and first is not None and int(capability.lower().removeprefix("sm")) < first:
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        raise EngineError(
+            f"{name} cannot build {onnx_path} for {capability}, which has no FP8: it came with sm{first}, and the file "
+            f"has it at node {nodes[0]!r}{more}; build for sm{first} or later, or quantize with dtype int8"
+        )
+
+
+def _narrow_nodes(trt: Any, network: Any) -> list[str]:
+    """Names of the nodes that make FP8 or FP4."""
     narrow = {getattr(trt, name) for name in ("fp8", "fp4") if hasattr(trt, name)}
     layers = (network.get_layer(index) for index in range(network.num_layers))
-    names = [
+    return [
         layer.name
         for layer in layers
         if any(layer.get_output(index).dtype in narrow for index in range(layer.num_outputs))
     ]
+
+
+def _named(trt: Any, network: Any, log: TrtLog) -> str:
+    """Those nodes in words, where the builder complained of types that a GPU generation lacks."""
+    names = _narrow_nodes(trt, network) if "datatypes" in log.reason() else []
     return f"; nodes with such types: {', '.join(names)}" if names else ""
 
 

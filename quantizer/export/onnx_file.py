@@ -24,8 +24,8 @@ from quantizer.errors import MissingDependencyError
 from quantizer.export.passes import PASSES
 from quantizer.export.passes import UnsignedActivations
 from quantizer.export.passes import run_passes
-from quantizer.export.translate import BLOCKS_OPSET
 from quantizer.export.translate import translations
+from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import QTYPES
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -68,6 +68,10 @@ def export_onnx(
     _check_folder(path)
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
         raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
+    for name, quantizer in _enabled(model):
+        if opset < _least_opset(quantizer):
+            what = "scales of blocks" if quantizer.block_size is not None else quantizer.dtype
+            raise ExportError(f"opset={opset}: {what} ({name}) needs opset {_least_opset(quantizer)} or later")
     # A copy is converted, and put in eval mode: in place it would change what the caller holds.
     exported = _converted(copy.deepcopy(model).eval(), dtype)
     args, keywords = _split(example, dtype)
@@ -84,8 +88,17 @@ def export_onnx(
 
 def least_opset(model: nn.Module) -> int:
     """The first opset that has all formats in which a frozen proxy holds operands; 0 where it holds none."""
-    held = [quantizer for quantizer in model.modules() if isinstance(quantizer, OperandQuantizer) and quantizer.enabled]
-    return max((BLOCKS_OPSET if q.block_size is not None else qtype(q.dtype).onnx_opset for q in held), default=0)
+    return max((_least_opset(quantizer) for _, quantizer in _enabled(model)), default=0)
+
+
+def _enabled(model: nn.Module) -> Iterator[tuple[str, OperandQuantizer]]:
+    for name, module in model.named_modules():
+        if isinstance(module, OperandQuantizer) and module.enabled:
+            yield name, module
+
+
+def _least_opset(quantizer: OperandQuantizer) -> int:
+    return BLOCKS_OPSET if quantizer.block_size is not None else qtype(quantizer.dtype).onnx_opset
 
 
 def _require(package: str) -> None:

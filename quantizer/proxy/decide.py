@@ -27,6 +27,7 @@ from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.plan import summary
 from quantizer.proxy.rules import by_kind
 from quantizer.proxy.site import Site
+from quantizer.targets import TargetProfile
 
 __all__ = ["decide"]
 
@@ -52,7 +53,9 @@ def decide(
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
         if not reason:
             reason = _whole(site, operands, wanted)
-            rule = wanted.rule
+            rule = wanted.rule or (
+                settings.profile.rule if reason is None else _rule(site, operands, refused, settings)
+            )
         quantized = reason is None
         if not quantized:
             operands = tuple(replace(operand, quantized=False) for operand in operands)
@@ -72,7 +75,7 @@ def decide(
         )
     if indivisible:
         raise ConfigError(indivisible)
-    plan = _whole_attention(plan)
+    plan = _whole_attention(_fused_attention(plan, observation, settings.profile), settings.profile)
     names = group_names(plan)
     return {
         path: replace(entry, operands=tuple(replace(o, group=names.get((path, o.name))) for o in entry.operands))
@@ -97,13 +100,13 @@ def _refusal(
     if reasons and (record.fit == 0 or kind != "residual_add"):
         return reasons[0], None
     if kind not in settings.profile.site_kinds:
-        return f"{settings.profile.name} gains nothing from this kind of site", f"target {settings.profile.name}"
+        return f"{settings.profile.name} gains nothing from this kind of site", settings.profile.rule
     if kind not in ("residual_add", "embedding"):
         # A dimension that changes with the data is judged by nobody here: it may well be large in use.
         depth, width = (size or settings.profile.min_gemm_dim or 1 for size in (record.depth, record.width))
-        too_small = settings.profile.gemm_reason(depth, width)
+        too_small = settings.profile.gemm_reason(depth, width, record.rows or 0)
         if too_small is not None:
-            return too_small, f"target {settings.profile.name}"
+            return too_small, settings.profile.rule
     return None, None
 
 
@@ -119,30 +122,60 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str
     return (missing[0].reason if missing else "no operand observed") if len(missing) == len(operands) else None
 
 
-def _whole_attention(plan: Plan) -> Plan:
-    """FP8 attention is fused as a whole: its products are all in FP8 or none is."""
+def _rule(
+    site: Site, operands: tuple[OperandPlan, ...], refused: Mapping[str, str], settings: PlanSettings
+) -> str | None:
+    """The rule by which operands that can be quantized are not."""
+    excluded = (refused.get(f"{site.path}.{operand.name}") for operand in operands)
+    found = next((rule for rule in excluded if rule is not None), None)
+    auto = site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto"
+    return found or ("sites.residual_add: auto" if auto and operands else None)
+
+
+def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
+    """The products of two activations that ran, by the function that they stand in."""
     functions: dict[str, list[SitePlan]] = defaultdict(list)
     for entry in plan.values():
         if entry.kind == "matmul" and entry.reason != NEVER_RAN:
             functions[entry.name.rpartition(".")[0]].append(entry)
+    return functions.values()
+
+
+def _fused_attention(plan: Plan, observation: Observation, profile: TargetProfile) -> Plan:
+    """Leave attention in float where the target does not fuse it in its format; all its products together."""
+    left: Plan = {}
+    for entries in _products_by_function(plan):
+        records = [observation.records[entry.name] for entry in entries]
+        if not any(operand.softmax for record in records for operand in record.operands.values()):
+            continue
+        reasons = (
+            profile.attention_reason(operand.dtype, record.head or 0, record.sequence)
+            for entry, record in zip(entries, records, strict=True)
+            for operand in entry.operands
+            if operand.quantized
+        )
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is not None:
+            left.update({entry.name: _floated(entry, reason, profile.rule) for entry in entries if entry.quantized})
+    return {**plan, **left}
+
+
+def _floated(entry: SitePlan, reason: str, rule: str | None) -> SitePlan:
+    operands = tuple(replace(operand, quantized=False) for operand in entry.operands)
+    return replace(entry, quantized=False, reason=reason, rule=rule, operands=operands)
+
+
+def _whole_attention(plan: Plan, profile: TargetProfile) -> Plan:
+    """FP8 attention is fused as a whole: its products are all in FP8 or none is."""
     torn = [
         entry
-        for entries in functions.values()
+        for entries in _products_by_function(plan)
         if any(map(_in_fp8, entries)) and not all(map(_in_fp8, entries))
         for entry in entries
         if _in_fp8(entry)
     ]
     reason = "not all products of this attention are in FP8: query, key, value and softmax go together or not at all"
-    left = {
-        entry.name: replace(
-            entry,
-            quantized=False,
-            reason=reason,
-            operands=tuple(replace(operand, quantized=False) for operand in entry.operands),
-        )
-        for entry in torn
-    }
-    return {**plan, **left}
+    return {**plan, **{entry.name: _floated(entry, reason, profile.rule) for entry in torn}}
 
 
 def _in_fp8(entry: SitePlan) -> bool:

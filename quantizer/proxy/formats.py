@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import QType
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import matched
@@ -16,7 +17,7 @@ from quantizer.proxy.site import Site
 from quantizer.source.catalogue import Kind
 from quantizer.targets import TargetProfile
 
-__all__ = ["Format", "FormatRule", "Formats", "formats_for"]
+__all__ = ["Format", "FormatRule", "Formats", "formats_for", "impossible", "least_opset_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,12 @@ class Formats:
         return self.default
 
 
+def least_opset_of(wanted: Format) -> int:
+    """The first ONNX opset in which both formats can be written."""
+    opsets = [dtype.onnx_opset for dtype in (wanted.activations, wanted.weights) if dtype is not None]
+    return max(*opsets, BLOCKS_OPSET if wanted.block_size is not None else 0)
+
+
 def formats_for(
     proxy: nn.Module, sites: Iterable[Site], default: Format, rules: Sequence[FormatRule], target: TargetProfile
 ) -> Formats:
@@ -76,11 +83,20 @@ def formats_for(
         section = f"formats[{number}]"
         names = frozenset(matched(proxy, sites, rule.sites, section, problems)) if rule.sites else None
         found.append((rule, names))
-        problems += _impossible(rule.format, target, section)
-    problems += _impossible(default, target, "dtype")
+    problems += impossible(default, rules, target)
     if problems:
         raise ConfigError(problems)
     return Formats(default, found)
+
+
+def impossible(default: Format, rules: Sequence[FormatRule], target: TargetProfile) -> list[str]:
+    """What of the formats a target cannot compute in, in words."""
+    found = [
+        problem
+        for number, rule in enumerate(rules)
+        for problem in _impossible(rule.format, target, f"formats[{number}]")
+    ]
+    return [*found, *_impossible(default, target, "dtype")]
 
 
 def _impossible(wanted: Format, target: TargetProfile, place: str) -> list[str]:

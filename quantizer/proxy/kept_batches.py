@@ -33,6 +33,12 @@ class KeptBatches:
     def __init__(self) -> None:
         self._kept: dict[bytes, Batch] = {}
 
+    def copy(self) -> KeptBatches:
+        """The same batches, to which others may come."""
+        other = KeptBatches()
+        other._kept = dict(self._kept)
+        return other
+
     def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
         """A copy of a batch for ``keep``, where it is among those that are kept; ask before the model has seen it."""
         key = _hash((args, dict(keywords)))

@@ -67,7 +67,9 @@ class SiteRecord:
     ``kind`` is what its operands make it (None: none seen yet). ``calls`` counts all calls and ``fit`` those whose
     operands can be rounded; ``reasons`` says why others cannot. ``reads`` are the paths of the parameters among its
     operands. ``depth`` and ``width`` are K and N of the product (None: not seen yet; 0: they changed from call to call,
-    as a sequence length does); ``multiply_adds`` those of all calls together.
+    as a sequence length does), and ``rows`` is M (0 also where a batch counts in it); ``multiply_adds`` those of all
+    calls together. ``head`` and ``sequence`` are the head size, like K, and the longest sequence, if it is a product of
+    an attention.
     """
 
     kind: Kind | None = None
@@ -77,6 +79,9 @@ class SiteRecord:
     reads: set[str] = field(default_factory=set)
     depth: int | None = None
     width: int | None = None
+    rows: int | None = None
+    head: int | None = None
+    sequence: int = 0
     multiply_adds: int = 0
     operands: dict[str, OperandRecord] = field(default_factory=dict)
 
@@ -188,6 +193,12 @@ class Observation:
         finally:
             for site in watched:
                 site.observer = self
+
+    def forget_choices(self) -> None:
+        """Ranges that were chosen by running batches are to be chosen anew."""
+        self.chosen_at = 0
+        for group in self.groups:
+            group.chosen = None
 
     @property
     def groups(self) -> Iterator[RangeGroup]:
@@ -350,6 +361,11 @@ class Observation:
         size = site.operation.geometry(call)
         record.depth = one_size(record.depth, size.depth)
         record.width = one_size(record.width, size.width)
+        record.rows = one_size(record.rows, size.rows)
+        operands = [record.operands.get(operand.name) for operand in site.operation.operands]
+        probabilities = (place for place, seen in enumerate(operands) if seen is not None and seen.softmax)
+        head, sequence = size.attention(next(probabilities, None))
+        record.head, record.sequence = one_size(record.head, head), max(record.sequence, sequence)
         record.multiply_adds += size.multiply_adds
         for seen in record.operands.values():
             if seen.weight is not None:

@@ -37,7 +37,7 @@ from quantizer.proxy.weight import WeightView
 
 __all__ = ["absorb", "snapshot"]
 
-_SITE_FIELDS = ("kind", "calls", "fit", "reasons", "depth", "width", "multiply_adds")
+_SITE_FIELDS = ("kind", "calls", "fit", "reasons", "depth", "width", "rows", "head", "sequence", "multiply_adds")
 
 
 def snapshot(observation: Observation) -> bytes:
@@ -145,6 +145,10 @@ def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping
     record.reads |= set(values["reads"])
     record.depth = one_size(record.depth, values["depth"])
     record.width = one_size(record.width, values["width"])
+    # Files from before they were kept have none.
+    record.rows = one_size(record.rows, values.get("rows"))
+    record.head = one_size(record.head, values.get("head"))
+    record.sequence = max(record.sequence, values.get("sequence", 0))
     reasons = list(values["reasons"])
     for name, operand in values["operands"].items():
         mine = record.operands.setdefault(name, OperandRecord())

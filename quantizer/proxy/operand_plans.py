@@ -129,7 +129,7 @@ def _weight(
         view=seen.weight.view,
         quantized=True,
         amax=amax,
-        scale=scale_of(amax, wanted.weights, settings.scale_dtype),
+        scale=scale_of(amax, wanted.weights, settings.scale_dtype, settings.profile.weight_steps),
         dtype=wanted.weights.name,
         axis=axis,
         block_size=block,
@@ -192,9 +192,12 @@ def judged_as(dtype: QType) -> QType:
     return INT8 if dtype.has_zero_point else dtype
 
 
-def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype) -> Tensor:
-    """amax / qmax as the target's float type holds it; 1 where the range is empty (all zeros stay zeros anyhow)."""
-    scale = amax.double() / dtype.qmax
+def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, steps: int | None = None) -> Tensor:
+    """amax / qmax as the target's float type holds it; 1 where the range is empty (all zeros stay zeros anyhow).
+
+    ``steps`` is the largest step of INT8 that is used, where it is less than qmax.
+    """
+    scale = amax.double() / (steps if steps is not None and dtype == INT8 else dtype.qmax)
     return held_scale(torch.where(amax > 0, scale, torch.ones_like(scale)), scale_dtype)
 
 

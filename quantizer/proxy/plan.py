@@ -19,6 +19,7 @@ from quantizer.proxy.weight import WeightView
 __all__ = [
     "NEVER_RAN",
     "NOT_CALIBRATED",
+    "PUT_BACK",
     "OperandPlan",
     "Plan",
     "SitePlan",
@@ -29,6 +30,8 @@ __all__ = [
 
 NEVER_RAN = "never ran in calibration"
 NOT_CALIBRATED = "not calibrated yet"
+PUT_BACK = "fallback"
+"""The rule of a site that was put back."""
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
 
@@ -100,7 +103,10 @@ class OperandPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SitePlan:
-    """What becomes of one site, and why. ``rule`` is the config entry that decided, where one did.
+    """What becomes of one site, and why.
+
+    ``rule`` is what decided: an entry of the configuration, ``target NAME`` for the target's profile (also of a site
+    that is quantized), ``fallback``; None: what calibration saw of the operands, as ``reason`` says.
 
     ``reads`` are the parameters among its operands, whether quantized or not.
     """
@@ -137,7 +143,8 @@ def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
         reason = entry.reason
         if changed:
             reason = summary(operands) if quantized else changed[0].reason or ""
-        result[path] = replace(entry, operands=operands, quantized=quantized, reason=reason)
+        rule = PUT_BACK if changed and not quantized else entry.rule
+        result[path] = replace(entry, operands=operands, quantized=quantized, reason=reason, rule=rule)
     return result
 
 

@@ -6,6 +6,8 @@ from quantizer.sensitivity.fallback import Evaluation
 from quantizer.sensitivity.fallback import Fallback
 from quantizer.sensitivity.fallback import by_name
 from quantizer.sensitivity.fallback import by_rank
+from quantizer.sensitivity.fallback import carried_over
+from quantizer.sensitivity.fallback import operands_of
 from quantizer.sensitivity.fallback import per_cost
 from quantizer.sensitivity.gradient import Loss
 from quantizer.sensitivity.groups import groups_of
@@ -28,8 +30,10 @@ __all__ = [
     "ScoreCache",
     "by_name",
     "by_rank",
+    "carried_over",
     "fingerprint",
     "groups_of",
+    "operands_of",
     "per_cost",
     "search",
 ]

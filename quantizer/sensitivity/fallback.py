@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.errors import SensitivityError
+from quantizer.proxy.plan import Plan
 from quantizer.proxy.rules import matches
 from quantizer.sensitivity.measurement import GroupError
 
-__all__ = ["Evaluation", "Fallback", "by_name", "by_rank", "chosen", "per_cost"]
+__all__ = ["Evaluation", "Fallback", "by_name", "by_rank", "carried_over", "chosen", "operands_of", "per_cost"]
 
 _ROUNDING = 1e-9
 
@@ -123,6 +125,45 @@ def chosen(entries: Sequence[GroupError], asked: str) -> Fallback:
         groups=tuple(part for entry in entries for part in entry.parts),
         asked=asked,
         ranks=tuple(entry.rank for entry in entries for _ in entry.parts),
+    )
+
+
+def operands_of(plan: Plan) -> dict[str, list[str]]:
+    """The quantized operands (``SITE.OPERAND``) of each group of a plan."""
+    operands: dict[str, list[str]] = defaultdict(list)
+    for site in plan.values():
+        for operand in site.operands:
+            if operand.quantized and operand.group is not None:
+                operands[operand.group].append(f"{site.name}.{operand.name}")
+    return operands
+
+
+def carried_over(fallback: Fallback, plan: Plan, backend: str, other: Plan) -> Fallback:
+    """What was put back in the plan for one backend, put back in the plan for another.
+
+    Groups differ where the targets do. Every group of the other plan that has an operand which was put back goes back
+    as a whole; what is float there anyhow needs nothing. Scores of a search are left out: they are of the first
+    backend.
+
+    Args:
+        fallback: what was put back in ``plan``.
+        plan: what calibration decided for ``backend``.
+        backend: the first backend.
+        other: what it decided for the other.
+    """
+    operands = operands_of(plan)
+    ranks = dict(zip(fallback.groups, fallback.ranks, strict=False))
+    put_back = {name: ranks.get(group) for group in fallback.groups for name in operands.get(group, ())}
+    found: dict[str, int | None] = {}
+    for group, names in operands_of(other).items():
+        hits = [name for name in put_back if name in set(names)]
+        if hits:
+            found[group] = put_back[hits[0]]
+    of_rank = tuple(rank for rank in found.values() if rank is not None)
+    return Fallback(
+        groups=tuple(found),
+        asked=f"{fallback.asked}, chosen for {backend}",
+        ranks=of_rank if len(of_rank) == len(found) else (),
     )
 
 

@@ -39,7 +39,9 @@ class Geometry:
     """``depth`` K, ``width`` N, ``multiply_adds`` of the call, ``axis`` of the weight's channels (None: it has none).
 
     ``inner`` is the axis of the weight that the last axis of the other operand is summed with (None: another axis is).
-    N of a product with a weight are the weight's channels, whichever side it stands on.
+    N of a product with a weight are the weight's channels, whichever side it stands on. ``rows`` is M (0: a batch
+    counts in it, so it may be any number). ``head`` and ``sequence`` are what the call says of them where it is a whole
+    attention (0: it is none).
     """
 
     depth: int
@@ -47,6 +49,23 @@ class Geometry:
     multiply_adds: int
     axis: int | None = None
     inner: int | None = None
+    rows: int = 0
+    head: int = 0
+    sequence: int = 0
+
+    def attention(self, probabilities: int | None) -> tuple[int, int]:
+        """Head size and longest sequence of a product of an attention.
+
+        Args:
+            probabilities: the place of the operand that a softmax gave; None: it is scores that the product gives.
+        """
+        if self.head:
+            return self.head, self.sequence
+        if probabilities is None:
+            return self.depth, max(self.rows, self.width)
+        return (
+            (self.width, max(self.rows, self.depth)) if probabilities == 0 else (self.rows, max(self.depth, self.width))
+        )
 
 
 GeometryOf = Callable[[Call], Geometry]
@@ -57,7 +76,9 @@ def weighted(call: Call) -> Geometry:
     weight = call.operands[1]
     depth = math.prod(weight[1:])
     inner = 1 if len(weight) == _LINEAR else None
-    return Geometry(depth=depth, width=weight[0], multiply_adds=math.prod(call.result) * depth, axis=0, inner=inner)
+    multiply_adds = math.prod(call.result) * depth
+    rows = int(len(call.operands[0]) == 1)
+    return Geometry(depth=depth, width=weight[0], multiply_adds=multiply_adds, axis=0, inner=inner, rows=rows)
 
 
 def transposed(call: Call) -> Geometry:
@@ -78,6 +99,8 @@ def product(call: Call) -> Geometry:
     first, second = call.operands
     rows, columns = (first[-2] if len(first) > 1 else 1), (second[-1] if len(second) > 1 else 1)
     depth = first[-1]
+    # Axes before the matrix are the batch's own; of a product by a weight they are rows.
+    unbatched = call.weight is None or len(call.operands[1 - call.weight]) == 1
     batches = math.prod(_broadcast(first[:-2], second[:-2]))
     axis, inner, width = None, None, columns
     if call.weight == 0:
@@ -86,7 +109,9 @@ def product(call: Call) -> Geometry:
         axis = len(second) - 1 if len(second) > 1 else None
         inner = max(len(second) - 2, 0)
     multiply_adds = batches * rows * depth * columns
-    return Geometry(depth=depth, width=width, multiply_adds=multiply_adds, axis=axis, inner=inner)
+    return Geometry(
+        depth=depth, width=width, multiply_adds=multiply_adds, axis=axis, inner=inner, rows=rows if unbatched else 0
+    )
 
 
 def einsum(call: Call) -> Geometry:
@@ -99,6 +124,7 @@ def einsum(call: Call) -> Geometry:
         width=volume(sizes, found.channels(of)),
         multiply_adds=volume(sizes, set(sizes)),
         axis=None if call.weight is None else found.channel_axis(call.weight, call.operands[call.weight]),
+        rows=volume(sizes, found.channels(0)) if call.weight is None else 0,
     )
 
 
@@ -107,7 +133,14 @@ def attention(call: Call) -> Geometry:
     query, key, value = call.operands
     depth, width = min(query[-1], key[-2]), min(key[-2], value[-1])
     multiply_adds = math.prod(call.result[:-1]) * key[-2] * (query[-1] + value[-1])
-    return Geometry(depth=depth, width=width, multiply_adds=multiply_adds)
+    return Geometry(
+        depth=depth,
+        width=width,
+        multiply_adds=multiply_adds,
+        rows=query[-2],
+        head=max(query[-1], value[-1]),
+        sequence=max(query[-2], key[-2]),
+    )
 
 
 def lookup(call: Call) -> Geometry:

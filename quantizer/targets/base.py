@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field
 from typing import Literal
 
-__all__ = ["FloatDtype", "SiteKind", "TargetProfile"]
+__all__ = ["AttentionLimits", "FloatDtype", "SiteKind", "TargetProfile"]
 
 FloatDtype = Literal["float16", "bfloat16", "float32"]
 SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLimits:
+    """With which sizes a target fuses attention in one format; beyond them quantizing it costs more than it gains.
+
+    Attributes:
+        head_sizes: those with a kernel; None: any.
+        head_multiple: head sizes are multiples of it.
+        sequence: the longest sequence; None: any.
+    """
+
+    head_sizes: frozenset[int] | None = None
+    head_multiple: int = 1
+    sequence: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +39,12 @@ class TargetProfile:
         site_kinds: the kinds of site that are worth quantizing there.
         activation_dtypes: the formats in which it computes with activations.
         weight_dtypes: those that it takes weights in.
+        weight_steps: the largest step of a weight in INT8, where it is not that of the format.
         min_gemm_dim: a product of [M, K] and [K, N] stays float where K or N is smaller; None: no limit.
+        float_vectors: a product stays float where M is 1 whatever the batch.
+        attention: by format, with which sizes it is fused; formats without an entry have no limit.
+        capabilities: the compute capabilities for which it builds ahead of time, without such a GPU (89: sm89).
+        fp8_from: the first compute capability that has FP8; None: the target is no GPU, and has none.
         opset: the ONNX opset to write.
         unsigned_activations: where the same INT8 values are stored as UINT8 with zero point 128: nowhere, where they
             feed a product with a weight, or everywhere.
@@ -32,13 +55,70 @@ class TargetProfile:
     site_kinds: frozenset[SiteKind]
     activation_dtypes: frozenset[str] = frozenset({"int8"})
     weight_dtypes: frozenset[str] = frozenset({"int8"})
+    weight_steps: int | None = None
     min_gemm_dim: int | None = None
+    float_vectors: bool = False
+    attention: Mapping[str, AttentionLimits] = field(default_factory=dict)
+    capabilities: frozenset[int] = frozenset()
+    fp8_from: int | None = None
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
 
-    def gemm_reason(self, k: int, n: int) -> str | None:
-        """Why a product of [M, k] and [k, n] stays float on this target; None where it may be quantized."""
+    @property
+    def rule(self) -> str:
+        """What a coverage names as the rule where this profile decided."""
+        return f"target {self.name}"
+
+    def gemm_reason(self, k: int, n: int, rows: int = 0) -> str | None:
+        """Why a product of [rows, k] and [k, n] stays float on this target; None where it may be quantized.
+
+        Args:
+            k: the size that is summed over.
+            n: the columns.
+            rows: 0 where they change with the data.
+        """
+        if self.float_vectors and rows == 1:
+            return f"M = 1, a matrix-vector product: slower quantized than float on {self.name}"
         if self.min_gemm_dim is None or min(k, n) >= self.min_gemm_dim:
             return None
         axis, size = ("K", k) if k < self.min_gemm_dim else ("N", n)
         return f"{axis} = {size} is below {self.min_gemm_dim}: slower quantized than float on {self.name}"
+
+    def attention_reason(self, dtype: str, head: int, sequence: int) -> str | None:
+        """Why an attention stays float on this target; None where it may be in ``dtype``.
+
+        Args:
+            dtype: the format.
+            head: the head size; 0 where it changes with the data.
+            sequence: the longest sequence.
+        """
+        limits = self.attention.get(dtype)
+        if limits is None:
+            return None
+        found = None
+        if limits.head_sizes is not None and head and head not in limits.head_sizes:
+            found = f"head size {head} is none of {', '.join(map(str, sorted(limits.head_sizes)))}"
+        elif head % limits.head_multiple:
+            found = f"head size {head} is no multiple of {limits.head_multiple}"
+        elif limits.sequence is not None and sequence > limits.sequence:
+            found = f"a sequence of {sequence} is longer than {limits.sequence}"
+        return None if found is None else f"{found}: {self.name} fuses no attention in {dtype} with it"
+
+    def capability_reason(self, capability: str, formats: Collection[str]) -> str | None:
+        """Why no engine can be built for a compute capability; None where one can.
+
+        Args:
+            capability: such as ``sm89``.
+            formats: those that the model is to be held in.
+        """
+        if self.fp8_from is None:
+            return f"{self.name} runs on a CPU, which has no compute capability; leave {capability!r} out"
+        if not self.capabilities:
+            return f"{self.name} builds for the GPU of this machine; leave {capability!r} out, or take tensorrt-rtx"
+        number = int(capability.removeprefix("sm"))
+        if number not in self.capabilities:
+            known = ", ".join(f"sm{entry}" for entry in sorted(self.capabilities))
+            return f"{capability!r} is unknown to {self.name}; expected one of {known}"
+        if "fp8" in formats and number < self.fp8_from:
+            return f"{capability!r} has no FP8: it came with sm{self.fp8_from}; take that or later, or int8"
+        return None

@@ -1,11 +1,13 @@
-"""ONNX Runtime on a CPU: unsigned activations, and float attention."""
+"""ONNX Runtime on a CPU of the x86 family: unsigned activations, and float attention."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.registry import profiles
 
-__all__ = ["ONNXRUNTIME"]
+__all__ = ["ONNXRUNTIME", "ONNXRUNTIME_AVX2"]
 
 ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(
@@ -19,3 +21,7 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         site_kinds=frozenset({"linear", "conv", "embedding"}),
     )
 )
+
+# Without VNNI bytes are multiplied by VPMADDUBSW, which adds two products in 16 bits and saturates: 2 * 255 * 64 is the
+# most that fits, so weights have 7 bits.
+ONNXRUNTIME_AVX2 = profiles.add("onnxruntime-avx2")(replace(ONNXRUNTIME, name="onnxruntime-avx2", weight_steps=64))

