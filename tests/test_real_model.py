@@ -15,6 +15,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.export import export_onnx
+from quantizer.export.check import check_file
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -126,6 +127,7 @@ def test_the_openvino_engine_scores_what_the_proxy_scores(stsb: Case, default: Q
     pytest.importorskip("openvino", reason="needs quantizer[openvino]")
     pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
     default.quantizer.export(default.frozen, tmp_path / "model.onnx", stsb.task.example())
+    assert check_file(tmp_path / "model.onnx", "openvino") == []
     default.quantizer.build(tmp_path / "model.onnx", tmp_path / "model.engine")
     engine = load_engine("openvino", tmp_path / "model.engine")
     names = engine.input_names
@@ -145,6 +147,8 @@ def test_tensorrt_rtx_builds_ahead_of_time_for_sm89(stsb: Case, tmp_path: Path) 
     example = stsb.task.example()
     quantizer.export(quantizer.quantize(stsb.model), tmp_path / "int8.onnx", example)
     export_onnx(stsb.model, tmp_path / "float.onnx", example, opset=20, dtype=torch.float32)
+    # `residual_add: auto` judges each operand by its own error, and here finds those that products give.
+    assert {finding.rule for finding in check_file(tmp_path / "int8.onnx", "tensorrt-rtx")} <= {"residual-side"}
     start = time.perf_counter()
     built = {
         name: quantizer.build(

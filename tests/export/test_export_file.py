@@ -24,6 +24,7 @@ from quantizer.engines import load_engine
 from quantizer.errors import ExportError
 from quantizer.errors import ProxyError
 from quantizer.export import export_onnx
+from quantizer.export.check import check_file
 from quantizer.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
@@ -126,6 +127,10 @@ def any_export(request: pytest.FixtureRequest) -> Exported:
 def test_the_checker_takes_it(any_export: Exported) -> None:
     onnx.checker.check_model(any_export.onnx, full_check=True)
     assert any_export.onnx.opset_import[0].version == 20
+
+
+def test_the_target_s_rules_hold(any_export: Exported) -> None:
+    assert check_file(any_export.path, any_export.quantizer.config.backend) == []
 
 
 def test_nothing_else_is_written(any_export: Exported) -> None:

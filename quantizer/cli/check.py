@@ -1,0 +1,94 @@
+"""``quantizer check``: a Q/DQ file against the rules of a target."""
+
+from __future__ import annotations
+
+import textwrap
+from argparse import ArgumentParser
+from argparse import Namespace
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+
+from quantizer.export.check import Finding
+from quantizer.export.check import check_file
+
+__all__ = ["Check"]
+
+_SHOWN = 3
+
+
+class Check:
+    """Say what a target would refuse, or run slower or less exactly than it could, and what to change."""
+
+    name = "check"
+    help = "hold a quantized ONNX file, of any tool, to a target's rules"
+    rest: str | None = None
+    epilog = """\
+example:
+  quantizer check model.onnx --target tensorrt
+  error [float32-rest] 1 place
+      all 49 products have float32 tensors: tensorrt builds what the graph says, so everything that is not
+      quantized runs in float32, without a word
+    -> convert the model to float16 before export, scales included
+  model.onnx: 1 error, 0 warnings
+
+The exit code is 1 where there is an error, and 0 where there are warnings at most. docs/check.md explains the rules."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("file", metavar="FILE", type=Path, help="ONNX file")
+        parser.add_argument(
+            "--target", metavar="NAME", required=True, help="backend that it is meant for: tensorrt, ..."
+        )
+        parser.add_argument("--all", action="store_true", help=f"list every place, not the first {_SHOWN} of a rule")
+
+    def __call__(self, args: Namespace, console: Console) -> int:
+        findings = check_file(args.file, args.target)
+        for _, group in groupby(findings, key=lambda finding: (finding.severity, finding.rule)):
+            _print(list(group), args.all, console)
+        errors = sum(finding.severity == "error" for finding in findings)
+        said = (
+            f"{_counted(errors, 'error')}, {_counted(len(findings) - errors, 'warning')}" if findings else "no finding"
+        )
+        console.print(f"{args.file}: {said}", markup=False, highlight=False, soft_wrap=True)
+        return 1 if errors else 0
+
+
+def _print(findings: list[Finding], every: bool, console: Console) -> None:
+    """One rule: its name, and the places where it is broken."""
+    first = findings[0]
+    style = "red" if first.severity == "error" else "yellow"
+    head = f"{first.severity} [{first.rule}] {_counted(len(findings), 'place')}"
+    console.print(head, style=style, markup=False, highlight=False)
+    shown = findings if every else findings[:_SHOWN]
+    # One advice for all is said once.
+    advices = list(dict.fromkeys(finding.advice for finding in shown))
+    for finding in shown:
+        if finding.node:
+            console.print(f"  {finding.node}", style="bold", markup=False, highlight=False, soft_wrap=True)
+        _say(finding.problem, 4, console)
+        if len(advices) > 1:
+            _say(f"-> {finding.advice}", 4, console)
+    if len(findings) > len(shown):
+        console.print(f"  ... and {len(findings) - len(shown)} more", markup=False, highlight=False)
+    if len(advices) == 1:
+        _say(f"-> {advices[0]}", 2, console)
+
+
+def _say(text: str, indent: int, console: Console) -> None:
+    """Lines of the terminal's width; a name that is longer than a line stays whole, so that it can be copied."""
+    space = " " * indent
+    lines = textwrap.wrap(
+        text,
+        console.width,
+        initial_indent=space,
+        subsequent_indent=space,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

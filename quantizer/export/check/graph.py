@@ -1,0 +1,141 @@
+"""Questions about the nodes and values of an ``onnx_ir`` graph that several rules ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from quantizer.numerics.qtype import QTYPES
+
+__all__ = [
+    "HALVES",
+    "WIDTHS",
+    "attribute",
+    "constant",
+    "element",
+    "format_name",
+    "is_constant",
+    "is_dequantize",
+    "is_quantize",
+    "maker",
+    "name_of",
+    "paired",
+    "readers",
+    "shape",
+    "steps_type",
+]
+
+HALVES = ("FLOAT16", "BFLOAT16")
+WIDTHS = {"FLOAT16": "float16", "BFLOAT16": "bfloat16", "FLOAT": "float32"}
+"""ONNX's names of float types, and ours."""
+
+_DEEPEST = 64
+
+
+def name_of(node: Any) -> str:
+    """The node's name; where it has none, its operator and what it makes."""
+    return str(node.name or f"{node.op_type} that makes {node.outputs[0].name}")
+
+
+def maker(value: Any) -> Any:
+    """The node that makes a value; None for an input, a constant of the graph or nothing."""
+    return None if value is None else value.producer()
+
+
+def readers(value: Any) -> list[Any]:
+    """The nodes that read a value, in order, each once."""
+    return list(dict.fromkeys(node for node, _ in value.uses()))
+
+
+def is_quantize(node: Any) -> bool:
+    """It is a QuantizeLinear."""
+    return node is not None and node.op_type == "QuantizeLinear"
+
+
+def is_dequantize(node: Any) -> bool:
+    """It is a DequantizeLinear."""
+    return node is not None and node.op_type == "DequantizeLinear"
+
+
+def attribute(node: Any, name: str, default: int) -> int:
+    """An integer attribute."""
+    return int(node.attributes[name].as_int()) if name in node.attributes else default
+
+
+def constant(value: Any) -> np.ndarray[Any, Any] | None:
+    """The array that a value holds for good; None where it is computed, or its data is not at hand."""
+    for _ in range(_DEEPEST):
+        if value is None:
+            return None
+        if value.const_value is not None:
+            return _array(value.const_value)
+        node = value.producer()
+        if node is None or node.op_type != "Identity":
+            break
+        value = node.inputs[0]
+    node = maker(value)
+    if node is None or node.op_type != "Constant":
+        return None
+    for name, read in (("value", "as_tensor"), ("value_float", "as_float"), ("value_floats", "as_floats")):
+        if name in node.attributes:
+            held = getattr(node.attributes[name], read)()
+            return _array(held) if name == "value" else np.asarray(held, dtype=np.float32)
+    return None
+
+
+def _array(tensor: Any) -> np.ndarray[Any, Any] | None:
+    import onnx_ir
+
+    if isinstance(tensor, onnx_ir.ExternalTensor) and not tensor.valid():
+        return None  # its file is not to be opened; the rule of external data says why
+    return np.asarray(tensor.numpy())
+
+
+def is_constant(value: Any, depth: int = _DEEPEST) -> bool:
+    """What the value is does not depend on the model's inputs."""
+    if value is None or depth == 0:
+        return False
+    node = value.producer()
+    if node is None:
+        return bool(value.is_initializer())
+    return all(is_constant(read, depth - 1) for read in node.inputs if read is not None)
+
+
+def element(value: Any) -> str:
+    """The name of a value's element type; empty where it is not known."""
+    if value is None:
+        return ""
+    if value.dtype is not None:
+        return str(value.dtype.name)
+    return "" if value.const_value is None else str(value.const_value.dtype.name)
+
+
+def shape(value: Any) -> tuple[int | None, ...] | None:
+    """The sizes of a value's axes, None for one that varies; None where not even their number is known."""
+    if value is None:
+        return None
+    if value.const_value is not None:
+        return tuple(int(size) for size in value.const_value.shape)
+    return None if value.shape is None else tuple(size if isinstance(size, int) else None for size in value.shape)
+
+
+def steps_type(node: Any) -> str:
+    """The ONNX element type of the steps that a Q makes or a DQ reads."""
+    if is_quantize(node):
+        if len(node.inputs) > 2 and node.inputs[2] is not None:
+            return element(node.inputs[2])
+        return element(node.outputs[0]) or "UINT8"
+    return element(node.inputs[0]) or (steps_type(maker(node.inputs[0])) if is_quantize(maker(node.inputs[0])) else "")
+
+
+def format_name(node: Any) -> str:
+    """Our name of the format of a Q or DQ; that of ONNX, in small letters, where we have none."""
+    stored = steps_type(node)
+    return next((kind.name for kind in QTYPES.values() if kind.onnx_type == stored), stored.lower())
+
+
+def paired(node: Any) -> Iterator[tuple[Any, Any]]:
+    """A Q with each DQ that reads its steps."""
+    return ((node, reader) for reader in readers(node.outputs[0]) if is_dequantize(reader))
