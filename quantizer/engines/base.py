@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quantizer.engines.inspection import Inspection
 from quantizer.errors import EngineError
 
 __all__ = [
@@ -139,6 +140,22 @@ class Backend(Protocol):
 
     def load(self, path: Path, *, threads: int = 1) -> Engine:
         """Load an engine file, to run on ``threads`` threads of the CPU.
+
+        Raises:
+            EngineError: the file is missing or cannot be run here.
+            MissingDependencyError: the library is not installed.
+        """
+
+    def inspect(
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+    ) -> Inspection:
+        """Run an engine file on made-up inputs and ask the library what runs in which precision.
+
+        Args:
+            path: what ``load`` takes.
+            threads: threads of the CPU.
+            batch: size of the first dimension of an input, where it is dynamic.
+            sequence: size of its other dynamic dimensions.
 
         Raises:
             EngineError: the file is missing or cannot be run here.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,14 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.facts import inspection_from_layers
+from quantizer.engines.facts import run_note
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
 from quantizer.engines.files import whole_file
+from quantizer.engines.inputs import made_up_inputs
+from quantizer.engines.inspection import Inspection
+from quantizer.engines.onnxruntime_inspect import observed_layers
 from quantizer.engines.optional import import_library
 from quantizer.engines.registry import backends
 from quantizer.errors import EngineError
@@ -105,6 +111,19 @@ class ONNXRuntimeBackend:
         checked_onnx(path)
         ort = import_library("onnxruntime", "onnxruntime")
         return ONNXRuntimeEngine(_session(ort, path, _settings(ort, threads)))
+
+    def inspect(
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+    ) -> Inspection:
+        """Run an engine file or any other ONNX file under the profiler."""
+        checked_onnx(path)
+        ort = import_library("onnxruntime", "onnxruntime")
+        layers = observed_layers(
+            partial(_session, ort, path),
+            _settings(ort, threads),
+            lambda session: made_up_inputs(ONNXRuntimeEngine(session).inputs, batch, sequence),
+        )
+        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
 
 
 def _settings(ort: Any, threads: int) -> Any:

@@ -14,10 +14,14 @@ from typing import Any
 
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
+from quantizer.engines.facts import inspection_from_layers
+from quantizer.engines.facts import run_note
 from quantizer.engines.files import checked_engine
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
 from quantizer.engines.files import whole_file
+from quantizer.engines.inputs import made_up_inputs
+from quantizer.engines.inspection import Inspection
 from quantizer.engines.monitor import BuildMonitor
 from quantizer.engines.monitor import run_monitored
 from quantizer.engines.monitor import trt_monitor
@@ -56,6 +60,8 @@ class TensorRTBackend:
         # Strong typing is the only mode of newer releases, which accept the flag and ignore it.
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         config = builder.create_builder_config()
+        # Without it the inspector tells names and no types.
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         if capability is not None:
             config.num_compute_capabilities = 1
             config.set_compute_capability(capability, 0)
@@ -87,6 +93,18 @@ class TensorRTBackend:
         """
         checked_engine(path)
         return TensorRTEngine(self.name, self._import(), path)
+
+    def inspect(
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+    ) -> Inspection:
+        """Run an engine on the GPU under a profiler and ask its inspector.
+
+        Raises:
+            EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
+        """
+        engine = self.load(path, threads=threads)
+        layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence))
+        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
 
     def _import(self) -> Any:
         return import_library(self.name, *self._modules)
