@@ -19,6 +19,10 @@ from quantizer.engines.benchmark import peak_memory_mib
 from quantizer.engines.inspection import Inspection
 from quantizer.engines.inspection import Layer
 from quantizer.engines.inspection import PrecisionShare
+from quantizer.engines.kind import backend_of
+from quantizer.engines.observation import inspect_file
+from quantizer.engines.observation import observe_engine
+from quantizer.engines.observation import runs_here
 from quantizer.engines.onnx_graph import graph_inspection
 from quantizer.engines.registry import backend
 from quantizer.engines.registry import backends
@@ -40,15 +44,19 @@ __all__ = [
     "Progress",
     "TensorSpec",
     "backend",
+    "backend_of",
     "backends",
     "build_engine",
     "check_precision",
     "graph_inspection",
     "inspect_engine",
+    "inspect_file",
     "interleaved_latency",
     "load_engine",
     "medians",
+    "observe_engine",
     "peak_memory_mib",
+    "runs_here",
 ]
 
 # Importing a backend's file registers it.

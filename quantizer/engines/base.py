@@ -124,11 +124,15 @@ class BuildResult:
 
 
 class Backend(Protocol):
-    """Builds and loads the engines of one library. Neither method imports the library before it needs it."""
+    """Builds, loads and inspects the engines of one library. No method imports the library before it needs it."""
 
     @property
     def name(self) -> str:
         """The name that a configuration gives it."""
+
+    @property
+    def device(self) -> str:
+        """Where its engines run: ``cpu`` or ``cuda``."""
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Write ``engine_path``, one file that needs the ONNX file no more; whole, or not at all.

@@ -173,24 +173,30 @@ def _float_reasons(products: Sequence[Layer], layers: Sequence[Layer]) -> list[s
                 if layer.precision == precision and ("quantizer" in sources[layer.name]) == dequantized
             ]
             if rest and len(rest) + dequantized <= len(products):
-                verb = "product runs" if len(rest) == 1 else "products run"
+                verb = "product is" if len(rest) == 1 else "products are"
                 why = "behind a dequantizer" if dequantized else "on operands that are not quantized"
                 names = [product.name for product in rest]
                 where = _shown(names) if len(names) <= _SHOWN else _listed(list(dict.fromkeys(map(block_of, names))))
-                lines.append(f"{len(rest)} {verb} in {named(precision)} {why}: {where}")
+                lines.append(f"{len(rest)} {verb} {named(precision)}, {why}: {where}")
     return lines
 
 
 def _listed(blocks: Sequence[str]) -> str:
-    """``encoder.layer.0 to 5`` where only the last number runs on; else the names, the first few of many."""
-    stems = {block.rpartition(".")[0] for block in blocks}
-    numbers = [block.rpartition(".")[2] for block in blocks]
-    if len(blocks) > 1 and len(stems) == 1 and all(number.isdecimal() for number in numbers):
-        stem, values = stems.pop(), sorted(map(int, numbers))
-        if values == list(range(values[0], values[-1] + 1)):
-            return f"{stem}.{values[0]} to {values[-1]}"
-        return f"{stem}.{', '.join(map(str, values[:-1]))} and {values[-1]}"
-    return _shown(blocks)
+    """The blocks, those that differ in their last number as one: ``encoder.layer.0 to 5, pooler``."""
+    stems: dict[str, list[int]] = {}
+    for block in blocks:
+        stem, _, number = block.rpartition(".")
+        if stem and number.isdecimal():
+            stems.setdefault(stem, []).append(int(number))
+        else:
+            stems.setdefault(block, [])
+    return _shown([f"{stem}.{_numbers(sorted(numbers))}" if numbers else stem for stem, numbers in stems.items()])
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -79,6 +79,7 @@ class ONNXRuntimeBackend:
     """Builds and loads ONNX Runtime engines for the CPU."""
 
     name = "onnxruntime"
+    device = "cpu"
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Optimize the ONNX file and write the result."""

@@ -69,6 +69,7 @@ class OpenVINOBackend:
     """Builds and loads OpenVINO engines for the CPU."""
 
     name = "openvino"
+    device = "cpu"
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Compile the ONNX file and write the compiled model."""

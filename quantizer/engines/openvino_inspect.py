@@ -12,6 +12,7 @@ from typing import Any
 from quantizer.engines.base import Array
 from quantizer.engines.facts import RUNS
 from quantizer.engines.facts import WARMUP
+from quantizer.engines.inspection import LOW_PRECISIONS
 from quantizer.engines.inspection import Layer
 from quantizer.engines.multiply_adds import attention_work
 from quantizer.engines.multiply_adds import convolution_work
@@ -154,10 +155,13 @@ def _constant(operations: Sequence[_Operation]) -> set[str]:
 def _quantized(operations: Sequence[_Operation]) -> set[str]:
     """Operations whose bytes are steps of a quantized value: they come from a quantizer, a product or stored steps."""
     found: set[str] = set()
+    steps: set[str] = set()
     for operation in operations:
-        starts = operation.role in ("quantizer", "product", "attention") or (
-            operation.type == "Const" and operation.outputs[0][0] in ("i8", "i4", "u4")
-        )
-        if starts or (operation.computes == "int8" and found.intersection(operation.sources)):
+        writes = operation.outputs[0][0] if operation.outputs else ""
+        makes = operation.role in ("quantizer", "product", "attention")
+        stored = operation.type == "Const" and writes in ("i8", "i4", "u4")
+        if makes or stored or (operation.computes == "int8" and steps.intersection(operation.sources)):
             found.add(operation.name)
+            if _PRECISIONS.get(writes) in LOW_PRECISIONS:
+                steps.add(operation.name)
     return found

@@ -39,17 +39,19 @@ def check_precision(observed: Inspection, graph: Inspection) -> None:
         return
     wanted = [layer for layer in graph.layers if is_product(layer) and layer.precision in LOW_PRECISIONS]
     kinds = ", ".join(dict.fromkeys(named(layer.precision) for layer in wanted))
-    runs = {node: layer for layer in observed.layers for node in layer.nodes if is_product(layer)}
+    names = {layer.name for layer in wanted}
+    wide = [layer for layer in observed.layers if is_product(layer) and layer.precision not in LOW_PRECISIONS]
+    # By the graph's names where the engine kept them, else by its own.
+    found = [(node, layer) for layer in wide for node in layer.nodes if node in names]
     lines = [
-        f"  - {layer.name} runs in {named(runs[layer.name].precision)} ({runs[layer.name].type})"
-        for layer in wanted
-        if layer.name in runs and runs[layer.name].precision not in LOW_PRECISIONS
+        f"  - {name} runs in {named(layer.precision)} ({layer.type})"
+        for name, layer in found or [(layer.name, layer) for layer in wide]
     ]
     more = [f"  - and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     raise EngineError(
         f"the {observed.backend} engine lacks the precision that was asked for: the graph asks for {kinds} in "
         f"{asked:.1%} of the work, the engine does {got:.1%}, less than {LEAST_SHARE:.0%} of that:\n"
-        + "\n".join([*(lines[:_SHOWN] or ["  - no product of the graph was found in the engine by its name"]), *more])
+        + "\n".join([*lines[:_SHOWN], *more])
         + "".join(f"\n  {reason}" for reason in observed.reasons)
         + "\nexport for this backend (quantizer.backend), or check the file against it"
     )

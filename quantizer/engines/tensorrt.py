@@ -43,6 +43,8 @@ class TensorRTBackend:
         modules: where its Python API may be found, best first.
     """
 
+    device = "cuda"
+
     def __init__(self, name: str, modules: Sequence[str]) -> None:
         self.name = name
         self._modules = tuple(modules)
