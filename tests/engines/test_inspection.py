@@ -90,7 +90,7 @@ def test_a_convolution(name: str, write_convolution: Any) -> None:
 
 
 def test_an_engine_without_the_precision_is_refused(name: str, write_qdq: Any, tmp_path: Path) -> None:
-    # OpenVINO multiplies no FP8 on a CPU, and ONNX Runtime no bytes with FP16 scales: both run floats and do not say so.
+    # OpenVINO multiplies no FP8 on a CPU, and ONNX Runtime no bytes with FP16 scales.
     if name == "openvino":
         model, kind = write_qdq(storage=pytest.importorskip("ml_dtypes").float8_e4m3fn), "FP8"
     else:
