@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quantizer.engines.files import RTX_MAGIC
 from quantizer.engines.files import checked_engine
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.onnx_graph import read_graph
@@ -27,7 +28,7 @@ def backend_of(path: Path) -> str | None:
         head = stream.read(_HEAD)
     if b";ov=" in head and b"meta=" in head:
         return "openvino"
-    if head.startswith(b"vtrt"):
+    if head.startswith(RTX_MAGIC):
         return "tensorrt-rtx"
     try:
         checked_onnx(path)

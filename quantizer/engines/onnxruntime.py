@@ -28,6 +28,7 @@ from quantizer.engines.inputs import made_up_inputs
 from quantizer.engines.inspection import Inspection
 from quantizer.engines.onnxruntime_inspect import observed_layers
 from quantizer.engines.optional import import_library
+from quantizer.engines.refusal import refusal
 from quantizer.engines.registry import backends
 from quantizer.errors import EngineError
 
@@ -64,7 +65,7 @@ class ONNXRuntimeEngine:
         self.output_names = tuple(node.name for node in session.get_outputs())
         self._session = session
 
-    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Run it once; the arrays that come back are the caller's own."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         try:
@@ -140,7 +141,7 @@ def _session(ort: Any, path: Path, settings: Any) -> Any:
         return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         # The library's exceptions have no common base of their own.
-        raise EngineError(f"ONNX Runtime refused {path}: {error}") from error
+        raise EngineError(f"ONNX Runtime refused {path}: {refusal(path, str(error))}") from error
 
 
 def _spec(node: Any) -> TensorSpec:

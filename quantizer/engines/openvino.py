@@ -30,6 +30,7 @@ from quantizer.engines.inputs import made_up_inputs
 from quantizer.engines.inspection import Inspection
 from quantizer.engines.openvino_inspect import observed_layers
 from quantizer.engines.optional import import_library
+from quantizer.engines.refusal import refusal
 from quantizer.engines.registry import backends
 from quantizer.errors import EngineError
 
@@ -54,7 +55,7 @@ class OpenVINOEngine:
         self.output_names = tuple(_port_name(port) for port in compiled.outputs)
         self._request = compiled.create_infer_request()
 
-    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Run it once; the arrays that come back are the caller's own."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         try:
@@ -141,7 +142,7 @@ def _compile(ov: Any, onnx_path: Path, settings: Mapping[str, object]) -> Any:
     try:
         return core.compile_model(core.read_model(str(onnx_path)), "CPU", dict(settings))
     except RuntimeError as error:
-        raise EngineError(f"OpenVINO refused {onnx_path}: {_reason(error)}") from error
+        raise EngineError(f"OpenVINO refused {onnx_path}: {refusal(onnx_path, _reason(error))}") from error
 
 
 def _spec(port: Any) -> TensorSpec:

@@ -109,7 +109,7 @@ class TensorRTEngine:
         shape = tuple(None if size == -1 else int(size) for size in self._engine.get_tensor_shape(name))
         return TensorSpec(name, self._dtypes[name], shape)
 
-    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Copy the inputs to the GPU, run once, and copy the outputs back."""
         import torch
 
