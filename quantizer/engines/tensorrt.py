@@ -138,7 +138,7 @@ class TensorRTBackend:
     def _check_cache(self, trt: Any, path: Path | None) -> None:
         if path is not None and hasattr(trt, "ComputeCapability"):
             raise EngineError(
-                f"backend {self.name} measures no kernels when it builds: leave out timing_cache, or use backend tensorrt"
+                f"backend {self.name} measures no kernels when it builds: leave out timing_cache, or use tensorrt"
             )
         if path is not None:
             checked_output(path)
