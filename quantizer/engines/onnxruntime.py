@@ -6,6 +6,9 @@ of the machine at hand when it loads the file.
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -98,7 +101,13 @@ class ONNXRuntimeBackend:
             settings = _settings(ort, threads=1)
             settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
             settings.optimized_model_filepath = str(part)
-            _session(ort, onnx_path, settings)
+            try:
+                _session(ort, onnx_path, settings)
+            except EngineError as error:
+                # The library says of a full disk that serialization failed.
+                if part.exists() and shutil.disk_usage(part.parent).free < onnx_path.stat().st_size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+                raise
             if _EXTERNAL_WEIGHTS in part.read_bytes():
                 raise EngineError(
                     f"{onnx_path} keeps weights in another file, and an ONNX Runtime engine would go on needing it: "

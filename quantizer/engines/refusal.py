@@ -17,6 +17,10 @@ _HINTS = (
         r"plugin not found|no conversion rule|no op registered|neither an operator",
         "replace the call in the model that makes this operator (an operator patch), or leave that part out",
     ),
+    (
+        r"outside the base directory|escapes model directory|failed to import initializer",
+        "put the file with the weights beside the model, under the name that the model gives it",
+    ),
     (r"hw-specific datatypes", "quantize to int8, or build for a GPU generation that has this type"),
     (r"opset|ir_version|ir version", "export with an opset that it reads (export.opset)"),
     (r"data type|type error|datatype", "export for this backend (quantizer.backend): it takes no such type there"),
