@@ -33,10 +33,13 @@ from quantizer.config.data_section import DatasetConfig
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
+from quantizer.engines import Inspection
 from quantizer.engines import build_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
+from quantizer.engines import observe_engine
 from quantizer.engines import peak_memory_mib
+from quantizer.engines import runs_here
 from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
 from quantizer.files import write_folder
@@ -76,7 +79,6 @@ from quantizer.tuning import TuningScore
 
 __all__ = ["inspect", "run"]
 
-_CPU_BACKENDS = ("openvino", "onnxruntime", "onnxruntime-avx2")
 _LATENCY_ROUNDS = 15
 _HISTOGRAMS = 6
 
@@ -160,6 +162,7 @@ class _Run:
         proxy = self._predict("proxy", quantized, task, evaluation)
         scores.append(self._score("proxy", task, predictions, proxy, evaluation))
         built = self._export_and_build(quantizer, quantized, model, task)
+        inspection = self._inspect(built["engine"])
         engines = self._load(built)
         if engines:
             outputs = self._predict("engine", engines["engine"], task, evaluation)
@@ -186,16 +189,20 @@ class _Run:
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
             fallback=fallback_record(chosen) if (chosen := quantizer.chosen_fallback) is not None else None,
             engine=self._engine(built["engine"], bool(engines)),
+            inspection=inspection,
             diff=quantizer.diff(model),
             versions=collect_versions(),
             machine=collect_machine(),
             stages=tuple(self.stages),
         )
-        if "json" in config.report.formats:
-            write_record(record, self.target / "report.json")
-        if "html" in config.report.formats:
-            write_html(record, self.target / "report.html")
+        self._report(record)
         return record
+
+    def _report(self, record: RunRecord) -> None:
+        if "json" in self.config.report.formats:
+            write_record(record, self.target / "report.json")
+        if "html" in self.config.report.formats:
+            write_html(record, self.target / "report.html")
 
     def _model_and_task(self) -> tuple[nn.Module, Task]:
         config = self.config
@@ -311,10 +318,23 @@ class _Run:
                 name: build_engine(backend, path, path.with_suffix(".engine"), options) for name, path in paths.items()
             }
 
+    def _inspect(self, built: BuildResult) -> Inspection:
+        """What the engine runs in which precision; an engine without the precision that was asked for ends the run."""
+        report = self.config.report
+        with self._stage("inspect the engine"):
+            return observe_engine(
+                self.config.quantizer.backend,
+                built.path,
+                built.path.with_suffix(".onnx"),
+                threads=self.config.engine.threads,
+                batch=report.latency_batch,
+                sequence=report.latency_sequence,
+            )
+
     def _load(self, built: Mapping[str, BuildResult]) -> dict[str, Engine]:
         """Engines that this machine can run: none, where they need a GPU and there is none."""
         backend = self.config.quantizer.backend
-        if backend not in _CPU_BACKENDS and not torch.cuda.is_available():
+        if not runs_here(backend):
             return {}
         return {name: load_engine(backend, r.path, threads=self.config.engine.threads) for name, r in built.items()}
 

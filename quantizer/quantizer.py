@@ -312,7 +312,7 @@ class Quantizer:
         engine: str | os.PathLike[str],
         *,
         dynamic: Dynamic | None = None,
-        compute_capability: str | None = None,
+        compute_capability: str | Sequence[str] | None = None,
     ) -> BuildResult:
         """Build an engine of ``config.backend`` from an ONNX file.
 
@@ -321,7 +321,7 @@ class Quantizer:
             engine: the engine's file.
             dynamic: (least, best, most) of each dimension by name, for TensorRT; None: batch 1, 8, 32 and sequence
                 16, 128, 512.
-            compute_capability: the GPU to build for ahead of time (``sm89``), TensorRT-RTX only.
+            compute_capability: the GPU to build for ahead of time (``sm89``), or several; TensorRT-RTX only.
 
         Raises:
             EngineError: the engine does not build.

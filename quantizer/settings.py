@@ -165,10 +165,10 @@ def refuse_run(config: RunConfig) -> None:
             f"export.opset: got {config.export.opset}; expected {least} or later, the first with the formats of "
             f"quantizer.{which}"
         )
-    wanted = config.engine.compute_capability
-    if wanted is not None:
-        names = {dtype.name for entry in formats for dtype in (entry.activations, entry.weights) if dtype is not None}
-        reason = target.capability_reason(wanted, names)
+    names = {dtype.name for entry in formats for dtype in (entry.activations, entry.weights) if dtype is not None}
+    wanted = config.engine.compute_capability or ()
+    for capability in [wanted] if isinstance(wanted, str) else wanted:
+        reason = target.capability_reason(capability, names)
         problems += [] if reason is None else [f"engine.compute_capability: {reason}"]
     if problems:
         raise ConfigError(problems)

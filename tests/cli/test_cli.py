@@ -198,14 +198,17 @@ def test_show(good: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(seen[0][1], Console)
 
 
-@pytest.mark.parametrize(
-    ("folder", "what"), [(".", ". holds no report.json"), ("no", "no is no folder"), ("good.yaml", "is no folder")]
-)
+@pytest.mark.parametrize(("folder", "what"), [(".", ". holds no report.json"), ("no", "no is no folder")])
 def test_show_of_something_else(good: str, capsys: pytest.CaptureFixture[str], folder: str, what: str) -> None:
     assert main(["show", folder]) == 1
     err = capsys.readouterr().err
     assert what in err
     assert "expected a folder that `quantizer run` wrote" in err
+
+
+def test_show_of_a_file_that_is_no_engine(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "good.yaml"]) == 1
+    assert "good.yaml is neither an ONNX file nor an engine that is known by its first bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
