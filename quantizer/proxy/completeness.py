@@ -9,6 +9,7 @@ What a library computes in an operator of its own (a Triton kernel, say) is no p
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Iterable
@@ -116,6 +117,8 @@ class ProductCounter:
         self._known: dict[Any, tuple[Reason, str]] = {}
         self._paths: dict[int, str] = {}
         self._running: list[nn.Module] = []
+        self._calls: list[int] = []
+        self._numbers = itertools.count()
         self._thread = 0
         self._handles: list[Any] = []
 
@@ -125,6 +128,7 @@ class ProductCounter:
         if not self._paths:
             self._paths = {id(module): path for path, module in model.named_modules()}
         self._running, self._thread = [model], threading.get_ident()
+        self._calls = [next(self._numbers)]
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -135,6 +139,15 @@ class ProductCounter:
         for handle in self._handles:
             handle.remove()
         self._handles, self._running = [], []
+
+    def frames(self) -> tuple[tuple[str, int], ...]:
+        """The modules of the model that run, the outermost first: the path of each, and the number of its call."""
+        running = zip(self._running, self._calls, strict=True)
+        return tuple(
+            (self._paths[id(module)], number)
+            for module, number in running
+            if id(module) in self._paths and not isinstance(module, Site)
+        )
 
     def products(self) -> tuple[CountedProduct, ...]:
         """What was counted so far."""
@@ -168,12 +181,14 @@ class ProductCounter:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
             self._running.append(module)
+            self._calls.append(next(self._numbers))
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if threading.get_ident() == self._thread and module in self._running:
             # After an exception, some that had no hook call are still there.
             while self._running.pop() is not module:
-                pass
+                self._calls.pop()
+            self._calls.pop()
 
     # -- why -------------------------------------------------------------------------------------------------------
 

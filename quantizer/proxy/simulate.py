@@ -68,6 +68,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
+_CONSTANTS = ("aten::lift_fresh", "aten::_to_copy")
+
+
 class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes products of half tensors as a target does, and clamps mask constants as the export does."""
 
@@ -79,15 +82,27 @@ class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_product(func) and self._in_half(args):
+        if not self._in_half((*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        product, constant = _known_of(func)
+        if product:
             args, kwargs = _pytree.tree_map(lambda value: _cast(value, torch.float32), (args, kwargs))
             return _pytree.tree_map(lambda value: _cast(value, self._dtype), func(*args, **kwargs))
-        return func(*args, **kwargs)
+        if self._dtype is torch.float16:
+            args, kwargs = tuple(map(_clamped, args)), {name: _clamped(value) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        return result.clamp(min=MASK) if constant and result.dim() == 0 and result.dtype is torch.float16 else result
 
-    def _in_half(self, args: Any) -> bool:
-        return any(isinstance(value, Tensor) and value.dtype is self._dtype for value in args)
+    def _in_half(self, values: Any) -> bool:
+        """Whether an operation reads or makes half tensors."""
+        return any(value is self._dtype or (isinstance(value, Tensor) and value.dtype is self._dtype) for value in values)
+
+
+def _clamped(value: Any) -> Any:
+    return MASK if isinstance(value, float) and value < MASK else value
 
 
 @cache
-def _is_product(func: Any) -> bool:
-    return product_name(func) is not None
+def _known_of(func: Any) -> tuple[bool, bool]:
+    """Whether an operation is a product, and whether it makes constants of numbers."""
+    return product_name(func) is not None, func.name().partition(".")[0] in _CONSTANTS
