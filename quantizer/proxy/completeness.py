@@ -119,6 +119,7 @@ class ProductCounter:
         self._running: list[nn.Module] = []
         self._calls: list[int] = []
         self._numbers = itertools.count()
+        self._frames: tuple[tuple[str, int], ...] | None = None
         self._thread = 0
         self._handles: list[Any] = []
 
@@ -128,7 +129,7 @@ class ProductCounter:
         if not self._paths:
             self._paths = {id(module): path for path, module in model.named_modules()}
         self._running, self._thread = [model], threading.get_ident()
-        self._calls = [next(self._numbers)]
+        self._calls, self._frames = [next(self._numbers)], None
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -142,12 +143,14 @@ class ProductCounter:
 
     def frames(self) -> tuple[tuple[str, int], ...]:
         """The modules of the model that run, the outermost first: the path of each, and the number of its call."""
-        running = zip(self._running, self._calls, strict=True)
-        return tuple(
-            (self._paths[id(module)], number)
-            for module, number in running
-            if id(module) in self._paths and not isinstance(module, Site)
-        )
+        if self._frames is None:
+            running = zip(self._running, self._calls, strict=True)
+            self._frames = tuple(
+                (self._paths[id(module)], number)
+                for module, number in running
+                if id(module) in self._paths and not isinstance(module, Site)
+            )
+        return self._frames
 
     def products(self) -> tuple[CountedProduct, ...]:
         """What was counted so far."""
@@ -182,6 +185,7 @@ class ProductCounter:
         if threading.get_ident() == self._thread:
             self._running.append(module)
             self._calls.append(next(self._numbers))
+            self._frames = None
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if threading.get_ident() == self._thread and module in self._running:
@@ -189,6 +193,7 @@ class ProductCounter:
             while self._running.pop() is not module:
                 self._calls.pop()
             self._calls.pop()
+            self._frames = None
 
     # -- why -------------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ _KEEP = {
         *("relu", "relu_", "gelu", "silu", "silu_", "clone", "_to_copy", "copy_", "cat", "stack", "embedding", "where"),
         *("index", "index_select", "gather", "masked_fill", "masked_fill_", "native_dropout", "dropout", "mean", "amax"),
         *("amin", "abs", "neg", "maximum", "minimum", "max_pool2d_with_indices", "avg_pool2d", "constant_pad_nd"),
-        *("_adaptive_avg_pool2d", "repeat", "roll", "flip", "tril", "triu", "lift_fresh", "contiguous", "hardswish_"),
+        *("_adaptive_avg_pool2d", "repeat", "roll", "flip", "tril", "triu", "lift_fresh", "_unsafe_view"),
     )
 }
 """No result is larger than what is read."""
