@@ -43,7 +43,17 @@ _KEEP = {
     f"aten::{name}"
     for name in (
         *("relu", "relu_", "gelu", "silu", "silu_", "clone", "_to_copy", "copy_", "cat", "stack", "embedding", "where"),
-        *("index", "index_select", "gather", "masked_fill", "masked_fill_", "native_dropout", "dropout", "mean", "amax"),
+        *(
+            "index",
+            "index_select",
+            "gather",
+            "masked_fill",
+            "masked_fill_",
+            "native_dropout",
+            "dropout",
+            "mean",
+            "amax",
+        ),
         *("amin", "abs", "neg", "maximum", "minimum", "max_pool2d_with_indices", "avg_pool2d", "constant_pad_nd"),
         *("_adaptive_avg_pool2d", "repeat", "roll", "flip", "tril", "triu", "lift_fresh", "_unsafe_view"),
     )
@@ -116,6 +126,13 @@ class Magnitudes:
     def regions(self) -> Regions:
         """What follows for a model in half."""
         return Regions(wide=dict(self.wide), computing=frozenset(self.computing), masked=frozenset(self.masked))
+
+    def add(self, other: Regions) -> None:
+        """Take in what other passes saw."""
+        for path, largest in other.wide.items():
+            self.wide[path] = max(largest, self.wide.get(path, 0.0))
+        self.computing.update(other.computing)
+        self.masked.update(other.masked)
 
     def at_most(self, value: Tensor, bound: float) -> None:
         """Say that somebody measured all of ``value``."""
@@ -193,18 +210,21 @@ class Magnitudes:
         if name in _SUMS:
             return factor * sum(bounds) + sum(abs(value) for value in args if type(value) in (int, float))
         if name in ("aten::mul", "aten::mul_"):
-            return math.prod(bounds) * math.prod(abs(value) for value in args if type(value) in (int, float))
+            return math.prod([*bounds, *(abs(float(value)) for value in args if type(value) in (int, float))])
         if name in ("aten::div", "aten::div_") and len(args) > 1 and isinstance(args[1], int | float):
             return bounds[0] / abs(args[1]) if args[1] else math.inf
         if name == _LAYER_NORM:
             # No value of a row lies farther from its mean than the root of its length times the deviation.
-            return math.sqrt(math.prod(args[1])) * (bounds[1] if len(bounds) > 1 else 1.0) + sum(bounds[2:])
+            farthest = math.sqrt(math.prod(args[1]))
+            return farthest * (bounds[1] if len(bounds) > 1 else 1.0) + sum(bounds[2:])
         if name in _PRODUCTS:
             first = _PRODUCTS[name]
             column = self._column(args[first + 1], read[first + 1])
-            return factor * (sum(bounds[:first]) + math.sqrt(args[first].shape[-1]) * bounds[first] * column)
+            length: int = args[first].shape[-1]
+            return factor * (sum(bounds[:first]) + math.sqrt(length) * bounds[first] * column)
         if name == "aten::convolution" and not args[6]:
-            return args[1][0].numel() * bounds[0] * bounds[1] + sum(bounds[2:])
+            patch: int = args[1][0].numel()
+            return patch * bounds[0] * bounds[1] + sum(bounds[2:])
         return bounds[2] if name.startswith(_ATTENTION) else math.inf
 
     def _column(self, value: Tensor, seen: _Seen) -> float:

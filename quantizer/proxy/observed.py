@@ -90,8 +90,7 @@ def absorb(observation: Observation, data: bytes, proxy: nn.Module) -> None:
             _add_site(observation.records[path], values, parameters)
         for values in document["groups"]:
             _add_group(observation, values, counts)
-        if "regions" in document:
-            observation.magnitudes.add(Regions.from_plain(document["regions"]))
+        observation.magnitudes.add(Regions.from_plain(document.get("regions")))
         for values in document["products"]:
             observation.counter.add(CountedProduct.from_plain(values))
     except (SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:

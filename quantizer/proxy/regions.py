@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from quantizer.errors import ProxyError
+from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import QTYPES
 from quantizer.proxy.site import Site
 
@@ -48,10 +49,27 @@ class Regions:
         return {"wide": dict(self.wide), "computing": sorted(self.computing), "masked": sorted(self.masked)}
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> Regions:
-        """What ``plain`` gave."""
-        wide = {str(path): float(largest) for path, largest in values["wide"].items()}
-        return cls(wide=wide, computing=frozenset(values["computing"]), masked=frozenset(values["masked"]))
+    def from_plain(cls, values: Mapping[str, Any] | None) -> Regions:
+        """What ``plain`` gave; None: it is from before there were regions.
+
+        Raises:
+            QuantizerError: it is damaged.
+        """
+        if values is None:
+            return cls()
+        try:
+            wide = {str(path): float(largest) for path, largest in values["wide"].items()}
+            return cls(wide=wide, computing=frozenset(values["computing"]), masked=frozenset(values["masked"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise QuantizerError(f"the modules beyond float16 cannot be read, they are damaged: {error!r}") from error
+
+    def text(self) -> str:
+        """How many modules stay float32, and why."""
+        path, largest = max(self.wide.items(), key=lambda entry: entry[1])
+        return (
+            f"{len(self.wide)} modules stay float32: their values are beyond float16, the largest {largest:.3g} in "
+            f"{path or 'the model itself'}"
+        )
 
     def io_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type of the model's own inputs, where ``dtype`` is that of its floats."""

@@ -20,7 +20,9 @@ from quantizer.proxy.regions import MASK
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.regions import convert_floats
 
-__all__ = ["simulate"]
+__all__ = ["is_simulation", "simulate"]
+
+_MARK = "_quantizer_simulation"
 
 
 def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module:
@@ -33,12 +35,18 @@ def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Modul
     """
     if dtype is torch.float32:
         return proxy
+    vars(proxy)[_MARK] = True
     pass_ = _Pass(dtype, regions.io_dtype(dtype))
     # The first of the hooks: what goes in is cast before any module's border sees it.
     proxy.register_forward_pre_hook(pass_.begin, with_kwargs=True)
     convert_floats(proxy, dtype, regions)
     proxy.register_forward_hook(pass_.end, always_call=True)
     return proxy
+
+
+def is_simulation(model: nn.Module) -> bool:
+    """Whether ``simulate`` made it compute in another type than it takes."""
+    return _MARK in vars(model)
 
 
 class _Pass:
@@ -95,7 +103,9 @@ class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _in_half(self, values: Any) -> bool:
         """Whether an operation reads or makes half tensors."""
-        return any(value is self._dtype or (isinstance(value, Tensor) and value.dtype is self._dtype) for value in values)
+        return any(
+            value is self._dtype or (isinstance(value, Tensor) and value.dtype is self._dtype) for value in values
+        )
 
 
 def _clamped(value: Any) -> Any:
