@@ -42,21 +42,10 @@ _MASKS = -1e8
 _KEEP = {
     f"aten::{name}"
     for name in (
-        *("relu", "relu_", "gelu", "silu", "silu_", "clone", "_to_copy", "copy_", "cat", "stack", "embedding", "where"),
-        *(
-            "index",
-            "index_select",
-            "gather",
-            "masked_fill",
-            "masked_fill_",
-            "native_dropout",
-            "dropout",
-            "mean",
-            "amax",
-        ),
-        *("amin", "abs", "neg", "maximum", "minimum", "max_pool2d_with_indices", "avg_pool2d", "constant_pad_nd"),
-        *("_adaptive_avg_pool2d", "repeat", "roll", "flip", "tril", "triu", "lift_fresh", "_unsafe_view"),
-    )
+        "abs amax amin avg_pool2d _adaptive_avg_pool2d cat clone constant_pad_nd copy_ embedding flip gather gelu "
+        "hardswish_ index index_select lift_fresh masked_fill masked_fill_ max_pool2d_with_indices maximum mean minimum "
+        "native_dropout neg relu relu_ repeat roll silu silu_ stack _to_copy tril triu _unsafe_view where"
+    ).split()
 }
 """No result is larger than what is read."""
 
@@ -210,18 +199,18 @@ class Magnitudes:
         if name in _SUMS:
             return factor * sum(bounds) + sum(abs(value) for value in args if type(value) in (int, float))
         if name in ("aten::mul", "aten::mul_"):
-            return math.prod([*bounds, *(abs(float(value)) for value in args if type(value) in (int, float))])
+            return math.prod(bounds) * math.prod((abs(x) for x in args if type(x) in (int, float)), start=1.0)
         if name in ("aten::div", "aten::div_") and len(args) > 1 and isinstance(args[1], int | float):
             return bounds[0] / abs(args[1]) if args[1] else math.inf
         if name == _LAYER_NORM:
             # No value of a row lies farther from its mean than the root of its length times the deviation.
-            farthest = math.sqrt(math.prod(args[1]))
+            farthest: float = math.sqrt(math.prod(args[1]))
             return farthest * (bounds[1] if len(bounds) > 1 else 1.0) + sum(bounds[2:])
         if name in _PRODUCTS:
             first = _PRODUCTS[name]
             column = self._column(args[first + 1], read[first + 1])
-            length: int = args[first].shape[-1]
-            return factor * (sum(bounds[:first]) + math.sqrt(length) * bounds[first] * column)
+            root: float = math.sqrt(args[first].shape[-1])
+            return factor * (sum(bounds[:first]) + root * bounds[first] * column)
         if name == "aten::convolution" and not args[6]:
             patch: int = args[1][0].numel()
             return patch * bounds[0] * bounds[1] + sum(bounds[2:])

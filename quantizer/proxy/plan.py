@@ -94,8 +94,8 @@ class OperandPlan:
 class SitePlan:
     """What becomes of one site, and why. ``rule`` is the config entry that decided, where one did.
 
-    ``reads`` are the parameters among its operands, whether quantized or not. ``beyond_half`` is the largest magnitude in
-    its module where float16 cannot hold that (None: it can).
+    ``reads`` are the parameters among its operands, whether quantized or not. ``beyond_half`` is the largest magnitude
+    in its module where float16 cannot hold that (None: it can).
     """
 
     name: str
