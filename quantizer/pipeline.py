@@ -64,6 +64,7 @@ from quantizer.report.search_records import fallback_reason
 from quantizer.report.search_records import fallback_record
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
+from quantizer.settings import float_dtype
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -161,6 +162,10 @@ class _Run:
         if engines:
             outputs = self._predict("engine", engines["engine"], task, evaluation)
             scores.append(self._score("engine", task, predictions, outputs, evaluation))
+        elif float_dtype(config.quantizer) is not torch.float32:
+            # Nothing here runs the engine: what it will score is foreseen.
+            outputs = self._predict("simulation", quantizer.simulate(model), task, evaluation)
+            scores.append(self._score("simulation", task, predictions, outputs, evaluation))
         coverage = quantizer.coverage
         record = RunRecord(
             name=self.name,

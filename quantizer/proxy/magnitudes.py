@@ -39,14 +39,18 @@ Frame = tuple[str, int]
 _MASKS = -1e8
 """No activation is so low without others that are as high."""
 
+# fmt: off
 _KEEP = {
     f"aten::{name}"
     for name in (
-        "abs amax amin avg_pool2d _adaptive_avg_pool2d cat clone constant_pad_nd copy_ embedding flip gather gelu "
-        "hardswish_ index index_select lift_fresh masked_fill masked_fill_ max_pool2d_with_indices maximum mean minimum "
-        "native_dropout neg relu relu_ repeat roll silu silu_ stack _to_copy tril triu _unsafe_view where"
-    ).split()
+        "abs", "_adaptive_avg_pool2d", "amax", "amin", "avg_pool2d", "cat", "clone", "constant_pad_nd",
+        "copy_", "embedding", "flip", "gather", "gelu", "hardswish_", "index", "index_select",
+        "lift_fresh", "masked_fill", "masked_fill_", "max_pool2d_with_indices", "maximum", "mean",
+        "minimum", "native_dropout", "neg", "relu", "relu_", "repeat", "roll", "silu", "silu_", "stack",
+        "_to_copy", "tril", "triu", "_unsafe_view", "where",
+    )
 }
+# fmt: on
 """No result is larger than what is read."""
 
 _SUMS = {f"aten::{name}" for name in ("add", "add_", "sub", "sub_", "rsub")}
@@ -189,7 +193,8 @@ class Magnitudes:
         """A bound for the first result of an operation; infinity where nothing is known of it."""
         bounds = [seen.bound for seen in read]
         numbers = [abs(value) for value in args if isinstance(value, float) and not _is_mask(value)]
-        factor = max([1.0, *(abs(value) for value in keywords.values() if type(value) in (int, float))])
+        factors: list[float] = [abs(value) for value in args if type(value) in (int, float)]
+        factor: float = max([1.0, *(abs(value) for value in keywords.values() if type(value) in (int, float))])
         if name in _ONES:
             return 1.0
         if not read:
@@ -197,9 +202,9 @@ class Magnitudes:
         if name in _KEEP:
             return max(bounds + numbers)
         if name in _SUMS:
-            return factor * sum(bounds) + sum(abs(value) for value in args if type(value) in (int, float))
+            return factor * sum(bounds) + sum(factors)
         if name in ("aten::mul", "aten::mul_"):
-            return math.prod(bounds) * math.prod((abs(x) for x in args if type(x) in (int, float)), start=1.0)
+            return math.prod([*bounds, *factors])
         if name in ("aten::div", "aten::div_") and len(args) > 1 and isinstance(args[1], int | float):
             return bounds[0] / abs(args[1]) if args[1] else math.inf
         if name == _LAYER_NORM:

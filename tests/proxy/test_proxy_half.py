@@ -102,7 +102,7 @@ def sqnr_db(found: Tensor, expected: Tensor) -> float:
     return float(10 * torch.log10(expected.square().sum() / (found - expected).square().sum()))
 
 
-# -- what calibration sees ----------------------------------------------------------------------------------------------
+# -- what calibration sees -----------------------------------------------------------------------------------------
 
 
 class Measured(TorchDispatchMode):
@@ -187,7 +187,7 @@ def test_damaged_regions_are_refused() -> None:
         Regions.from_plain({"wide": {"a": "large"}, "computing": [], "masked": []})
 
 
-# -- the simulation -----------------------------------------------------------------------------------------------------
+# -- the simulation ------------------------------------------------------------------------------------------------
 
 
 def test_the_rest_is_computed_in_half_and_summed_in_float32() -> None:
@@ -256,7 +256,7 @@ def test_a_simulation_is_not_exported(tmp_path: Path) -> None:
         quantizer.export(quantizer.simulate(model), tmp_path / "model.onnx", x)
 
 
-# -- the file -----------------------------------------------------------------------------------------------------------
+# -- the file ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
