@@ -100,10 +100,12 @@ class Magnitudes:
         wide: modules that compute with values beyond float16 or hand them on, with the largest.
         masked: modules that do so with masks.
         computing: modules that compute with floats.
+        wide_inputs: an input of the model is beyond float16.
     """
 
     def __init__(self) -> None:
         self.wide: dict[str, float] = {}
+        self.wide_inputs = False
         self.masked: set[str] = set()
         self.computing: set[str] = set()
         self._seen: dict[int, _Seen] = {}
@@ -114,11 +116,18 @@ class Magnitudes:
         """A pass begins, with these inputs of the model."""
         self._seen = {}
         for value in _floats(inputs):
-            self._of(value).frames = ()
+            seen = self._of(value)
+            seen.frames = ()
+            self.wide_inputs |= _beyond(seen.bound)
 
     def regions(self) -> Regions:
         """What follows for a model in half."""
-        return Regions(wide=dict(self.wide), computing=frozenset(self.computing), masked=frozenset(self.masked))
+        return Regions(
+            wide=dict(self.wide),
+            computing=frozenset(self.computing),
+            masked=frozenset(self.masked),
+            wide_inputs=self.wide_inputs,
+        )
 
     def add(self, other: Regions) -> None:
         """Take in what other passes saw."""
@@ -126,6 +135,7 @@ class Magnitudes:
             self.wide[path] = max(largest, self.wide.get(path, 0.0))
         self.computing.update(other.computing)
         self.masked.update(other.masked)
+        self.wide_inputs |= other.wide_inputs
 
     def at_most(self, value: Tensor, bound: float) -> None:
         """Say that somebody measured all of ``value``."""

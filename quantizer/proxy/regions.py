@@ -38,15 +38,22 @@ class Regions:
         wide: modules that compute with such values, or hand them on, by path, each with the largest magnitude.
         computing: modules that compute with floats themselves; others hand their children what they get, of any type.
         masked: modules that read masks with numbers below what float16 holds.
+        wide_inputs: an input of the model has such values.
     """
 
     wide: Mapping[str, float] = field(default_factory=dict)
     computing: Collection[str] = ()
     masked: Collection[str] = ()
+    wide_inputs: bool = False
 
     def plain(self) -> dict[str, Any]:
         """Plain values, to be saved."""
-        return {"wide": dict(self.wide), "computing": sorted(self.computing), "masked": sorted(self.masked)}
+        return {
+            "wide": dict(self.wide),
+            "computing": sorted(self.computing),
+            "masked": sorted(self.masked),
+            "wide_inputs": self.wide_inputs,
+        }
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any] | None) -> Regions:
@@ -59,7 +66,12 @@ class Regions:
             return cls()
         try:
             wide = {str(path): float(largest) for path, largest in values["wide"].items()}
-            return cls(wide=wide, computing=frozenset(values["computing"]), masked=frozenset(values["masked"]))
+            return cls(
+                wide=wide,
+                computing=frozenset(values["computing"]),
+                masked=frozenset(values["masked"]),
+                wide_inputs=bool(values["wide_inputs"]),
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise QuantizerError(f"the modules beyond float16 cannot be read, they are damaged: {error!r}") from error
 
@@ -73,7 +85,7 @@ class Regions:
 
     def io_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type of the model's own inputs, where ``dtype`` is that of its floats."""
-        return torch.float32 if self.applies_to(dtype) and "" in self.wide else dtype
+        return torch.float32 if self.applies_to(dtype) and self.wide_inputs else dtype
 
     def applies_to(self, dtype: torch.dtype) -> bool:
         """Whether modules stay float32 in a model of floats in ``dtype``."""

@@ -149,6 +149,14 @@ def test_a_module_that_only_hands_large_values_on_is_wide() -> None:
     assert set(calibrated(Shared(), data()).coverage.regions.wide) == {"layer", "last", ""}
 
 
+def test_inputs_beyond_float16_are_taken_as_float32() -> None:
+    model, x = nn.Linear(16, 16).eval(), data() * 1e6
+    quantizer = calibrated(model, x)
+    assert quantizer.coverage.regions.wide_inputs
+    with torch.no_grad():
+        assert sqnr_db(quantizer.simulate(model)(x), quantizer.quantize(model)(x)) > 100
+
+
 def test_masks_are_no_values() -> None:
     quantizer = Quantizer(backend="tensorrt-rtx")
     model, inputs = tiny("bert"), dict(batch("bert"))
@@ -298,7 +306,7 @@ def test_onnx_runtime_agrees_with_the_simulation(exported: tuple[Quantizer, nn.M
         simulated, proxy = quantizer.simulate(model)(x), quantizer.quantize(model)(x)
     agreement = sqnr_db(torch.from_numpy(found).float(), simulated)
     assert agreement > 45
-    assert agreement > sqnr_db(torch.from_numpy(found).float(), proxy) + 3
+    assert agreement > sqnr_db(torch.from_numpy(found).float(), proxy)
 
 
 def test_tensorrt_rtx_builds_it(exported: tuple[Quantizer, nn.Module, Path], tmp_path: Path) -> None:
