@@ -67,6 +67,7 @@ from quantizer.report.search_records import fallback_reason
 from quantizer.report.search_records import fallback_record
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
+from quantizer.settings import float_dtype
 from quantizer.settings import refuse_run
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
@@ -157,16 +158,11 @@ class _Run:
         with self._stage("quantize"):
             quantized = quantizer.quantize(model)
             quantizer.save(self.target / "quantizer")
-        predictions = self._predict("float", model, task, evaluation)
-        scores = [self._score("float", task, predictions, predictions, evaluation)]
-        proxy = self._predict("proxy", quantized, task, evaluation)
-        scores.append(self._score("proxy", task, predictions, proxy, evaluation))
+        predictions = self._predictions({"float": model, "proxy": quantized}, task, evaluation)
         built = self._export_and_build(quantizer, quantized, model, task)
         inspection = self._inspect(built["engine"])
         engines = self._load(built)
-        if engines:
-            outputs = self._predict("engine", engines["engine"], task, evaluation)
-            scores.append(self._score("engine", task, predictions, outputs, evaluation))
+        predictions |= self._predictions(self._nearest(engines, quantizer, model), task, evaluation)
         coverage = quantizer.coverage
         record = RunRecord(
             name=self.name,
@@ -177,7 +173,9 @@ class _Run:
                 task=config.model.task,
                 parameters=sum(parameter.numel() for parameter in model.parameters()),
             ),
-            scores=tuple(scores),
+            scores=tuple(
+                self._score(which, task, predictions["float"], p, evaluation) for which, p in predictions.items()
+            ),
             latency=self._latency(engines, task),
             size=_sizes(built),
             memory=self._memory(built) if engines else (),
@@ -282,6 +280,20 @@ class _Run:
     def _predict(self, which: str, model: nn.Module | Engine, task: Task, rows: list[Row]) -> Predictions:
         with self._stage(f"score the {which}"), _bar(which) as progress:
             return task.predict(_runner(model), rows, progress)
+
+    def _nearest(
+        self, engines: Mapping[str, Engine], quantizer: Quantizer, model: nn.Module
+    ) -> dict[str, nn.Module | Engine]:
+        """The engine, or what foresees its score where nothing here runs it; nothing, where the proxy does."""
+        if engines:
+            return {"engine": engines["engine"]}
+        half = float_dtype(self.config.quantizer) is not torch.float32
+        return {"simulation": quantizer.simulate(model)} if half else {}
+
+    def _predictions(
+        self, forms: Mapping[str, nn.Module | Engine], task: Task, rows: list[Row]
+    ) -> dict[str, Predictions]:
+        return {which: self._predict(which, form, task, rows) for which, form in forms.items()}
 
     def _score(self, which: str, task: Task, base: Predictions, other: Predictions, rows: list[Row]) -> Score:
         value = task.score(other, rows)

@@ -29,15 +29,13 @@ from quantizer.proxy.formats import impossible
 from quantizer.proxy.formats import least_opset_of
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import PlanSettings
-from quantizer.proxy.plan import SitePlan
-from quantizer.proxy.plan import beyond_half
+from quantizer.proxy.regions import Regions
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import refusals
 from quantizer.targets import profile
 
 __all__ = [
     "calibrator_of",
-    "file_dtype",
     "float_dtype",
     "observation_of",
     "plan_settings",
@@ -45,6 +43,7 @@ __all__ = [
     "refuse_run",
     "refused_sites",
     "replays_batches",
+    "warn_of_float32",
 ]
 
 
@@ -104,22 +103,10 @@ def float_dtype(config: QuantizerConfig) -> torch.dtype:
     return dtype
 
 
-def file_dtype(config: QuantizerConfig, plan: Mapping[str, SitePlan]) -> torch.dtype:
-    """The type of the floats of an exported file: ``float_dtype``, or float32 where float16 cannot hold the values.
-
-    All of them, because what stands between two sites holds the same values.
-    """
-    dtype = float_dtype(config)
-    wide = beyond_half(plan) if dtype is torch.float16 else {}
-    if not wide:
-        return dtype
-    operand, largest = max(wide.items(), key=lambda entry: entry[1])
-    warnings.warn(
-        f"the file's floats are float32: {len(wide)} operands hold values beyond float16, the largest {largest:.3g} in "
-        f"{operand}; fallback_dtype: bfloat16 holds them too",
-        stacklevel=3,
-    )
-    return torch.float32
+def warn_of_float32(config: QuantizerConfig, regions: Regions) -> None:
+    """Say which modules stay float32 in what is made for the target, where some do."""
+    if regions.applies_to(float_dtype(config)):
+        warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 holds such values", stacklevel=3)
 
 
 def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:

@@ -302,7 +302,7 @@ def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.Capture
     record = read_record(at / "out" / "report.json")
     if torch.cuda.is_available():
         pytest.skip("the engine is run where there is a GPU")
-    assert [score.which for score in record.scores] == ["float", "proxy"]
+    assert [score.which for score in record.scores] == ["float", "proxy", "simulation"]
     assert record.latency is None
     assert record.memory == ()
     assert record.engine is not None

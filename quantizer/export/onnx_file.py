@@ -26,16 +26,16 @@ from quantizer.export.passes import UnsignedActivations
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
 from quantizer.numerics.qtype import BLOCKS_OPSET
-from quantizer.numerics.qtype import QTYPES
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.regions import Regions
+from quantizer.proxy.regions import convert_floats
 
 __all__ = ["export_onnx", "least_opset"]
 
 Axes = Mapping[str, Mapping[int, str]]
 
 _HALF_SCALES_OPSET = 19
-_STORAGE = {kind.storage for kind in QTYPES.values()}
 
 
 def export_onnx(
@@ -45,6 +45,7 @@ def export_onnx(
     *,
     opset: int,
     dtype: torch.dtype,
+    regions: Regions | None = None,
     axes: Axes | None = None,
     unsigned: Literal["none", "weighted", "all"] = "none",
 ) -> Path:
@@ -56,6 +57,7 @@ def export_onnx(
         example: one batch: a mapping, or a tuple or list.
         opset: at least 19 where scales are half.
         dtype: the float type of everything that is not quantized, scales included.
+        regions: the modules that stay float32 where ``dtype`` is float16.
         axes: input name to {axis: dimension name}; None: ``batch`` and ``sequence`` by convention.
         unsigned: where activations are stored as UINT8, see ``TargetProfile.unsigned_activations``.
 
@@ -73,8 +75,9 @@ def export_onnx(
             what = "scales of blocks" if quantizer.block_size is not None else quantizer.dtype
             raise ExportError(f"opset={opset}: {what} ({name}) needs opset {_least_opset(quantizer)} or later")
     # A copy is converted, and put in eval mode: in place it would change what the caller holds.
-    exported = _converted(copy.deepcopy(model).eval(), dtype)
-    args, keywords = _split(example, dtype)
+    regions = regions or Regions()
+    exported = convert_floats(copy.deepcopy(model).eval(), dtype, regions)
+    args, keywords = _split(example, regions.io_dtype(dtype))
     names = _output_names(model, example)
     _name_inputs(exported, keywords)
     program = _export(exported, args, keywords, opset, _dynamic_shapes(exported, args, keywords, axes), names)
@@ -115,16 +118,6 @@ def _check_folder(path: Path) -> None:
         raise ExportError(f"{path}: the folder {path.parent} does not exist; make it first")
     if not os.access(path.parent, os.W_OK):
         raise ExportError(f"{path}: the folder {path.parent} cannot be written")
-
-
-def _converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model in another float type, in place. ``Module.to`` would convert stored steps of FP8 as well."""
-
-    def convert(value: Tensor) -> Tensor:
-        return value.to(dtype) if value.is_floating_point() and value.dtype not in _STORAGE else value
-
-    converted: nn.Module = model._apply(convert)  # type: ignore[no-untyped-call]
-    return converted
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

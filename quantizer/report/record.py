@@ -71,7 +71,8 @@ class Score(_Record):
     """The score of one form of the model on the evaluation data."""
 
     which: str
-    """Which form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine)."""
+    """Which form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine), or
+    ``simulation`` (the proxy with a half rest, as the engine has it, where nothing could run the engine)."""
     value: float
     """The metric's value."""
     metric: str
@@ -363,7 +364,7 @@ class RunRecord(_Record):
     model: ModelFacts
     """The model that the run started from."""
     scores: tuple[Score, ...] = ()
-    """Scores of float, proxy and engine; empty where nothing was evaluated."""
+    """Scores of float, proxy and engine or simulation; empty where nothing was evaluated."""
     latency: Latency | None = None
     """Latencies; null where they were not measured."""
     size: tuple[SizeEntry, ...] = ()
