@@ -14,6 +14,7 @@ from importlib.metadata import version
 
 from rich.console import Console
 
+from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
 from quantizer.cli.output import print_error
 from quantizer.cli.run import Run
@@ -24,7 +25,7 @@ from quantizer.errors import QuantizerError
 
 __all__ = ["VERBS", "main"]
 
-VERBS: tuple[Verb, ...] = (Run(), Validate(), Inspect(), Show())
+VERBS: tuple[Verb, ...] = (Convert(), Run(), Validate(), Inspect(), Show())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

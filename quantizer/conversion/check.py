@@ -1,0 +1,183 @@
+"""Whether an engine computes what PyTorch computes, at the least, the usual and the largest shape.
+
+An engine of a quantized model is held to the frozen proxy, which rounds as the graph says: what is left is the order in
+which sums are taken, and values that it moves across the border between two steps. An engine of a float model is held to
+that model. The cosine to the float model is what quantization cost; it is told and not judged.
+
+Shapes: B rows, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from quantizer.engines import Engine
+from quantizer.errors import EngineError
+from quantizer.stages import runner
+from quantizer.tasks import Batch
+from quantizer.tasks import Task
+from quantizer.tasks.metrics import mean_cosine
+from quantizer.tasks.metrics import sqnr_db
+
+__all__ = ["OutputCheck", "Reference", "check_batches", "check_engine", "reference_outputs", "tolerance_db"]
+
+QUANTIZED_DB = 30.0
+"""Sums in another order move a few values of a quantized model by one step: 36 dB and more were seen of right engines,
+below 20 dB of wrong ones."""
+HALF_DB = 30.0
+"""Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""
+FLOAT_DB = 60.0
+"""Float32 has 24 bits: 144 dB for one rounding."""
+
+_EDGE_ROWS = 2
+_CHARACTERS_PER_TOKEN = 8
+
+Outputs = dict[str, npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class OutputCheck:
+    """One output of an engine at one shape.
+
+    Attributes:
+        batch: rows of the shape.
+        sequence: tokens of it.
+        output: name of the output.
+        sqnr_db: power of PyTorch's output over that of the difference; None: there is no difference.
+        cosine: mean cosine of its vectors to the float model's.
+    """
+
+    batch: int
+    sequence: int
+    output: str
+    sqnr_db: float | None
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What PyTorch gives for some rows of a batch.
+
+    Attributes:
+        inputs: the whole batch.
+        rows: those that were run: the first and the last ones, where all would take long.
+    """
+
+    inputs: Batch
+    rows: tuple[int, ...]
+    outputs: Outputs
+
+
+def tolerance_db(quantized: bool, float_dtype: torch.dtype) -> float:
+    """The least SQNR of an engine that is right."""
+    if quantized:
+        return QUANTIZED_DB
+    return FLOAT_DB if float_dtype == torch.float32 else HALF_DB
+
+
+def check_batches(task: Task, texts: Sequence[str], shapes: Iterable[tuple[int, int]]) -> list[Batch]:
+    """A batch [B x S] of each shape, every second row filled with text to the end, the others padded.
+
+    Without texts its tokens are random.
+    """
+    return [_filled(task, texts, *shape) if texts else _random(task, *shape) for shape in shapes]
+
+
+def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequence[str]) -> list[Reference]:
+    """Run a model on the first and the last rows of each batch: those in between are computed alike."""
+    references = []
+    for batch in batches:
+        count = len(next(iter(batch.values())))
+        rows = tuple(sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)}))
+        with torch.no_grad():
+            result = model(**{name: tensor[list(rows)] for name, tensor in batch.items()})
+        references.append(Reference(batch, rows, _by_name(result, names)))
+    return references
+
+
+def check_engine(
+    engine: Engine, expected: Sequence[Reference], of_float: Sequence[Reference], tolerance: float
+) -> list[OutputCheck]:
+    """Compare an engine's outputs, where no mask says that nobody reads them.
+
+    Args:
+        engine: what was built.
+        expected: what it is held to.
+        of_float: the float model's outputs for the same batches.
+        tolerance: the least SQNR in dB.
+
+    Raises:
+        EngineError: an output is further away than ``tolerance``, or is not finite.
+    """
+    checks = []
+    for reference, plain in zip(expected, of_float, strict=True):
+        given = _by_name(runner(engine)(reference.inputs), engine.output_names)
+        for name, wanted in reference.outputs.items():
+            shape = tuple(next(iter(reference.inputs.values())).shape)
+            got, right, float_right = (
+                _read(values, reference) for values in (given[name][list(reference.rows)], wanted, plain.outputs[name])
+            )
+            where = f"{engine.name} engine, batch {shape[0]} x sequence {shape[1]}, output {name!r}"
+            if not np.isfinite(got).all():
+                raise EngineError(f"{where}: it holds NaN or infinite values, and PyTorch's does not")
+            distance = sqnr_db(right, got)
+            if distance < tolerance:
+                raise EngineError(
+                    f"{where}: SQNR {distance:.1f} dB against PyTorch, expected {tolerance:g} dB or more: the engine "
+                    "does not compute what the model computes. Nothing was written; --tolerance sets another bound"
+                )
+            cosine = mean_cosine(float_right, got)
+            checks.append(OutputCheck(*shape, name, distance if math.isfinite(distance) else None, cosine))
+    return checks
+
+
+def _read(values: npt.NDArray[np.float32], reference: Reference) -> npt.NDArray[np.float32]:
+    """Those vectors [N x D] of an output that somebody reads."""
+    mask = reference.inputs.get("attention_mask")
+    if mask is not None:
+        kept = mask[list(reference.rows)].numpy().astype(bool)
+        if values.shape[:2] == kept.shape:
+            return np.asarray(values[kept].reshape(int(kept.sum()), -1))
+    return values.reshape(len(values), -1)
+
+
+def _by_name(result: Any, names: Sequence[str]) -> Outputs:
+    """The outputs as float32 arrays; what has no names has those of the graph, in its order."""
+    if isinstance(result, torch.Tensor):
+        result = (result,)
+    values = result if isinstance(result, Mapping) else dict(zip(names, result, strict=False))
+    return {name: _array(values[name]) for name in names if name in values}
+
+
+def _array(value: Any) -> npt.NDArray[np.float32]:
+    return np.asarray(value.detach().cpu().float() if isinstance(value, torch.Tensor) else value, dtype=np.float32)
+
+
+def _filled(task: Task, texts: Sequence[str], batch: int, sequence: int) -> Batch:
+    rows = []
+    for row in range(batch):
+        words = texts[row % len(texts)]
+        taken = 1
+        while row % 2 == 0 and len(words) < sequence * _CHARACTERS_PER_TOKEN:
+            words = f"{words} {texts[(row + taken) % len(texts)]}"
+            taken += 1
+        rows.append(words)
+    return task.inputs.exact(rows, sequence)
+
+
+def _random(task: Task, batch: int, sequence: int) -> Batch:
+    made = task.random_batch(batch, sequence)
+    for values, padding in (("input_ids", task.inputs.tokenizer.pad_token_id), ("attention_mask", 0)):
+        if values in made:
+            made[values][1::2, (sequence + 1) // 2 :] = padding
+    return made

@@ -1,0 +1,101 @@
+"""What a conversion prints: tables for each engine, and at the end where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quantizer.conversion.result import BackendResult
+from quantizer.conversion.result import Facts
+from quantizer.conversion.result import QuantizationFacts
+from quantizer.report import text
+
+__all__ = ["print_result", "print_summary"]
+
+
+def print_result(result: BackendResult, console: Console) -> None:
+    """The output check and the latency of one engine."""
+    if result.not_verified:
+        console.print(Text(result.not_verified))
+        return
+    judged = "the frozen model in PyTorch" if result.quantization else "the float model in PyTorch"
+    table = _table(f"outputs against {judged}: at least {result.tolerance_db:g} dB")
+    for title in ("batch x sequence", "output", "SQNR", "cosine to float"):
+        table.add_column(title, justify="left" if title == "output" else "right")
+    for check in result.checks:
+        sqnr = "equal" if check.sqnr_db is None else f"{check.sqnr_db:.1f} dB"
+        table.add_row(f"{check.batch} x {check.sequence}", Text(check.output), sqnr, f"{check.cosine:.4f}")
+    console.print(table)
+    table = _table("latency, median in ms")
+    names = list(result.latency[0].milliseconds)
+    for title in ("batch x sequence", *names, "speed-up", "rounds"):
+        table.add_column(title, justify="right")
+    for shape in result.latency:
+        times = [shape.milliseconds[name] for name in names]
+        speed = text.times(times[-2] / times[-1])
+        table.add_row(f"{shape.batch} x {shape.sequence}", *(f"{t:.2f}" for t in times), speed, str(shape.rounds))
+    console.print(table)
+
+
+def print_summary(facts: Facts, results: Sequence[BackendResult], folder: Path, console: Console) -> None:
+    """One line for each engine, its scores, and the folders."""
+    table = _table(f"{facts.name}: {facts.task}")
+    for title in ("backend", "quantized", "outputs", "engine", "speed-up at the usual shape"):
+        table.add_column(title, justify="left")
+    for result in results:
+        table.add_row(result.backend, _quantized(result.quantization), _outputs(result), *_costs(result))
+    console.print(table)
+    scored = [result for result in results if result.scores]
+    if scored:
+        console.print(_scores(scored))
+    for result in results:
+        console.print(Text(f"{result.backend}  ", style="bold") + Text(str(folder / result.backend)), soft_wrap=True)
+
+
+def _quantized(facts: QuantizationFacts | None) -> str:
+    if facts is None:
+        return "no"
+    sites = ", ".join(f"{kind} {quantized} of {count}" for kind, (quantized, count) in facts.sites.items())
+    return (
+        f"{facts.dtype}: {sites}; {len(facts.put_back)} groups put back"
+        if facts.put_back
+        else f"{facts.dtype}: {sites}"
+    )
+
+
+def _outputs(result: BackendResult) -> str:
+    if result.not_verified:
+        return "not verified"
+    worst = min((check.sqnr_db for check in result.checks if check.sqnr_db is not None), default=None)
+    return "equal to PyTorch" if worst is None else f"agree, {worst:.1f} dB or more"
+
+
+def _costs(result: BackendResult) -> tuple[str, str]:
+    size = text.mebibytes(result.engine_bytes)
+    if not result.latency:
+        return size, "not measured"
+    usual = list(result.latency[len(result.latency) // 2].milliseconds.values())
+    return size, f"{text.times(usual[-2] / usual[-1])} of {'float engine' if result.quantization else 'PyTorch'}"
+
+
+def _scores(results: Sequence[BackendResult]) -> Table:
+    first = results[0].scores[0]
+    table = _table(f"{first.metric} on {first.rows} rows")
+    for title in ("", first.metric, "to float", "95% interval"):
+        table.add_column(title, justify="right" if title else "left")
+    table.add_row("float model", text.score(first.value), "-", "-")
+    for result in results:
+        for entry in result.scores[1:]:
+            if entry.difference is not None and entry.interval is not None:
+                cells = text.score(entry.value), text.signed(entry.difference), text.interval(entry.interval)
+                table.add_row(f"{result.backend} {entry.which}", *cells)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
