@@ -41,7 +41,9 @@ the command ends well, and absent otherwise."""
         data.add_argument("--calibration", metavar="DATA", help="texts like those that the model will see")
         data.add_argument("--rows", type=int, help="rows that calibrate (default: 128); the output check takes others")
         data.add_argument("--column", default="text", help="the texts' column in .csv and .jsonl (default: text)")
-        data.add_argument("--max-drop", metavar="DROP", type=float, help="put groups back to float until the score is")
+        data.add_argument(
+            "--max-drop", metavar="DROP", type=float, help="keep the score so close to float, groups put back"
+        )
         data.add_argument("--tuning", metavar="DATA", help="labelled rows that --max-drop scores on")
         data.add_argument("--evaluation", metavar="DATA", help="labelled rows to score everything on at the end")
         target = parser.add_argument_group("engines")

@@ -19,7 +19,7 @@ from quantizer.conversion.check import Reference
 from quantizer.conversion.check import check_batches
 from quantizer.conversion.check import check_engine
 from quantizer.conversion.check import reference_outputs
-from quantizer.conversion.check import tolerance_db
+from quantizer.conversion.check import tolerance
 from quantizer.conversion.data import Texts
 from quantizer.conversion.data import read_calibration
 from quantizer.conversion.data import read_labelled
@@ -28,8 +28,8 @@ from quantizer.conversion.folder import ENGINE
 from quantizer.conversion.folder import ONNX
 from quantizer.conversion.folder import TOKENIZER
 from quantizer.conversion.folder import write_json
-from quantizer.conversion.latency import ShapeLatency
-from quantizer.conversion.latency import measure_latency
+from quantizer.conversion.measure import ShapeLatency
+from quantizer.conversion.measure import measure_latency
 from quantizer.conversion.result import BackendResult
 from quantizer.conversion.result import Facts
 from quantizer.conversion.result import backend_config
@@ -209,7 +209,7 @@ class _Run:
             engine_bytes=built.size_bytes,
             build_seconds=built.seconds,
             not_verified=None if seen else "not verified: built ahead of time, and there is no GPU here",
-            tolerance_db=self._tolerance(quantized, float_dtype),
+            tolerance=str(tolerance(self.asked.tolerance, quantized is not None, float_dtype)),
             **seen,
         )
         write_json(folder / CONFIG, backend_config(self.facts, result))
@@ -242,12 +242,13 @@ class _Run:
     ) -> dict[str, Any]:
         """What is observed of an engine that runs here: the check, its latency and its score."""
         engine = load_engine(name, built.path, threads=self.asked.threads)
+        bound = tolerance(self.asked.tolerance, quantized is not None, float_dtype)
         with self.stage("check the outputs against PyTorch"):
             plain = reference_outputs(self.model, self.check_batches, engine.output_names)
             expected: list[Reference] = plain
             if quantized is not None:
                 expected = reference_outputs(quantized, self.check_batches, engine.output_names)
-            checks = check_engine(engine, expected, plain, self._tolerance(quantized, float_dtype))
+            checks = check_engine(engine, expected, plain, bound)
         models: dict[str, nn.Module | Engine] = {"PyTorch float": self.model}
         if quantized is None:
             models["engine"] = engine
@@ -256,10 +257,6 @@ class _Run:
             models["engine"] = engine
         latency = self._latency(models)
         return {"checks": tuple(checks), "latency": latency, "scores": self._scored(engine, quantized)}
-
-    def _tolerance(self, quantized: nn.Module | None, float_dtype: torch.dtype) -> float:
-        asked = self.asked.tolerance
-        return asked if asked is not None else tolerance_db(quantized is not None, float_dtype)
 
     def _latency(self, models: Mapping[str, nn.Module | Engine]) -> tuple[ShapeLatency, ...]:
         with self.stage("measure latency"):

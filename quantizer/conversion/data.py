@@ -37,7 +37,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows to calibrate on and those that come after them, which nothing was fitted to; both still in their own form."""
+    """Rows to calibrate on, and those after them, which nothing was fitted to; both still in their own form."""
 
     calibration: list[Row] | list[str]
     held_out: list[Row] | list[str]

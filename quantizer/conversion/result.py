@@ -12,7 +12,7 @@ from quantizer.conversion.folder import ENGINE
 from quantizer.conversion.folder import FORMAT
 from quantizer.conversion.folder import ONNX
 from quantizer.conversion.folder import TOKENIZER
-from quantizer.conversion.latency import ShapeLatency
+from quantizer.conversion.measure import ShapeLatency
 from quantizer.conversion.settings import Sizes
 from quantizer.export.signature import Signature
 from quantizer.quantizer import Quantizer
@@ -63,8 +63,8 @@ class BackendResult:
     """One engine, and what was seen of it.
 
     Attributes:
-        verified: None: it ran here and was checked; otherwise why it was not.
-        tolerance_db: what its outputs were held to.
+        not_verified: None: it ran here and was checked; otherwise why it was not.
+        tolerance: what its outputs were held to.
     """
 
     backend: str
@@ -76,7 +76,7 @@ class BackendResult:
     engine_bytes: int
     build_seconds: float
     not_verified: str | None
-    tolerance_db: float
+    tolerance: str
     checks: tuple[OutputCheck, ...] = ()
     latency: tuple[ShapeLatency, ...] = ()
     scores: tuple[Score, ...] = ()
@@ -114,7 +114,7 @@ def backend_config(facts: Facts, result: BackendResult) -> dict[str, Any]:
         "labels": list(facts.labels),
         "float_dtype": result.float_dtype,
         "quantization": None if result.quantization is None else asdict(result.quantization),
-        "verified": result.not_verified or f"outputs within {result.tolerance_db:g} dB of PyTorch's, see checks",
+        "verified": result.not_verified or f"outputs agree with PyTorch's: {result.tolerance}; see checks",
         "checks": [asdict(check) for check in result.checks],
         "versions": collect_versions(),
     }

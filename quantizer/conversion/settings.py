@@ -116,8 +116,10 @@ class Conversion:
                 f"--tuning and --evaluation are both {self.tuning}: a score on rows that the choice was made on is "
                 "better than the model; give other rows"
             )
-        for name in self.backends if self.dtype is not None else ():
-            known = profile(name).activation_dtypes if name in backends.names() else {self.dtype}
+        for name in self.backends:
+            if self.dtype is None or name not in backends.names():
+                continue
+            known = profile(name).activation_dtypes
             if self.dtype not in known:
                 yield f"--dtype {self.dtype}: {name} does not compute in it; expected {' or '.join(sorted(known))}"
 

@@ -24,12 +24,18 @@ def print_result(result: BackendResult, console: Console) -> None:
         console.print(Text(result.not_verified))
         return
     judged = "the frozen model in PyTorch" if result.quantization else "the float model in PyTorch"
-    table = _table(f"outputs against {judged}: at least {result.tolerance_db:g} dB")
-    for title in ("batch x sequence", "output", "SQNR", "cosine to float"):
+    table = _table(f"outputs against {judged}: at least {result.tolerance}")
+    for title in ("batch x sequence", "output", "SQNR", "at least", "cosine to float"):
         table.add_column(title, justify="left" if title == "output" else "right")
     for check in result.checks:
         sqnr = "equal" if check.sqnr_db is None else f"{check.sqnr_db:.1f} dB"
-        table.add_row(f"{check.batch} x {check.sequence}", Text(check.output), sqnr, f"{check.cosine:.4f}")
+        table.add_row(
+            f"{check.batch} x {check.sequence}",
+            Text(check.output),
+            sqnr,
+            f"{check.least_db:.1f} dB",
+            f"{check.cosine:.4f}",
+        )
     console.print(table)
     table = _table("latency, median in ms")
     names = list(result.latency[0].milliseconds)
