@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quantizer.conversion.convert import convert
 from quantizer.conversion.data import data_source
 from quantizer.conversion.folder import Converted
 from quantizer.conversion.folder import load_converted
+from quantizer.conversion.run import convert
 from quantizer.conversion.settings import Conversion
 
 __all__ = ["Conversion", "Converted", "convert", "data_source", "load_converted"]

@@ -1,7 +1,7 @@
 """Whether an engine computes what PyTorch computes, at the least, the usual and the largest shape.
 
-An engine of a quantized model is held to the frozen proxy, which rounds as the graph says; that of a float model to that
-model. The cosine to the float model is what quantization cost: it is told and not judged.
+An engine of a quantized model is held to the frozen proxy, which rounds as the graph says; of a float model, to that.
+The cosine to the float model is what quantization cost: it is told and not judged.
 
 Shapes: B rows, S tokens, D width.
 """

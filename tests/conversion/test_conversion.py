@@ -25,7 +25,7 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
 
 from tiny_run import tiny_run  # noqa: E402
 
-import quantizer.conversion.convert as steps  # noqa: E402
+import quantizer.conversion.run as steps  # noqa: E402
 from quantizer.conversion import load_converted  # noqa: E402
 from quantizer.conversion import measure  # noqa: E402
 
