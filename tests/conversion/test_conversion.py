@@ -47,6 +47,10 @@ class Place:
     def done(self) -> Path:
         return self.folder / "done"
 
+    @property
+    def float(self) -> Path:
+        return self.folder / "float"
+
     def data(self, name: str) -> str:
         return f"text-csv:{self.folder / name}.csv"
 
@@ -65,12 +69,38 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_SECONDS", 0.1)
         assert main([*words, "--backend", *BACKENDS, *SIZES, "-o", str(here.done)]) == 0
+        assert main(["convert", "-m", here.model, *SIZES, "-o", str(here.float)]) == 0
     return here
+
+
+class Exports(list[torch.dtype]):
+    """The float types in which the float model was exported."""
+
+
+@pytest.fixture
+def exports(place: Place, monkeypatch: pytest.MonkeyPatch) -> Exports:
+    """Both exports give what they gave before: they take seconds."""
+    made = Exports()
+
+    def export_float(_: object, path: Path, __: object, *, dtype: torch.dtype, **___: object) -> None:
+        made.append(dtype)
+        shutil.copy(place.float / "openvino" / "model.onnx", path)
+
+    def export(_: object, __: object, path: Path, ___: object) -> None:
+        shutil.copy(place.done / "openvino" / "model.onnx", path)
+
+    monkeypatch.setattr(steps, "export_onnx", export_float)
+    monkeypatch.setattr(Quantizer, "export", export)
+    return made
 
 
 @pytest.fixture
 def convert(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place,
+    exports: Exports,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., tuple[int, str]]:
     """Runs a conversion in an empty folder; its exit code and what it said of errors."""
     monkeypatch.chdir(tmp_path)
@@ -168,17 +198,30 @@ def test_a_folder_that_is_none_of_ours(place: Place, tmp_path: Path) -> None:
         load_converted(tmp_path / "later")
 
 
-def test_a_float_model_needs_no_data(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    assert convert(*SIZES) == (0, "")
-    folder = tmp_path / "converted" / "model"
-    assert {path.name for path in folder.iterdir()} == {"openvino", "conversion.json"}
-    config = _read(folder / "openvino" / "config.json")
+def test_a_float_model_needs_no_data(place: Place) -> None:
+    assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json"}
+    config = _read(place.float / "openvino" / "config.json")
     assert config["quantization"] is None
-    assert all(check["sqnr_db"] is None or check["sqnr_db"] > 60 for check in config["checks"])
+    assert [check["least_db"] for check in config["checks"]] == [60.0] * 3
     assert all(check["cosine"] > 0.9999 for check in config["checks"])
 
 
-def test_what_cannot_run_here_is_not_called_verified(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_a_folder_has_a_name_of_its_own(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    assert convert(*SIZES) == (0, "")
+    assert (tmp_path / "converted" / "model" / "openvino" / "model.engine").is_file()
+    assert _read(tmp_path / "converted" / "model" / "openvino" / "config.json")["name"] == "model"
+    code, said = convert(*SIZES)
+    assert (code, "exists already; choose another -o, or replace it with --force" in said) == (1, True)
+
+
+def test_the_usual_sizes_are_lowered_to_the_positions(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    assert convert("--batch-size", "1", "2", "3", "-o", "out") == (0, "")
+    assert _read(tmp_path / "out" / "openvino" / "config.json")["dimensions"]["sequence"] == [16, 64, 64]
+
+
+def test_what_cannot_run_here_is_not_called_verified(
+    convert: Callable[..., tuple[int, str]], exports: Exports, tmp_path: Path
+) -> None:
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs the wheels of TensorRT-RTX")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, so the engine may run here")
@@ -187,7 +230,8 @@ def test_what_cannot_run_here_is_not_called_verified(convert: Callable[..., tupl
     assert config["verified"].startswith("not verified")
     assert config["checks"] == []
     assert config["compute_capability"] == "sm89"
-    assert config["outputs"][0]["dtype"] == "float16"
+    assert config["float_dtype"] == "float16"
+    assert exports == [torch.float16]
 
 
 # -- what is not written -----------------------------------------------------------------------------------------------
@@ -213,7 +257,7 @@ def test_an_engine_that_computes_something_else_is_refused(
     place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "build_engine", _with_a_wrong_scale(steps.build_engine))
-    code, said = convert("--quantization", "--calibration", place.data("calibration"), *SIZES)
+    code, said = convert("--quantization", "--calibration", place.data("calibration"), "--rows", "12", *SIZES)
     assert code == 1
     assert "openvino engine, batch 1 x sequence 16, output 'logits': SQNR " in said
     assert "expected 30.0 dB or more" in said or "more than quantization leaves" in said
