@@ -95,8 +95,8 @@ class Tolerance:
     margin_db: float | None = None
 
     def __str__(self) -> str:
-        either = f"{self.decibels:g} dB"
-        return either if self.margin_db is None else f"{either}, or {self.margin_db:g} dB more than quantization leaves"
+        least = f"SQNR of {self.decibels:g} dB or more"
+        return least if self.margin_db is None else f"{least}, or {self.margin_db:g} dB above quantization's own"
 
     def at(self, quantization_db: float) -> float:
         """The bound where quantization itself leaves ``quantization_db``."""
@@ -160,7 +160,7 @@ def check_engine(
             distance, least = sqnr_db(right, got), bound.at(sqnr_db(float_right, right))
             if distance < least:
                 raise EngineError(
-                    f"{where}: SQNR {distance:.1f} dB against PyTorch, expected {least:.1f} dB or more ({bound}): the "
+                    f"{where}: SQNR {distance:.1f} dB against PyTorch, expected {least:.1f} dB or more (an {bound}): the "
                     "engine does not compute what the model computes. Nothing was written; --tolerance sets another "
                     "bound"
                 )

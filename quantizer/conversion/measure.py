@@ -20,7 +20,7 @@ from quantizer.tasks import Batch
 __all__ = ["ShapeLatency", "measure_latency"]
 
 _SECONDS = 12.0
-_ROUNDS = (3, 20)
+_MOST_ROUNDS = 20
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ShapeLatency:
 def measure_latency(models: Mapping[str, nn.Module | Engine], batch: Batch, threads: int) -> ShapeLatency:
     """Time each of them on one batch, all with the same number of threads.
 
-    Shapes that take long get fewer rounds: about 12 seconds of them, and 3 at least.
+    Shapes that take long get fewer rounds after the first, which warms up: about 12 seconds of them, and one at least.
 
     Args:
         models: by name; modules run without gradients.
@@ -51,8 +51,8 @@ def measure_latency(models: Mapping[str, nn.Module | Engine], batch: Batch, thre
     calls = {name: _call(model, batch) for name, model in models.items()}
     with _torch_threads(threads):
         once = sum(seconds[0] for seconds in interleaved_latency(calls, rounds=1, warmup=0).values())
-        rounds = min(max(int(_SECONDS / once), _ROUNDS[0]), _ROUNDS[1])
-        taken = interleaved_latency(calls, rounds=rounds, warmup=1 if once < 1 else 0)
+        rounds = min(max(int(_SECONDS / once), 1), _MOST_ROUNDS)
+        taken = interleaved_latency(calls, rounds=rounds, warmup=0)
     shape = next(iter(batch.values())).shape
     return ShapeLatency(shape[0], shape[1], rounds, {name: 1000 * value for name, value in medians(taken).items()})
 

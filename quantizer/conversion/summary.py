@@ -23,8 +23,9 @@ def print_result(result: BackendResult, console: Console) -> None:
     if result.not_verified:
         console.print(Text(result.not_verified))
         return
-    judged = "the frozen model in PyTorch" if result.quantization else "the float model in PyTorch"
-    table = _table(f"outputs against {judged}: at least {result.tolerance}")
+    judged = "frozen" if result.quantization else "float"
+    console.print(f"outputs against the {judged} model in PyTorch: {result.tolerance}", highlight=False, soft_wrap=True)
+    table = _table()
     for title in ("batch x sequence", "output", "SQNR", "at least", "cosine to float"):
         table.add_column(title, justify="left" if title == "output" else "right")
     for check in result.checks:
@@ -37,7 +38,8 @@ def print_result(result: BackendResult, console: Console) -> None:
             f"{check.cosine:.4f}",
         )
     console.print(table)
-    table = _table("latency, median in ms")
+    console.print("latency in ms, median of rounds that take turns")
+    table = _table()
     names = list(result.latency[0].milliseconds)
     for title in ("batch x sequence", *names, "speed-up", "rounds"):
         table.add_column(title, justify="right")
@@ -49,23 +51,20 @@ def print_result(result: BackendResult, console: Console) -> None:
 
 
 def print_summary(facts: Facts, results: Sequence[BackendResult], folder: Path, console: Console) -> None:
-    """One line for each engine, its scores, and the folders."""
-    table = _table(f"{facts.name}: {facts.task}")
-    for title in ("backend", "quantized", "outputs", "engine", "speed-up at the usual shape"):
-        table.add_column(title, justify="left")
-    for result in results:
-        table.add_row(result.backend, _quantized(result.quantization), _outputs(result), *_costs(result))
-    console.print(table)
+    """The scores, and what each folder holds."""
     scored = [result for result in results if result.scores]
     if scored:
         console.print(_scores(scored))
     for result in results:
-        console.print(Text(f"{result.backend}  ", style="bold") + Text(str(folder / result.backend)), soft_wrap=True)
+        lines = [_quantized(result.quantization), _outputs(result), _costs(result), str(folder / result.backend)]
+        console.print(Text(f"{facts.name} for {result.backend}", style="bold"))
+        for line in lines:
+            console.print(Text(f"  {line}"), soft_wrap=True)
 
 
 def _quantized(facts: QuantizationFacts | None) -> str:
     if facts is None:
-        return "no"
+        return "float"
     sites = ", ".join(f"{kind} {quantized} of {count}" for kind, (quantized, count) in facts.sites.items())
     return (
         f"{facts.dtype}: {sites}; {len(facts.put_back)} groups put back"
@@ -76,17 +75,20 @@ def _quantized(facts: QuantizationFacts | None) -> str:
 
 def _outputs(result: BackendResult) -> str:
     if result.not_verified:
-        return "not verified"
+        return result.not_verified
     worst = min((check.sqnr_db for check in result.checks if check.sqnr_db is not None), default=None)
-    return "equal to PyTorch" if worst is None else f"agree, {worst:.1f} dB or more"
+    return "outputs as PyTorch's" + ("" if worst is None else f", SQNR {worst:.1f} dB or more")
 
 
-def _costs(result: BackendResult) -> tuple[str, str]:
-    size = text.mebibytes(result.engine_bytes)
+def _costs(result: BackendResult) -> str:
+    size = f"engine {text.mebibytes(result.engine_bytes)}"
     if not result.latency:
-        return size, "not measured"
-    usual = list(result.latency[len(result.latency) // 2].milliseconds.values())
-    return size, f"{text.times(usual[-2] / usual[-1])} of {'float engine' if result.quantization else 'PyTorch'}"
+        return size
+    # The usual shape stands between the least and the largest, where these differ.
+    usual = result.latency[len(result.latency) // 2]
+    before, after = list(usual.milliseconds.values())[-2:]
+    against = "the float engine" if result.quantization else "PyTorch"
+    return f"{size}, {text.times(before / after)} as fast as {against} at {usual.batch} x {usual.sequence}"
 
 
 def _scores(results: Sequence[BackendResult]) -> Table:
@@ -103,5 +105,5 @@ def _scores(results: Sequence[BackendResult]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+def _table(title: str | None = None) -> Table:
+    return Table(title=None if title is None else Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
