@@ -1,7 +1,7 @@
 """One run: a configuration in, a folder with the model, the engine and the report out.
 
-This is the only file that knows the order of the stages. A run's folder is complete or absent: all is written into a
-temporary folder beside it, which takes its name at the end and is removed on any error or interruption.
+A run's folder is complete or absent: all is written into a temporary folder beside it, which takes its name at the end
+and is removed on any error or interruption.
 """
 
 from __future__ import annotations
