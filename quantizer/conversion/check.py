@@ -160,8 +160,8 @@ def check_engine(
             distance, least = sqnr_db(right, got), bound.at(sqnr_db(float_right, right))
             if distance < least:
                 raise EngineError(
-                    f"{where}: SQNR {distance:.1f} dB against PyTorch, expected {least:.1f} dB (an {bound}): the engine "
-                    "does not compute what the model computes. Nothing was written; --tolerance sets another bound"
+                    f"{where}: SQNR {distance:.1f} dB against PyTorch, expected {least:.1f} dB (an {bound}): the engine"
+                    " does not compute what the model computes. Nothing was written; --tolerance sets another bound"
                 )
             checks.append(
                 OutputCheck(
