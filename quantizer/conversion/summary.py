@@ -26,17 +26,11 @@ def print_result(result: BackendResult, console: Console) -> None:
     judged = "frozen" if result.quantization else "float"
     console.print(f"outputs against the {judged} model in PyTorch: {result.tolerance}", highlight=False, soft_wrap=True)
     table = _table()
-    for title in ("batch x sequence", "output", "SQNR", "at least", "cosine to float"):
+    for title in ("batch x sequence", "output", "SQNR", "to float", "PyTorch to float", "cosine to float"):
         table.add_column(title, justify="left" if title == "output" else "right")
     for check in result.checks:
-        sqnr = "equal" if check.sqnr_db is None else f"{check.sqnr_db:.1f} dB"
-        table.add_row(
-            f"{check.batch} x {check.sequence}",
-            Text(check.output),
-            sqnr,
-            f"{check.least_db:.1f} dB",
-            f"{check.cosine:.4f}",
-        )
+        far = [_decibels(value) for value in (check.sqnr_db, check.float_db, check.proxy_float_db)]
+        table.add_row(f"{check.batch} x {check.sequence}", Text(check.output), *far, f"{check.cosine:.4f}")
     console.print(table)
     console.print("latency in ms, median of rounds that take turns")
     table = _table()
@@ -60,6 +54,10 @@ def print_summary(facts: Facts, results: Sequence[BackendResult], folder: Path, 
         console.print(Text(f"{facts.name} for {result.backend}", style="bold"))
         for line in lines:
             console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _decibels(value: float | None) -> str:
+    return "equal" if value is None else f"{text.decibels(value)} dB"
 
 
 def _quantized(facts: QuantizationFacts | None) -> str:
