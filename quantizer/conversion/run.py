@@ -179,7 +179,7 @@ class _Run:
         with self.stage(f"calibrate on {len(self.calibration)} texts"):
             quantizer.calibrate(self.model, self.batches)
             quantizer.save(self.target / "quantizer")
-        return {first: quantizer, **{name: _for_backend(quantizer, name, self) for name in others}}
+        return {first: quantizer, **{name: quantizer.for_backend(name) for name in others}}
 
     def _backend(self, name: str, quantizer: Quantizer | None, scratch: Path) -> BackendResult:
         """Everything for one backend: its plan, its files, and what they are worth."""
@@ -302,9 +302,3 @@ class _Run:
 
     def _capability(self, name: str) -> str | None:
         return self.asked.compute_capability if name == "tensorrt-rtx" else None
-
-
-def _for_backend(quantizer: Quantizer, name: str, run: _Run) -> Quantizer:
-    other = Quantizer(backend=name, dtype=quantizer.config.dtype)
-    other.calibrate(run.model, run.batches)
-    return other

@@ -92,6 +92,11 @@ class Conversion:
             yield f"--task {self.task}: unknown; expected one of {', '.join(convertible_tasks())}"
         if self.compute_capability is not None and _AHEAD_OF_TIME not in self.backends:
             yield f"--compute-capability {self.compute_capability} is for --backend {_AHEAD_OF_TIME}; leave it out"
+        elif self.compute_capability is not None:
+            formats = {self.dtype or "int8"} if self.quantization else set()
+            reason = profile(_AHEAD_OF_TIME).capability_reason(self.compute_capability, formats)
+            if reason is not None:
+                yield f"--compute-capability: {reason}"
 
     def _quantization(self) -> Iterator[str]:
         if not self.quantization:

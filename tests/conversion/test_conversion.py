@@ -176,7 +176,9 @@ def test_engine_and_tokenizer_serve_alone(place: Place, tmp_path: Path, backend:
     task = build_task(
         "sequence-classification", model, load_tokenizer(place.model), max_length=32, batch_size=4, min_length=16
     )
-    frozen = Quantizer.load(place.done / "quantizer").for_backend(backend).quantize(model)
+    calibrated = Quantizer.load(place.done / "quantizer")
+    calibrated.quantize(model)
+    frozen = calibrated.for_backend(backend).quantize(model)
     rows = load_rows("text-csv", path=place.folder / "evaluation.csv")
     decided = task.predict(lambda batch: frozen(**batch), rows).decisions
     assert labels == [f"LABEL_{label}" for label in decided]
@@ -325,6 +327,14 @@ BAD = {
     ),
     "format": ((*DATA, "--dtype", "fp8"), "--dtype fp8: openvino does not compute in it; expected int8 or uint8"),
     "capability": (("--compute-capability", "sm89"), "--compute-capability sm89 is for --backend tensorrt-rtx"),
+    "unknown capability": (
+        ("--backend", "tensorrt-rtx", "--compute-capability", "sm999"),
+        "--compute-capability: got 'sm999'",
+    ),
+    "capability without the format": (
+        (*DATA, "--backend", "tensorrt-rtx", "--dtype", "fp8", "--compute-capability", "sm80"),
+        "--compute-capability: ",
+    ),
     "threads": (("--threads", "0"), "--threads 0: expected 1 or more"),
     "exists": (("-o", "texts.txt"), "texts.txt exists already; choose another -o, or replace it with --force"),
     "no model": (("-m", "./nowhere"), "there is no folder nowhere"),
