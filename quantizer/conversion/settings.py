@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class Conversion:
             yield f"--task {self.task}: unknown; expected one of {', '.join(convertible_tasks())}"
         if self.compute_capability is not None and _AHEAD_OF_TIME not in self.backends:
             yield f"--compute-capability {self.compute_capability} is for --backend {_AHEAD_OF_TIME}; leave it out"
+        elif self.compute_capability is not None and not re.fullmatch("sm[0-9]{2,3}", self.compute_capability):
+            yield f"--compute-capability {self.compute_capability}: expected one such as sm89"
         elif self.compute_capability is not None:
             formats = {self.dtype or "int8"} if self.quantization else set()
             reason = profile(_AHEAD_OF_TIME).capability_reason(self.compute_capability, formats)

@@ -327,13 +327,17 @@ BAD = {
     ),
     "format": ((*DATA, "--dtype", "fp8"), "--dtype fp8: openvino does not compute in it; expected int8 or uint8"),
     "capability": (("--compute-capability", "sm89"), "--compute-capability sm89 is for --backend tensorrt-rtx"),
+    "no capability": (
+        ("--backend", "tensorrt-rtx", "--compute-capability", "ada"),
+        "--compute-capability ada: expected one such as sm89",
+    ),
     "unknown capability": (
         ("--backend", "tensorrt-rtx", "--compute-capability", "sm999"),
-        "--compute-capability: got 'sm999'",
+        "--compute-capability: 'sm999' is unknown to tensorrt-rtx",
     ),
     "capability without the format": (
         (*DATA, "--backend", "tensorrt-rtx", "--dtype", "fp8", "--compute-capability", "sm80"),
-        "--compute-capability: ",
+        "--compute-capability: 'sm80' has no FP8",
     ),
     "threads": (("--threads", "0"), "--threads 0: expected 1 or more"),
     "exists": (("-o", "texts.txt"), "texts.txt exists already; choose another -o, or replace it with --force"),
