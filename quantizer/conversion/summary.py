@@ -26,8 +26,8 @@ def print_result(result: BackendResult, console: Console) -> None:
     judged = "frozen" if result.quantization else "float"
     console.print(f"outputs against the {judged} model in PyTorch: {result.tolerance}", highlight=False, soft_wrap=True)
     table = _table()
-    for title in ("batch x sequence", "output", "SQNR", "to float", "PyTorch to float", "cosine to float"):
-        table.add_column(title, justify="left" if title == "output" else "right")
+    for title in ("shape", "output", "SQNR, dB", "to float", "PyTorch's to float", "cosine to float"):
+        table.add_column(title, justify="left" if title == "output" else "right", no_wrap=title == "output")
     for check in result.checks:
         far = [_decibels(value) for value in (check.sqnr_db, check.float_db, check.proxy_float_db)]
         table.add_row(f"{check.batch} x {check.sequence}", Text(check.output), *far, f"{check.cosine:.4f}")
@@ -35,7 +35,7 @@ def print_result(result: BackendResult, console: Console) -> None:
     console.print("latency in ms, median of rounds that take turns")
     table = _table()
     names = list(result.latency[0].milliseconds)
-    for title in ("batch x sequence", *names, "speed-up", "rounds"):
+    for title in ("shape", *names, "speed-up", "rounds"):
         table.add_column(title, justify="right")
     for shape in result.latency:
         times = [shape.milliseconds[name] for name in names]
@@ -57,7 +57,7 @@ def print_summary(facts: Facts, results: Sequence[BackendResult], folder: Path, 
 
 
 def _decibels(value: float | None) -> str:
-    return "equal" if value is None else f"{text.decibels(value)} dB"
+    return "equal" if value is None else text.decibels(value)
 
 
 def _quantized(facts: QuantizationFacts | None) -> str:
@@ -75,7 +75,7 @@ def _outputs(result: BackendResult) -> str:
     if result.not_verified:
         return result.not_verified
     worst = min((check.sqnr_db for check in result.checks if check.sqnr_db is not None), default=None)
-    return "outputs as PyTorch's" + ("" if worst is None else f", SQNR {worst:.1f} dB or more")
+    return "outputs checked against PyTorch's: " + ("equal" if worst is None else f"SQNR {worst:.1f} dB or more")
 
 
 def _costs(result: BackendResult) -> str:

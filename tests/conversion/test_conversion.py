@@ -314,7 +314,7 @@ BAD = {
     "range turned round": (("--batch-size", "8", "4", "2"), "--batch-size 8 4 2: expected the least, the usual"),
     "beyond positions": (("--seq-len", "16", "64", "512"), "the model has 64 positions; lower the last number"),
     "one token": (("--seq-len", "1", "8", "16"), "--seq-len 1 ...: expected 2 or more"),
-    "backend": (("--backend", "tensort"), "--backend tensort: unknown; expected some of onnxruntime, openvino"),
+    "backend": (("--backend", "tensort"), "--backend tensort: unknown; expected some of onnxruntime, "),
     "backend twice": (("--backend", "openvino", "openvino"), "expected at least one, each of them once"),
     "task": (("--task", "poetry"), "--task poetry: unknown; expected one of sentence-similarity, sequence-class"),
     "budget without rows": ((*DATA, "--max-drop", "0.1"), "there is nothing to score on"),
