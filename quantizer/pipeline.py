@@ -150,8 +150,7 @@ class _Run:
         batches = task.batches(calibration)
         with self._stage("calibrate"):
             quantizer.calibrate(model, batches)
-        read = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
-        self._choose(quantizer, model, batches, TuningScore(read, task, tuning, head, self._stage.tell))
+        self._choose(quantizer, model, batches, self._tuning_score(task, tuning, head))
         with self._stage("quantize"):
             quantized = quantizer.quantize(model)
             quantizer.save(self.target / "quantizer")
@@ -210,6 +209,11 @@ class _Run:
             min_length=config.export.dynamic.sequence[0],
         )
         return model, task
+
+    def _tuning_score(self, task: Task, tuning: list[Row], head: list[Row]) -> TuningScore:
+        config = self.config
+        settings = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
+        return TuningScore(settings, task, tuning, head, self._stage.tell)
 
     def _choose(self, quantizer: Quantizer, model: nn.Module, batches: list[Any], score: TuningScore) -> None:
         """Measure what the groups cost, and put back those that the file asks for."""
