@@ -1,18 +1,13 @@
 """One run: a configuration in, a folder with the model, the engine and the report out.
 
-This is the only file that knows the order of the stages. A run's folder is complete or absent: all is written into a
-temporary folder beside it, which takes its name at the end and is removed on any error or interruption.
+A run's folder is complete or absent: all is written into a temporary folder beside it, which takes its name at the end
+and is removed on any error or interruption.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Mapping
-from contextlib import contextmanager
 from datetime import UTC
 from datetime import datetime
 from functools import partial
@@ -52,7 +47,6 @@ from quantizer.report import ModelFacts
 from quantizer.report import RunRecord
 from quantizer.report import Score
 from quantizer.report import SizeEntry
-from quantizer.report import Stage
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.report import latency_entries
@@ -69,6 +63,12 @@ from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
 from quantizer.settings import float_dtype
 from quantizer.settings import refuse_run
+from quantizer.stages import Stages
+from quantizer.stages import bar
+from quantizer.stages import runner
+from quantizer.stages import runs_here
+from quantizer.stages import score_record
+from quantizer.stages import scores_kept
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -102,7 +102,8 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     if folder.exists() and not force:
         raise QuantizerError(f"{folder} exists already; choose another output folder, or replace it with --force")
     record: list[RunRecord] = []
-    with _scores_kept(config, folder) as scores:
+    searches = config.fallback is not None and config.fallback.max_drop is not None
+    with scores_kept(folder, searches) as scores:
         write_folder(
             folder, lambda target: record.append(_Run(config, folder.name, target, scores, console).carry_out())
         )
@@ -128,7 +129,6 @@ class _Run:
     Attributes:
         target: the folder that is being filled.
         scores: the file that keeps the scores of a search.
-        stages: name and duration of each stage that is done.
     """
 
     def __init__(self, config: RunConfig, name: str, target: Path, scores: Path, console: Console) -> None:
@@ -137,7 +137,7 @@ class _Run:
         self.target = target
         self.scores = scores
         self.console = console
-        self.stages: list[Stage] = []
+        self._stage = Stages(console)
 
     def carry_out(self) -> RunRecord:
         """All stages, in order."""
@@ -149,12 +149,12 @@ class _Run:
             head, tuning = _rows(config.data.head), _rows(config.data.tuning)
         quantizer = Quantizer(config.quantizer)
         if head:
-            with self._stage("fit the head on float embeddings"), _bar("head") as progress:
-                task.fit_head(_runner(model), head, progress)
+            with self._stage("fit the head on float embeddings"), bar("head") as progress:
+                task.fit_head(runner(model), head, progress)
         batches = task.batches(calibration)
         with self._stage("calibrate"):
             quantizer.calibrate(model, batches)
-        self._choose(quantizer, model, batches, TuningScore(config, task, tuning, head, self._tell))
+        self._choose(quantizer, model, batches, self._tuning_score(task, tuning, head))
         with self._stage("quantize"):
             quantized = quantizer.quantize(model)
             quantizer.save(self.target / "quantizer")
@@ -191,7 +191,7 @@ class _Run:
             diff=quantizer.diff(model),
             versions=collect_versions(),
             machine=collect_machine(),
-            stages=tuple(self.stages),
+            stages=tuple(self._stage.done),
         )
         self._report(record)
         return record
@@ -216,14 +216,10 @@ class _Run:
         )
         return model, task
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        self.console.print(f"{name} ...", highlight=False)
-        yield
-        seconds = time.perf_counter() - start
-        self.stages.append(Stage(name=name, seconds=seconds))
-        self.console.print(f"{name}: {seconds:.1f} s", highlight=False)
+    def _tuning_score(self, task: Task, tuning: list[Row], head: list[Row]) -> TuningScore:
+        config = self.config
+        settings = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
+        return TuningScore(settings, task, tuning, head, self._stage.tell)
 
     def _choose(self, quantizer: Quantizer, model: nn.Module, batches: list[Any], score: TuningScore) -> None:
         """Measure what the groups cost, and put back those that the file asks for."""
@@ -272,14 +268,9 @@ class _Run:
                 highlight=False,
             )
 
-    def _tell(self, score: float, seconds: float) -> None:
-        # Between the bars, which would stand in the middle of the line.
-        with tqdm.external_write_mode():
-            self.console.print(f"  {score:.5f} on the tuning rows, {seconds:.1f} s", highlight=False)
-
     def _predict(self, which: str, model: nn.Module | Engine, task: Task, rows: list[Row]) -> Predictions:
-        with self._stage(f"score the {which}"), _bar(which) as progress:
-            return task.predict(_runner(model), rows, progress)
+        with self._stage(f"score the {which}"), bar(which) as progress:
+            return task.predict(runner(model), rows, progress)
 
     def _nearest(
         self, engines: Mapping[str, Engine], quantizer: Quantizer, model: nn.Module
@@ -296,21 +287,7 @@ class _Run:
         return {which: self._predict(which, form, task, rows) for which, form in forms.items()}
 
     def _score(self, which: str, task: Task, base: Predictions, other: Predictions, rows: list[Row]) -> Score:
-        value = task.score(other, rows)
-        if which == "float":
-            return Score(which=which, value=value, metric=task.metric_name, rows=len(rows))
-        low, high = task.difference_interval(base, other, rows, self.config.report.bootstrap)
-        paired = {name: figure if math.isfinite(figure) else None for name, figure in task.paired(base, other).items()}
-        return Score(
-            which=which,
-            value=value,
-            metric=task.metric_name,
-            paired=paired,
-            difference=value - task.score(base, rows),
-            interval=(low, high),
-            rows=len(rows),
-            higher_is_better=task.higher_is_better,
-        )
+        return score_record(which, task, base, other, rows, self.config.report.bootstrap)
 
     def _export_and_build(
         self, quantizer: Quantizer, quantized: nn.Module, model: nn.Module, task: Task
@@ -391,21 +368,6 @@ class _Run:
         )
 
 
-@contextmanager
-def _scores_kept(config: RunConfig, folder: Path) -> Iterator[Path]:
-    """The file beside a run's folder that keeps the scores of its search until the folder is complete."""
-    scores = folder.with_name(f"{folder.name}.search.json")
-    searches = config.fallback is not None and config.fallback.max_drop is not None
-    try:
-        yield scores
-    except KeyboardInterrupt as stop:
-        if searches and scores.exists():
-            raise KeyboardInterrupt(f"the scores are kept in {scores}; the same command goes on with them") from stop
-        raise
-    if searches:
-        scores.unlink(missing_ok=True)
-
-
 def _rows(dataset: DatasetConfig | None) -> list[Row]:
     if dataset is None:
         return []
@@ -417,25 +379,6 @@ def _rows(dataset: DatasetConfig | None) -> list[Row]:
         rows=dataset.rows,
         offset=dataset.offset,
     )
-
-
-def _runner(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:
-    """One way to call a model or an engine on a batch of tensors."""
-    if isinstance(model, nn.Module):
-        return lambda batch: model(**batch)
-    names = model.input_names
-    return lambda batch: model({name: batch[name].numpy() for name in names})
-
-
-@contextmanager
-def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    with tqdm(desc=name, unit="batch", leave=False, disable=None) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield progress
 
 
 def _sizes(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:
