@@ -21,8 +21,7 @@ from torch import nn
 
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
-from quantizer.export.passes import PASSES
-from quantizer.export.passes import UnsignedActivations
+from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
 from quantizer.numerics.qtype import BLOCKS_OPSET
@@ -81,7 +80,7 @@ def export_onnx(
     ir_model = program.model
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
-    run_passes(ir_model, PASSES if unsigned == "none" else (*PASSES, UnsignedActivations(unsigned)))
+    run_passes(ir_model, passes(unsigned))
     _write(ir_model, path)
     return path
 
