@@ -1,4 +1,4 @@
-"""Twenty architectures of the test zoo, exported, checked, run beside the proxy and built by TensorRT-RTX without a GPU.
+"""Twenty architectures of the test zoo: exported, checked, run beside the proxy, and built by TensorRT-RTX.
 
     python benchmarks/export_architectures.py [ARCHITECTURE ...]
 
@@ -35,7 +35,7 @@ from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / folder) for folder in ("zoo", ".")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "zoo"))
 
 import architectures
 

@@ -1,8 +1,8 @@
 """A checked graph as a file, or as two where protobuf has no room for it in one.
 
-A protobuf message ends at 2 GB. Beyond that the tensors stand in a second file beside the first, which names it. Its own
-name holds a hash of its content: the second file is put in place first, under a name that nobody reads yet, and then the
-first, so that at any moment the file that stands there is whole and finds its tensors.
+A protobuf message ends at 2 GB. Beyond that the tensors stand in a second file beside the first, which names it. Its
+own name holds a hash of its content: the second file is put in place first, under a name that nobody reads yet, and
+then the first, so that at any moment the file that stands there is whole and finds its tensors.
 """
 
 from __future__ import annotations

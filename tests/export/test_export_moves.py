@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.errors import ExportError
 from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
 from quantizer.export.passes.fold_batch_norm import FoldBatchNorm
@@ -314,9 +315,7 @@ def test_readers_of_one_tensor_share_its_quantizer() -> None:
 )
 def test_quantizers_that_differ_stay_two(step: np.ndarray, zero: np.ndarray) -> None:
     nodes = TWICE.replace("DequantizeLinear (c, s2)", "DequantizeLinear (c, s2, z2)")
-    assert unchanged(
-        graph("float[3,4] x", "float[3,4] y", nodes, **STEP, **ZERO, s2=step, z2=zero), ShareQuantizers()
-    )
+    assert unchanged(graph("float[3,4] x", "float[3,4] y", nodes, **STEP, **ZERO, s2=step, z2=zero), ShareQuantizers())
 
 
 # -- what nobody reads -------------------------------------------------------------------------------------------------
@@ -334,6 +333,26 @@ def test_pairs_that_nobody_reads_go_with_their_constants() -> None:
 def test_what_is_read_or_given_back_stays() -> None:
     nodes = "a = QuantizeLinear (x, s, z) y = DequantizeLinear (a, s)"
     assert unchanged(graph("float[3,4] x", "float[3,4] y", nodes, **STEP, **ZERO), DropUnreadNodes())
+
+
+# -- promises ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "model"),
+    [
+        (FoldBatchNorm(), convolved()),
+        (ScaleBeforeQuantize(), attended(SCORES + "m = Mul (p, c) y = Relu (m)")),
+        (LayoutBeforeQuantize(), attended(QK + "t = Transpose (q) y = MatMul (u, t)", "float[3,N] y")),
+        (ShareQuantizers(), attended(QK.replace("(k,", "(x,") + "y = Add (q, d)", "float[3,4] y")),
+        (DropUnreadNodes(), attended(SCORES + "y = Relu (u)")),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "ensures") else "",
+)
+def test_the_promise_of_each_pass_is_checked(entry: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(entry), "run", lambda self, model: 0)
+    with pytest.raises(ExportError, match=f"pass {type(entry).__name__} did not do its work"):
+        run_passes(model, [entry])
 
 
 # -- names of tensors --------------------------------------------------------------------------------------------------
@@ -375,4 +394,5 @@ def test_no_site_of_torchs_attention_is_lost(tmp_path: Path) -> None:
     assert len(products) == 6
     assert {makers[name] for node in products for name in node.input[:2]} == {"DequantizeLinear"}
     # Nothing is left between the two products of the attention but the softmax.
-    assert "Mul" not in {node.op_type for node in nodes}
+    (softmax,) = [node for node in nodes if node.op_type == "Softmax"]
+    assert makers[softmax.input[0]] == "MatMul"

@@ -93,7 +93,7 @@ def test_a_file_that_stood_there_stays_whole(tmp_path: Path, monkeypatch: pytest
         replace(*arguments)
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(ExportError, match="m.onnx cannot be written: Input/output error"):
+    with pytest.raises(ExportError, match=r"m\.onnx cannot be written: Input/output error"):
         write_onnx(model(1), tmp_path / "m.onnx")
     assert np.array_equal(computed(tmp_path / "m.onnx"), expected)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -106,7 +106,7 @@ def test_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     # The system itself refuses to write more than this to one file, as it does where a disk is full.
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
-        with pytest.raises(ExportError, match="m.onnx cannot be written: File too large"):
+        with pytest.raises(ExportError, match=r"m\.onnx cannot be written: File too large"):
             write_onnx(model(), tmp_path / "m.onnx")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

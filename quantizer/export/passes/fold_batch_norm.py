@@ -1,6 +1,6 @@
 """A batch normalization behind a convolution with a stored weight becomes part of it.
 
-Legend: q [C, ..] the steps of the weight, t [C] their scales, b [C] the bias; g = weight / sqrt(variance + epsilon) [C].
+Legend: q [C, ..] the steps of the weight, t [C] their scales, b [C] the bias; g [C] = gain / sqrt(variance + epsilon).
 
     (x * (q t) + b - mean) g + shift = x * (q sign(g)) (t |g|) + (b - mean) g + shift
 

@@ -46,7 +46,7 @@ def _alike(model: Any, kind: str) -> list[tuple[Any, Any]]:
         if node.op_type != kind or node.outputs[0].is_graph_output():
             continue
         attributes = tuple(sorted((name, str(value.value)) for name, value in node.attributes.items()))
-        key = (node.inputs[0], *map(_content, node.inputs[1:]), attributes)
+        key = (id(node.inputs[0]), *map(_content, node.inputs[1:]), attributes)
         if key in first:
             found.append((first[key], node))
         else:
@@ -56,7 +56,7 @@ def _alike(model: Any, kind: str) -> list[tuple[Any, Any]]:
 
 def _content(value: Any) -> Hashable:
     """What makes two scales or zero points the same: their constant, else that they are one value."""
-    if value is None or value.const_value is None:
-        return value
-    constant = value.const_value
+    constant = None if value is None else value.const_value
+    if constant is None:
+        return id(value)
     return constant.dtype, tuple(constant.shape), constant.tobytes()
