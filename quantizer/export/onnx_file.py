@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -21,10 +19,11 @@ from torch import nn
 
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
-from quantizer.export.passes import PASSES
-from quantizer.export.passes import UnsignedActivations
+from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
+from quantizer.export.write import check_folder
+from quantizer.export.write import write_onnx
 from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -67,7 +66,7 @@ def export_onnx(
     """
     for package in ("onnx", "onnxscript", "onnx_ir"):
         _require(package)
-    _check_folder(path)
+    check_folder(path)
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
         raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
     for name, quantizer in _enabled(model):
@@ -84,8 +83,8 @@ def export_onnx(
     ir_model = program.model
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
-    run_passes(ir_model, PASSES if unsigned == "none" else (*PASSES, UnsignedActivations(unsigned)))
-    _write(ir_model, path)
+    run_passes(ir_model, passes(unsigned))
+    write_onnx(ir_model, path)
     return path
 
 
@@ -109,15 +108,6 @@ def _require(package: str) -> None:
         __import__(package)
     except ImportError as error:
         raise MissingDependencyError(package, "onnx") from error
-
-
-def _check_folder(path: Path) -> None:
-    if path.is_dir():
-        raise ExportError(f"{path} is a folder; expected the name of a file, such as model.onnx")
-    if not path.parent.is_dir():
-        raise ExportError(f"{path}: the folder {path.parent} does not exist; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise ExportError(f"{path}: the folder {path.parent} cannot be written")
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -254,27 +244,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _write(ir_model: Any, path: Path) -> None:
-    """Check the model and put it into its place in one step."""
-    import onnx
-    import onnx_ir
-
-    proto = onnx_ir.to_proto(ir_model)
-    try:
-        onnx.checker.check_model(proto)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except onnx.checker.ValidationError as error:
-        raise ExportError(f"{path}: onnx.checker refuses the graph: {error}") from error
-    except OSError as error:
-        raise ExportError(f"{path} cannot be written: {error.strerror}") from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(proto.SerializeToString())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ExportError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
