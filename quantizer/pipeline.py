@@ -66,7 +66,6 @@ from quantizer.settings import refuse_run
 from quantizer.stages import Stages
 from quantizer.stages import bar
 from quantizer.stages import runner
-from quantizer.stages import runs_here
 from quantizer.stages import score_record
 from quantizer.stages import scores_kept
 from quantizer.tasks import Predictions

@@ -25,9 +25,7 @@ from quantizer.tasks import Task
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Stages", "bar", "runner", "runs_here", "score_record", "scores_kept"]
-
-_CPU_BACKENDS = ("openvino", "onnxruntime", "onnxruntime-avx2")
+__all__ = ["Stages", "bar", "runner", "score_record", "scores_kept"]
 
 
 class Stages:
@@ -76,11 +74,6 @@ def runner(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], obj
         return lambda batch: model(**batch)
     names = model.input_names
     return lambda batch: model({name: batch[name].numpy() for name in names})
-
-
-def runs_here(backend: str) -> bool:
-    """Whether this machine can run engines of a backend."""
-    return backend in _CPU_BACKENDS or torch.cuda.is_available()
 
 
 def score_record(

@@ -45,6 +45,7 @@ from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
+from quantizer.engines import runs_here
 from quantizer.errors import TaskError
 from quantizer.export import export_onnx
 from quantizer.export.signature import read_signature
@@ -56,7 +57,6 @@ from quantizer.report import collect_versions
 from quantizer.stages import Stages
 from quantizer.stages import bar
 from quantizer.stages import runner
-from quantizer.stages import runs_here
 from quantizer.stages import score_record
 from quantizer.stages import scores_kept
 from quantizer.targets import profile
