@@ -170,6 +170,12 @@ class Magnitudes:
         if not made:
             return
         name, shows, writes = _facts(func)
+        if shows and isinstance(args[0], Tensor) and not (shown := self._of(args[0])).marked:
+            # Most operations only show what is there.
+            for value in made:
+                view = self._seen[id(value)] = _Seen(value, shown.bound)
+                view.parameter = shown.parameter
+            return
         given = _floats((*args, *keywords.values()))
         read = [self._of(value) for value in given]
         new = _Seen(made[0], math.inf)
