@@ -21,6 +21,7 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.ranks import gathered
 from quantizer.proxy.ranks import rank_number
 from quantizer.proxy.ranks import ranks
+from quantizer.proxy.regions import Regions
 from quantizer.ranges import plan_of
 from quantizer.settings import observation_of
 from quantizer.settings import refused_sites
@@ -114,6 +115,10 @@ class Calibration:
     def products(self) -> tuple[CountedProduct, ...]:
         """What torch computed."""
         return self.observation().counter.products()
+
+    def regions(self) -> Regions:
+        """Which modules float16 cannot hold."""
+        return self.observation().magnitudes.regions()
 
     def seen(self) -> bytes:
         """Everything that was seen, to be saved."""

@@ -11,6 +11,7 @@ from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.plan import Plan
+from quantizer.proxy.regions import Regions
 
 __all__ = ["Decisions"]
 
@@ -28,6 +29,7 @@ class Decisions:
         # What a folder or scales from elsewhere say counts, until the next calibration.
         self._loaded: Plan | None = None
         self._loaded_products: tuple[CountedProduct, ...] = ()
+        self._loaded_regions = Regions()
         self._until_data = False  # what was loaded holds until calibration goes on
         self._earlier: bytes | None = None
         self._waits = False  # decides from what another saw, once the model is there
@@ -35,9 +37,16 @@ class Decisions:
         self._scales_replaced = False
 
     def load(
-        self, plan: Plan, products: tuple[CountedProduct, ...], observed: bytes | None, *, scales_replaced: bool
+        self,
+        plan: Plan,
+        products: tuple[CountedProduct, ...],
+        regions: Regions,
+        observed: bytes | None,
+        *,
+        scales_replaced: bool,
     ) -> None:
         """Take over what a folder holds."""
+        self._loaded_regions = regions
         self._loaded, self._loaded_products, self._earlier = plan, products, observed
         self._scales_replaced = scales_replaced
 
@@ -72,7 +81,7 @@ class Decisions:
 
     def replace(self, plan: Plan) -> None:
         """Go by another plan from now on, with the products that were counted."""
-        self._loaded_products = self.products()
+        self._loaded_products, self._loaded_regions = self.products(), self.regions()
         self._loaded, self._until_data, self._scales_replaced = plan, False, True
 
     def calibrate(self, model: nn.Module, skipped: list[SkippedSource]) -> nn.Module:
@@ -120,15 +129,17 @@ class Decisions:
             )
         return self.calibration.plan()
 
-    def known(self) -> Plan:
-        """What was decided; nothing, where nothing was calibrated (a model that was quantized in place)."""
-        return self.plan() if self._loaded is not None or self.calibration is not None else {}
-
     def products(self) -> tuple[CountedProduct, ...]:
         """What torch computed in calibration."""
         if self._loaded is not None and not self._outdated:
             return self._loaded_products
         return self.calibration.products() if self.calibration is not None else ()
+
+    def regions(self) -> Regions:
+        """Which modules float16 cannot hold; none, where nothing was calibrated (a model quantized in place)."""
+        if self._loaded is not None and not self._outdated:
+            return self._loaded_regions
+        return self.calibration.regions() if self.calibration is not None else Regions()
 
     def seen(self) -> bytes | None:
         """What calibration observed, for a folder."""

@@ -1,18 +1,13 @@
 """One run: a configuration in, a folder with the model, the engine and the report out.
 
-This is the only file that knows the order of the stages. A run's folder is complete or absent: all is written into a
-temporary folder beside it, which takes its name at the end and is removed on any error or interruption.
+A run's folder is complete or absent: all is written into a temporary folder beside it, which takes its name at the end
+and is removed on any error or interruption.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Mapping
-from contextlib import contextmanager
 from datetime import UTC
 from datetime import datetime
 from functools import partial
@@ -33,10 +28,13 @@ from quantizer.config.data_section import DatasetConfig
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
+from quantizer.engines import Inspection
 from quantizer.engines import build_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
+from quantizer.engines import observe_engine
 from quantizer.engines import peak_memory_mib
+from quantizer.engines import runs_here
 from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
 from quantizer.files import write_folder
@@ -49,7 +47,6 @@ from quantizer.report import ModelFacts
 from quantizer.report import RunRecord
 from quantizer.report import Score
 from quantizer.report import SizeEntry
-from quantizer.report import Stage
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.report import latency_entries
@@ -64,6 +61,13 @@ from quantizer.report.search_records import fallback_reason
 from quantizer.report.search_records import fallback_record
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
+from quantizer.settings import float_dtype
+from quantizer.settings import refuse_run
+from quantizer.stages import Stages
+from quantizer.stages import bar
+from quantizer.stages import runner
+from quantizer.stages import score_record
+from quantizer.stages import scores_kept
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -75,7 +79,6 @@ from quantizer.tuning import TuningScore
 
 __all__ = ["inspect", "run"]
 
-_CPU_BACKENDS = ("openvino", "onnxruntime", "onnxruntime-avx2")
 _LATENCY_ROUNDS = 15
 _HISTOGRAMS = 6
 
@@ -90,13 +93,16 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         console: where stages and results are printed.
 
     Raises:
-        QuantizerError: the folder stands there already or cannot be written, or a stage failed.
+        QuantizerError: the target cannot do what is asked, the folder stands there already or cannot be written, or a
+            stage failed.
     """
+    refuse_run(config)
     folder = Path(output or config.output).absolute()
     if folder.exists() and not force:
         raise QuantizerError(f"{folder} exists already; choose another output folder, or replace it with --force")
     record: list[RunRecord] = []
-    with _scores_kept(config, folder) as scores:
+    searches = config.fallback is not None and config.fallback.max_drop is not None
+    with scores_kept(folder, searches) as scores:
         write_folder(
             folder, lambda target: record.append(_Run(config, folder.name, target, scores, console).carry_out())
         )
@@ -122,7 +128,6 @@ class _Run:
     Attributes:
         target: the folder that is being filled.
         scores: the file that keeps the scores of a search.
-        stages: name and duration of each stage that is done.
     """
 
     def __init__(self, config: RunConfig, name: str, target: Path, scores: Path, console: Console) -> None:
@@ -131,7 +136,7 @@ class _Run:
         self.target = target
         self.scores = scores
         self.console = console
-        self.stages: list[Stage] = []
+        self._stage = Stages(console)
 
     def carry_out(self) -> RunRecord:
         """All stages, in order."""
@@ -143,24 +148,20 @@ class _Run:
             head, tuning = _rows(config.data.head), _rows(config.data.tuning)
         quantizer = Quantizer(config.quantizer)
         if head:
-            with self._stage("fit the head on float embeddings"), _bar("head") as progress:
-                task.fit_head(_runner(model), head, progress)
+            with self._stage("fit the head on float embeddings"), bar("head") as progress:
+                task.fit_head(runner(model), head, progress)
         batches = task.batches(calibration)
         with self._stage("calibrate"):
             quantizer.calibrate(model, batches)
-        self._choose(quantizer, model, batches, TuningScore(config, task, tuning, head, self._tell))
+        self._choose(quantizer, model, batches, self._tuning_score(task, tuning, head))
         with self._stage("quantize"):
             quantized = quantizer.quantize(model)
             quantizer.save(self.target / "quantizer")
-        predictions = self._predict("float", model, task, evaluation)
-        scores = [self._score("float", task, predictions, predictions, evaluation)]
-        proxy = self._predict("proxy", quantized, task, evaluation)
-        scores.append(self._score("proxy", task, predictions, proxy, evaluation))
+        predictions = self._predictions({"float": model, "proxy": quantized}, task, evaluation)
         built = self._export_and_build(quantizer, quantized, model, task)
+        inspection = self._inspect(built["engine"])
         engines = self._load(built)
-        if engines:
-            outputs = self._predict("engine", engines["engine"], task, evaluation)
-            scores.append(self._score("engine", task, predictions, outputs, evaluation))
+        predictions |= self._predictions(self._nearest(engines, quantizer, model), task, evaluation)
         coverage = quantizer.coverage
         record = RunRecord(
             name=self.name,
@@ -171,7 +172,9 @@ class _Run:
                 task=config.model.task,
                 parameters=sum(parameter.numel() for parameter in model.parameters()),
             ),
-            scores=tuple(scores),
+            scores=tuple(
+                self._score(which, task, predictions["float"], p, evaluation) for which, p in predictions.items()
+            ),
             latency=self._latency(engines, task),
             size=_sizes(built),
             memory=self._memory(built) if engines else (),
@@ -183,16 +186,20 @@ class _Run:
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
             fallback=fallback_record(chosen) if (chosen := quantizer.chosen_fallback) is not None else None,
             engine=self._engine(built["engine"], bool(engines)),
+            inspection=inspection,
             diff=quantizer.diff(model),
             versions=collect_versions(),
             machine=collect_machine(),
-            stages=tuple(self.stages),
+            stages=tuple(self._stage.done),
         )
-        if "json" in config.report.formats:
-            write_record(record, self.target / "report.json")
-        if "html" in config.report.formats:
-            write_html(record, self.target / "report.html")
+        self._report(record)
         return record
+
+    def _report(self, record: RunRecord) -> None:
+        if "json" in self.config.report.formats:
+            write_record(record, self.target / "report.json")
+        if "html" in self.config.report.formats:
+            write_html(record, self.target / "report.html")
 
     def _model_and_task(self) -> tuple[nn.Module, Task]:
         config = self.config
@@ -208,14 +215,10 @@ class _Run:
         )
         return model, task
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        self.console.print(f"{name} ...", highlight=False)
-        yield
-        seconds = time.perf_counter() - start
-        self.stages.append(Stage(name=name, seconds=seconds))
-        self.console.print(f"{name}: {seconds:.1f} s", highlight=False)
+    def _tuning_score(self, task: Task, tuning: list[Row], head: list[Row]) -> TuningScore:
+        config = self.config
+        settings = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
+        return TuningScore(settings, task, tuning, head, self._stage.tell)
 
     def _choose(self, quantizer: Quantizer, model: nn.Module, batches: list[Any], score: TuningScore) -> None:
         """Measure what the groups cost, and put back those that the file asks for."""
@@ -264,31 +267,26 @@ class _Run:
                 highlight=False,
             )
 
-    def _tell(self, score: float, seconds: float) -> None:
-        # Between the bars, which would stand in the middle of the line.
-        with tqdm.external_write_mode():
-            self.console.print(f"  {score:.5f} on the tuning rows, {seconds:.1f} s", highlight=False)
-
     def _predict(self, which: str, model: nn.Module | Engine, task: Task, rows: list[Row]) -> Predictions:
-        with self._stage(f"score the {which}"), _bar(which) as progress:
-            return task.predict(_runner(model), rows, progress)
+        with self._stage(f"score the {which}"), bar(which) as progress:
+            return task.predict(runner(model), rows, progress)
+
+    def _nearest(
+        self, engines: Mapping[str, Engine], quantizer: Quantizer, model: nn.Module
+    ) -> dict[str, nn.Module | Engine]:
+        """The engine, or what foresees its score where nothing here runs it; nothing, where the proxy does."""
+        if engines:
+            return {"engine": engines["engine"]}
+        half = float_dtype(self.config.quantizer) is not torch.float32
+        return {"simulation": quantizer.simulate(model)} if half else {}
+
+    def _predictions(
+        self, forms: Mapping[str, nn.Module | Engine], task: Task, rows: list[Row]
+    ) -> dict[str, Predictions]:
+        return {which: self._predict(which, form, task, rows) for which, form in forms.items()}
 
     def _score(self, which: str, task: Task, base: Predictions, other: Predictions, rows: list[Row]) -> Score:
-        value = task.score(other, rows)
-        if which == "float":
-            return Score(which=which, value=value, metric=task.metric_name, rows=len(rows))
-        low, high = task.difference_interval(base, other, rows, self.config.report.bootstrap)
-        paired = {name: figure if math.isfinite(figure) else None for name, figure in task.paired(base, other).items()}
-        return Score(
-            which=which,
-            value=value,
-            metric=task.metric_name,
-            paired=paired,
-            difference=value - task.score(base, rows),
-            interval=(low, high),
-            rows=len(rows),
-            higher_is_better=task.higher_is_better,
-        )
+        return score_record(which, task, base, other, rows, self.config.report.bootstrap)
 
     def _export_and_build(
         self, quantizer: Quantizer, quantized: nn.Module, model: nn.Module, task: Task
@@ -308,10 +306,23 @@ class _Run:
                 name: build_engine(backend, path, path.with_suffix(".engine"), options) for name, path in paths.items()
             }
 
+    def _inspect(self, built: BuildResult) -> Inspection:
+        """What the engine runs in which precision; an engine without the precision that was asked for ends the run."""
+        report = self.config.report
+        with self._stage("inspect the engine"):
+            return observe_engine(
+                self.config.quantizer.backend,
+                built.path,
+                built.path.with_suffix(".onnx"),
+                threads=self.config.engine.threads,
+                batch=report.latency_batch,
+                sequence=report.latency_sequence,
+            )
+
     def _load(self, built: Mapping[str, BuildResult]) -> dict[str, Engine]:
         """Engines that this machine can run: none, where they need a GPU and there is none."""
         backend = self.config.quantizer.backend
-        if backend not in _CPU_BACKENDS and not torch.cuda.is_available():
+        if not runs_here(backend):
             return {}
         return {name: load_engine(backend, r.path, threads=self.config.engine.threads) for name, r in built.items()}
 
@@ -356,21 +367,6 @@ class _Run:
         )
 
 
-@contextmanager
-def _scores_kept(config: RunConfig, folder: Path) -> Iterator[Path]:
-    """The file beside a run's folder that keeps the scores of its search until the folder is complete."""
-    scores = folder.with_name(f"{folder.name}.search.json")
-    searches = config.fallback is not None and config.fallback.max_drop is not None
-    try:
-        yield scores
-    except KeyboardInterrupt as stop:
-        if searches and scores.exists():
-            raise KeyboardInterrupt(f"the scores are kept in {scores}; the same command goes on with them") from stop
-        raise
-    if searches:
-        scores.unlink(missing_ok=True)
-
-
 def _rows(dataset: DatasetConfig | None) -> list[Row]:
     if dataset is None:
         return []
@@ -382,25 +378,6 @@ def _rows(dataset: DatasetConfig | None) -> list[Row]:
         rows=dataset.rows,
         offset=dataset.offset,
     )
-
-
-def _runner(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:
-    """One way to call a model or an engine on a batch of tensors."""
-    if isinstance(model, nn.Module):
-        return lambda batch: model(**batch)
-    names = model.input_names
-    return lambda batch: model({name: batch[name].numpy() for name in names})
-
-
-@contextmanager
-def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    with tqdm(desc=name, unit="batch", leave=False, disable=None) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield progress
 
 
 def _sizes(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:

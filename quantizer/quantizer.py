@@ -31,8 +31,11 @@ from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.ranks import ranks
+from quantizer.proxy.regions import Regions
 from quantizer.proxy.scales import scales_of
 from quantizer.proxy.scales import with_scales
+from quantizer.proxy.simulate import is_simulation
+from quantizer.proxy.simulate import simulate
 from quantizer.proxy.state import load_state
 from quantizer.proxy.state import save_state
 from quantizer.ranges import plan_of
@@ -42,11 +45,11 @@ from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
 from quantizer.sensitivity_view import Sensitivity
 from quantizer.served import Served
-from quantizer.settings import file_dtype
 from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
 from quantizer.settings import refuse_formats
 from quantizer.settings import refused_sites
+from quantizer.settings import warn_of_float32
 from quantizer.targets import profile
 from quantizer.views import Coverage
 from quantizer.views import Ranges
@@ -239,6 +242,17 @@ class Quantizer:
         other._served.follow(self._served, self.config.backend)
         return other
 
+    def simulate(self, model: nn.Module) -> nn.Module:
+        """The frozen proxy as the target runs it: what is not quantized in half precision, where the target wants that.
+
+        Scores of it foresee the engine's. It takes and gives what ``quantize()``'s does; it is not for ``export``.
+        Where the target's floats are float32 it is the same model.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        return simulate(self.quantize(model), float_dtype(self.config), self._served.decisions.regions())
+
     # -- scales from elsewhere -------------------------------------------------------------------------------------
 
     def scales(self) -> dict[str, Tensor]:
@@ -293,15 +307,18 @@ class Quantizer:
         from quantizer.export import export_onnx
         from quantizer.export import least_opset
 
-        if not is_proxy(quant_model) or self._served.is_working_proxy(quant_model):
+        working = self._served.is_working_proxy(quant_model) or is_simulation(quant_model)
+        if not is_proxy(quant_model) or working:
             raise ProxyError("export() takes the model that quantize() returned")
-        target = profile(self.config.backend)
+        target, regions = profile(self.config.backend), self._served.decisions.regions()
+        warn_of_float32(self.config, regions)
         return export_onnx(
             quant_model,
             Path(path),
             example,
             opset=opset or max(target.opset, least_opset(quant_model)),
-            dtype=file_dtype(self.config, self._served.decisions.known()),
+            dtype=float_dtype(self.config),
+            regions=regions,
             axes=dynamic_axes,
             unsigned=target.unsigned_activations,
         )
@@ -312,7 +329,7 @@ class Quantizer:
         engine: str | os.PathLike[str],
         *,
         dynamic: Dynamic | None = None,
-        compute_capability: str | None = None,
+        compute_capability: str | Sequence[str] | None = None,
     ) -> BuildResult:
         """Build an engine of ``config.backend`` from an ONNX file.
 
@@ -321,7 +338,7 @@ class Quantizer:
             engine: the engine's file.
             dynamic: (least, best, most) of each dimension by name, for TensorRT; None: batch 1, 8, 32 and sequence
                 16, 128, 512.
-            compute_capability: the GPU to build for ahead of time (``sm89``), TensorRT-RTX only.
+            compute_capability: the GPU to build for ahead of time (``sm89``), or several; TensorRT-RTX only.
 
         Raises:
             EngineError: the engine does not build.
@@ -347,6 +364,7 @@ class Quantizer:
             "config": self.config.model_dump(mode="json"),
             "scales_replaced": decisions.scales_replaced,
             "fallback": None if fallback is None else fallback.document(),
+            "regions": decisions.regions().plain(),
         }
         return save_state(folder, decisions.plan(), decisions.products(), document, decisions.seen())
 
@@ -364,7 +382,13 @@ class Quantizer:
         if "config" not in document or "fallback" not in document:
             raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
         loaded = cls(document["config"])
-        loaded._served.decisions.load(plan, products, observed, scales_replaced=document.get("scales_replaced", False))
+        loaded._served.decisions.load(
+            plan,
+            products,
+            Regions.from_plain(document.get("regions")),
+            observed,
+            scales_replaced=document.get("scales_replaced", False),
+        )
         kept = document["fallback"]
         if kept is not None:
             loaded._served.fallback = Fallback.from_document(kept)

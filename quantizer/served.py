@@ -100,7 +100,8 @@ class Served:
         """Every site found, and every product that calibration saw."""
         decided, final = self.decisions.plan(), self.plan()
         back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
-        return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches)
+        regions = self.decisions.regions()
+        return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches, regions)
 
     def sensitivity(self) -> Sensitivity:
         """The groups, ranked.

@@ -15,6 +15,7 @@ from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
+from quantizer.config import RunConfig
 from quantizer.config import SelectionConfig
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
@@ -25,23 +26,24 @@ from quantizer.proxy.formats import FormatRule
 from quantizer.proxy.formats import Formats
 from quantizer.proxy.formats import formats_for
 from quantizer.proxy.formats import impossible
+from quantizer.proxy.formats import least_opset_of
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import PlanSettings
-from quantizer.proxy.plan import SitePlan
-from quantizer.proxy.plan import beyond_half
+from quantizer.proxy.regions import Regions
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import refusals
 from quantizer.targets import profile
 
 __all__ = [
     "calibrator_of",
-    "file_dtype",
     "float_dtype",
     "observation_of",
     "plan_settings",
     "refuse_formats",
+    "refuse_run",
     "refused_sites",
     "replays_batches",
+    "warn_of_float32",
 ]
 
 
@@ -101,22 +103,10 @@ def float_dtype(config: QuantizerConfig) -> torch.dtype:
     return dtype
 
 
-def file_dtype(config: QuantizerConfig, plan: Mapping[str, SitePlan]) -> torch.dtype:
-    """The type of the floats of an exported file: ``float_dtype``, or float32 where float16 cannot hold the values.
-
-    All of them, because what stands between two sites holds the same values.
-    """
-    dtype = float_dtype(config)
-    wide = beyond_half(plan) if dtype is torch.float16 else {}
-    if not wide:
-        return dtype
-    operand, largest = max(wide.items(), key=lambda entry: entry[1])
-    warnings.warn(
-        f"the file's floats are float32: {len(wide)} operands hold values beyond float16, the largest {largest:.3g} in "
-        f"{operand}; fallback_dtype: bfloat16 holds them too",
-        stacklevel=3,
-    )
-    return torch.float32
+def warn_of_float32(config: QuantizerConfig, regions: Regions) -> None:
+    """Say which modules stay float32 in what is made for the target, where some do."""
+    if regions.applies_to(float_dtype(config)):
+        warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 holds such values", stacklevel=3)
 
 
 def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
@@ -141,6 +131,32 @@ def refuse_formats(config: QuantizerConfig) -> None:
         ConfigError: it does not; all that it lacks are listed.
     """
     problems = impossible(_default(config), _format_rules(config), profile(config.backend))
+    if problems:
+        raise ConfigError(problems)
+
+
+def refuse_run(config: RunConfig) -> None:
+    """Refuse what a run's target cannot do, before anything is loaded.
+
+    Raises:
+        ConfigError: formats that the target or the opset has not, or a compute capability that it does not build for
+            or that has not the formats; all of them are listed.
+    """
+    target = profile(config.quantizer.backend)
+    default, rules = _default(config.quantizer), _format_rules(config.quantizer)
+    formats = [default, *(rule.format for rule in rules)]
+    problems = impossible(default, rules, target)
+    least, which = max((least_opset_of(entry), entry.rule or "dtype") for entry in formats)
+    if config.export.opset < least:
+        problems.append(
+            f"export.opset: got {config.export.opset}; expected {least} or later, the first with the formats of "
+            f"quantizer.{which}"
+        )
+    names = {dtype.name for entry in formats for dtype in (entry.activations, entry.weights) if dtype is not None}
+    wanted = config.engine.compute_capability or ()
+    for capability in [wanted] if isinstance(wanted, str) else wanted:
+        reason = target.capability_reason(capability, names)
+        problems += [] if reason is None else [f"engine.compute_capability: {reason}"]
     if problems:
         raise ConfigError(problems)
 

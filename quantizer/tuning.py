@@ -8,9 +8,9 @@ from collections.abc import Callable
 from collections.abc import Sequence
 
 from torch import nn
-from tqdm.auto import tqdm
 
-from quantizer.config import RunConfig
+from quantizer.stages import bar
+from quantizer.stages import runner
 from quantizer.tasks import Row
 from quantizer.tasks import Task
 
@@ -21,10 +21,10 @@ class TuningScore:
     """Takes a model and gives the task's score of it on the tuning rows.
 
     Args:
-        config: of the run.
+        settings: what else the score depends on: the model, and how batches of it are made.
         task: its head fitted, where it has one.
-        rows: those of ``data.tuning``.
-        head: those of ``data.head``.
+        rows: those that the choice is made on.
+        head: those that the task's head was fitted on.
         tell: called after each score with it and the seconds that it took.
 
     Attributes:
@@ -34,13 +34,13 @@ class TuningScore:
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: tuple[object, ...],
         task: Task,
         rows: Sequence[Row],
         head: Sequence[Row],
         tell: Callable[[float, float], None],
     ) -> None:
-        parts = (config.model, config.data.batch_size, config.export.dynamic.sequence[0], tuple(rows), tuple(head))
+        parts = (*settings, tuple(rows), tuple(head))
         self.reads = hashlib.sha256(repr(parts).encode()).hexdigest()
         self.higher_is_better = task.higher_is_better
         self._task = task
@@ -49,13 +49,8 @@ class TuningScore:
 
     def __call__(self, model: nn.Module) -> float:
         start = time.perf_counter()
-        with tqdm(desc="tuning rows", unit="batch", leave=False, disable=None) as bar:
-
-            def progress(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            predictions = self._task.predict(lambda batch: model(**batch), self._rows, progress)
+        with bar("tuning rows") as progress:
+            predictions = self._task.predict(runner(model), self._rows, progress)
         score = self._task.score(predictions, self._rows)
         self._tell(score, time.perf_counter() - start)
         return score

@@ -17,6 +17,7 @@ from quantizer.proxy.plan import NOT_CALIBRATED
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
+from quantizer.proxy.regions import Regions
 from quantizer.report.tables import Column
 from quantizer.report.text import decibels
 from quantizer.report.text import format_name
@@ -100,6 +101,7 @@ class Coverage(View[CoverageRow]):
         multiply_adds: all of them.
         escaped: those that are not, by module and operation, each with its reason.
         patches: operator patches that the rewritten source holds.
+        regions: the modules whose values float16 cannot hold: in a target with floats in it they stay float32.
     """
 
     columns = (
@@ -116,6 +118,7 @@ class Coverage(View[CoverageRow]):
         self.multiply_adds = 0
         self.escaped = Escaped(products)
         self.patches: tuple[OperatorPatch, ...] = ()
+        self.regions = Regions()
 
     @classmethod
     def from_plan(
@@ -125,6 +128,7 @@ class Coverage(View[CoverageRow]):
         products: Sequence[CountedProduct] = (),
         put_back: Collection[str] = (),
         patches: Sequence[OperatorPatch] = (),
+        regions: Regions | None = None,
     ) -> Coverage:
         """The coverage of a plan.
 
@@ -134,11 +138,13 @@ class Coverage(View[CoverageRow]):
             products: what calibration counted, site or none.
             put_back: the sites that fallback moved.
             patches: operator patches that were applied.
+            regions: the modules whose values float16 cannot hold.
         """
         rows = [*map(_row_of_site, plan.values()), *map(_row_of_source, skipped)]
         made = cls(rows, escaped_products(products, plan, put_back))
         made.share = covered_share(products, plan)
         made.patches = tuple(patches)
+        made.regions = regions or made.regions
         made.multiply_adds = sum(product.multiply_adds for product in products)
         return made
 
@@ -173,7 +179,8 @@ class Coverage(View[CoverageRow]):
 
     def text(self, limit: int | None = None) -> str:
         """The table as plain text, then the products that are not in low precision."""
-        return "\n\n".join([super().text(limit), *([self.escaped.text(limit)] if len(self.escaped) else [])])
+        wide = [f"in a rest of float16, {self.regions.text()}"] if self.regions.wide else []
+        return "\n\n".join([super().text(limit), *wide, *([self.escaped.text(limit)] if len(self.escaped) else [])])
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + (self.escaped._repr_html_() if len(self.escaped) else "")

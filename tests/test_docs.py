@@ -17,6 +17,7 @@ import torch
 import yaml
 
 import quantizer
+from quantizer.cli.main import _parse
 from quantizer.cli.main import main
 from quantizer.config import load_run
 from quantizer.config.reference import reference
@@ -129,8 +130,11 @@ def test_the_own_run_validates_inspects_and_runs(
 def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     shipped = [words for words in _commands() if "my-run.yaml" not in words]
-    assert {words[0] for words in shipped} == {"validate", "run", "show"}
+    assert {words[0] for words in shipped} == {"convert", "validate", "run", "show"}
     for words in shipped:
+        if words[0] == "convert":
+            assert _parse(words)[0].name == "convert"
+            continue
         if words[0] == "show":
             assert (REPOSITORY / "configs" / f"{Path(words[1]).name}.yaml").is_file()
             continue

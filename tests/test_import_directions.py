@@ -31,18 +31,19 @@ ORDER = (
     ("histogram_view",),
     ("ranges",),
     ("calibration",),
-    ("decisions", "amp", "tuning"),
-    ("served",),
-    ("pipeline", "quantizer", "qat_calibrate"),
+    ("decisions", "amp", "stages"),
+    ("served", "tuning"),
+    ("pipeline", "quantizer", "qat_calibrate", "conversion"),
     ("cli",),
     ("__main__",),
 )
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
-# pipeline is the only file that knows the order of the stages; the facade is its neighbour.
+# pipeline and conversion know the order of the stages; the facade is their neighbour.
 # The report's tables draw the views, and the rows of the views become the report's records.
 ALLOWED = {
     ("pipeline", "quantizer"),
+    ("conversion", "quantizer"),
     ("files", "errors"),
     ("registry", "errors"),
     ("report", "views"),
@@ -81,7 +82,7 @@ ROOMS = {
     "datasets": {"tasks", "interop"},
     "matplotlib": {"report"},
     "jinja2": {"report"},
-    "rich": {"report", "cli", "table_view", "pipeline", "engines"},
+    "rich": {"report", "cli", "table_view", "pipeline", "conversion", "engines"},
     "pydantic": {"config"},
     "pydantic_core": {"config"},
     "nncf": set(),

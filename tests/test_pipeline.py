@@ -141,6 +141,9 @@ def test_the_report_holds_every_part(place: Place) -> None:
     assert record.engine is not None
     assert (place.done / record.engine.path).is_file()
     assert "scored" in record.engine.verified
+    assert record.inspection is not None
+    assert record.inspection.verified
+    assert {layer.precision for layer in record.inspection.layers if layer.role == "product"} >= {"int8"}
     operands = {f"{site.name}.{operand.name}": operand for site in record.coverage for operand in site.operands}
     noisiest = [operands[histogram.name].sqnr_db for histogram in record.histograms]
     assert 0 < len(noisiest) <= 6
@@ -158,6 +161,7 @@ def test_the_report_holds_every_part(place: Place) -> None:
         "score the proxy",
         "export",
         "build the engines",
+        "inspect the engine",
         "score the engine",
         "measure latency",
         "measure memory",
@@ -291,20 +295,42 @@ def test_a_head_that_no_task_reads(at: Path, capsys: pytest.CaptureFixture[str])
     assert _left(at) == ["tiny.yaml"]
 
 
-def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
     words = ["quantizer.backend=tensorrt-rtx", "engine.compute_capability=sm89"]
     assert main(["run", "tiny.yaml", *words, "--output", "out"]) == 0
     record = read_record(at / "out" / "report.json")
     if torch.cuda.is_available():
         pytest.skip("the engine is run where there is a GPU")
-    assert [score.which for score in record.scores] == ["float", "proxy"]
+    assert [score.which for score in record.scores] == ["float", "proxy", "simulation"]
     assert record.latency is None
     assert record.memory == ()
     assert record.engine is not None
     assert record.engine.verified == "not verified: built ahead of time, and there is no GPU here"
     assert (at / "out" / "model.engine").stat().st_size > 10_000
+    assert record.inspection is not None
+    assert not record.inspection.verified
+    assert record.inspection.note.startswith("an engine of tensorrt-rtx runs on an NVIDIA GPU, and there is none here")
+    assert "int8" in [share.precision for share in record.inspection.shares]
+    assert all(share.time_share is None for share in record.inspection.shares)
     assert main(["show", "out"]) == 0
+    assert main(["show", "out/model.engine"]) == 0
+    assert capsys.readouterr().out.count("not verified: an engine of tensorrt-rtx") == 3
+
+
+def test_an_engine_that_lacks_the_precision_ends_the_run(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = pipeline.build_engine
+    # The float model in the place of the quantized one.
+    monkeypatch.setattr(
+        pipeline, "build_engine", lambda name, path, *rest: build(name, path.with_name("float.onnx"), *rest)
+    )
+    assert main(["run", "tiny.yaml", "--output", "out"]) == 1
+    assert "the openvino engine lacks the precision that was asked for: the graph asks for INT8" in (
+        capsys.readouterr().err
+    )
+    assert _left(at) == ["tiny.yaml"]
 
 
 # -- complete or absent --------------------------------------------------------------------------------------------
@@ -321,6 +347,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "export": (Quantizer, "export"),
     "export float": (pipeline, "export_onnx"),
     "build": (pipeline, "build_engine"),
+    "inspect": (pipeline, "observe_engine"),
     "load engine": (pipeline, "load_engine"),
     "latency": (pipeline, "interleaved_latency"),
     "memory": (pipeline, "peak_memory_mib"),

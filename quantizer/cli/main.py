@@ -15,6 +15,7 @@ from importlib.metadata import version
 from rich.console import Console
 
 from quantizer.cli.check import Check
+from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
 from quantizer.cli.output import print_error
 from quantizer.cli.run import Run
@@ -25,7 +26,7 @@ from quantizer.errors import QuantizerError
 
 __all__ = ["VERBS", "main"]
 
-VERBS: tuple[Verb, ...] = (Run(), Validate(), Inspect(), Show(), Check())
+VERBS: tuple[Verb, ...] = (Convert(), Run(), Validate(), Inspect(), Show(), Check())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

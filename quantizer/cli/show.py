@@ -1,4 +1,4 @@
-"""``quantizer show``: the result of a finished run."""
+"""``quantizer show``: the result of a finished run, or what an engine runs in which precision."""
 
 from __future__ import annotations
 
@@ -14,24 +14,44 @@ __all__ = ["Show"]
 
 
 class Show:
-    """Print the summary of the report in a run folder."""
+    """Print the summary of the report in a run folder, or what an engine or ONNX file is made of."""
 
     name = "show"
-    help = "print the result of a finished run"
+    help = "print the result of a finished run, or what an engine runs in which precision"
     rest: str | None = None
     epilog = """\
-example:
-  quantizer show runs/minilm-sentiment-int8"""
+examples:
+  quantizer show runs/minilm-sentiment-int8
+  quantizer show runs/minilm-sentiment-int8/model.engine
+  quantizer show model.onnx --backend onnxruntime
+
+An engine is run on made-up inputs. One that cannot run here is not verified: what the ONNX file of its name asks for is
+printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("folder", metavar="RUN_FOLDER", type=Path, help="folder that `quantizer run` wrote")
+        parser.add_argument(
+            "path", metavar="PATH", type=Path, help="folder that `quantizer run` wrote, an engine file or an ONNX file"
+        )
+        parser.add_argument("--backend", metavar="NAME", help="whose engine it is (default: what the file says)")
+        parser.add_argument("--batch", metavar="N", type=int, default=8, help="rows in a batch (default: 8)")
+        parser.add_argument("--sequence", metavar="N", type=int, default=128, help="tokens in a row (default: 128)")
+        parser.add_argument("--threads", metavar="N", type=int, default=1, help="threads of the CPU (default: 1)")
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        folder: Path = args.folder
-        if not (folder / "report.json").is_file():
-            what = "holds no report.json" if folder.is_dir() else "is no folder"
-            raise QuantizerError(f"{folder} {what}; expected a folder that `quantizer run` wrote, such as runs/NAME")
+        path: Path = args.path
+        if path.is_file():
+            from quantizer.engines import inspect_file
+            from quantizer.report.engine_table import print_inspection
+
+            found = inspect_file(path, args.backend, threads=args.threads, batch=args.batch, sequence=args.sequence)
+            print_inspection(found, console)
+            return 0
+        if not (path / "report.json").is_file():
+            what = "holds no report.json" if path.is_dir() else "is no folder"
+            raise QuantizerError(
+                f"{path} {what}; expected a folder that `quantizer run` wrote, such as runs/NAME, or an engine file"
+            )
         from quantizer.report.summary import print_summary
 
-        print_summary(folder, console)
+        print_summary(path, console)
         return 0

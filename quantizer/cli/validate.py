@@ -11,6 +11,7 @@ from quantizer.cli.output import print_error
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
 from quantizer.errors import ConfigError
+from quantizer.settings import refuse_run
 
 __all__ = ["Validate"]
 
@@ -35,6 +36,7 @@ example:
         for path in args.configs:
             try:
                 config = load_run(path)
+                refuse_run(config)
             except ConfigError as error:
                 print_error(error)
                 code = 1

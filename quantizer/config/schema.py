@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
+from typing import Any
 from typing import Literal
 
 from pydantic import AfterValidator
 from pydantic import BeforeValidator
 from pydantic import Field
 from pydantic import ValidationInfo
+from pydantic import WrapValidator
 from pydantic import field_validator
+from pydantic_core import PydanticCustomError
 
 from quantizer.config.data_section import DataConfig
 from quantizer.config.data_section import ModelConfig
@@ -55,13 +59,28 @@ class ExportConfig(Section):
     dynamic: DynamicConfig = Field(default=DynamicConfig(), description="Sizes of the dynamic axes.")
 
 
+def _capability(value: Any) -> str | tuple[str, ...] | None:
+    if value is None:
+        return None
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(
+        isinstance(name, str) and re.fullmatch("sm[0-9]{2,3}", name) for name in names
+    ):
+        raise PydanticCustomError("capability", "Input should be a compute capability or a list of them")
+    return tuple(some_and_unique(names)) if isinstance(value, list | tuple) else value
+
+
 class EngineConfig(Section):
     """How the engine is built and run."""
 
-    compute_capability: (
-        Annotated[str, Field(pattern=r"^sm[0-9]{2,3}$"), Expects("a compute capability such as 'sm89'")] | None
-    ) = Field(
-        default=None, description="GPU that the engine is built for, such as 'sm89'; null: the one in this machine."
+    compute_capability: Annotated[
+        str | tuple[str, ...] | None,
+        WrapValidator(lambda value, _: _capability(value)),
+        Expects("a compute capability such as 'sm89', or a list of such"),
+    ] = Field(
+        default=None,
+        description="GPUs that the engine is built for ahead of time: 'sm89', or a list for several in one engine; "
+        "null: the one in this machine.",
     )
     threads: int = Field(default=1, ge=1, description="CPU threads that the engine runs with.")
 

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quantizer.engines.inspection import Inspection
 from quantizer.errors import EngineError
 
 __all__ = [
@@ -73,11 +74,12 @@ class Engine(Protocol):
     def output_names(self) -> tuple[str, ...]:
         """The names of the outputs, in the order of the ONNX file."""
 
-    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Run it once.
 
         Args:
-            inputs: one array for each of ``input_names``, of the type and shape that ``inputs`` states.
+            inputs: one array or ``torch.Tensor`` for each of ``input_names``, of the type and shape that ``inputs``
+                states.
 
         Raises:
             EngineError: an input is missing, unknown, or of another type or shape; or the run failed.
@@ -91,16 +93,19 @@ class BuildOptions:
     Attributes:
         dynamic: smallest, usual and largest size of each dynamic dimension, by the name that it has in the ONNX file
             (``{"batch": (1, 8, 32)}``). TensorRT needs it; engines on a CPU take any size and ignore it.
-        compute_capability: the GPU generation to build for ahead of time (``sm89``), with TensorRT-RTX; None builds
-            one engine for all from compute capability 8.0 on.
+        compute_capability: the GPU generations to build for ahead of time (``sm89``, or several of them in one
+            engine), with TensorRT-RTX; None builds one engine for all from compute capability 8.0 on.
+        timing_cache: a file in which TensorRT keeps how fast kernels are on this GPU: read where it exists, written
+            after the build. TensorRT-RTX has no such times.
         progress: told how far the build is.
 
     Raises:
-        EngineError: a range that is not ``1 <= smallest <= usual <= largest``.
+        EngineError: a range that is not ``1 <= smallest <= usual <= largest``; an empty list of compute capabilities.
     """
 
     dynamic: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    compute_capability: str | None = None
+    compute_capability: str | Sequence[str] | None = None
+    timing_cache: Path | None = None
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -110,6 +115,14 @@ class BuildOptions:
                     f"the range of dimension {dimension!r} is {list(sizes)}: "
                     "give [smallest, usual, largest] with 1 <= smallest <= usual <= largest"
                 )
+        if self.compute_capability is not None and not self.capabilities:
+            raise EngineError("compute_capability is an empty list: name at least one, such as sm89, or leave it out")
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """The compute capabilities, each once, in lower case; empty where none is named."""
+        named = self.compute_capability or ()
+        return tuple(dict.fromkeys(name.lower() for name in ((named,) if isinstance(named, str) else named)))
 
 
 @dataclass(frozen=True)
@@ -123,11 +136,15 @@ class BuildResult:
 
 
 class Backend(Protocol):
-    """Builds and loads the engines of one library. Neither method imports the library before it needs it."""
+    """Builds, loads and inspects the engines of one library. No method imports the library before it needs it."""
 
     @property
     def name(self) -> str:
         """The name that a configuration gives it."""
+
+    @property
+    def device(self) -> str:
+        """Where its engines run: ``cpu`` or ``cuda``."""
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Write ``engine_path``, one file that needs the ONNX file no more; whole, or not at all.
@@ -145,9 +162,25 @@ class Backend(Protocol):
             MissingDependencyError: the library is not installed.
         """
 
+    def inspect(
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+    ) -> Inspection:
+        """Run an engine file on made-up inputs and ask the library what runs in which precision.
 
-def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """``inputs`` in the order of ``specs``, as contiguous arrays.
+        Args:
+            path: what ``load`` takes.
+            threads: threads of the CPU.
+            batch: size of the first dimension of an input, where it is dynamic.
+            sequence: size of its other dynamic dimensions.
+
+        Raises:
+            EngineError: the file is missing or cannot be run here.
+            MissingDependencyError: the library is not installed.
+        """
+
+
+def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str, Any]) -> dict[str, Array]:
+    """``inputs``, arrays or tensors, in the order of ``specs`` as contiguous arrays.
 
     Raises:
         EngineError: one is missing or unknown, or has another type or shape than its spec.
@@ -160,7 +193,9 @@ def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str
         raise EngineError(f"{engine} engine: it has no input {', '.join(map(repr, wrong))}; it takes {expected}")
     arrays: dict[str, Array] = {}
     for spec in specs:
-        array = np.asarray(inputs[spec.name], order="C")
+        value = inputs[spec.name]
+        # A tensor may be on another device, or ask for gradients; torch itself is not needed to ask it.
+        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value, order="C")
         fits = len(array.shape) == len(spec.shape) and all(
             size in (None, actual) for size, actual in zip(spec.shape, array.shape, strict=True)
         )

@@ -10,7 +10,10 @@ from typing import BinaryIO
 from quantizer import files
 from quantizer.errors import EngineError
 
-__all__ = ["checked_engine", "checked_onnx", "checked_output", "whole_file"]
+__all__ = ["RTX_MAGIC", "checked_engine", "checked_onnx", "checked_output", "whole_file"]
+
+RTX_MAGIC = b"vtrt"
+"""How an engine of TensorRT-RTX begins."""
 
 # Fields of onnx.ModelProto that are messages, strings or numbers; field 7 is the graph.
 _MODEL_FIELDS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26})

@@ -13,36 +13,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
-from quantizer.engines.base import Array
-from quantizer.engines.base import TensorSpec
 from quantizer.engines.benchmark import PeakMemory
+from quantizer.engines.inputs import made_up_inputs
 from quantizer.engines.optional import import_library
 from quantizer.engines.registry import load_engine
 from quantizer.errors import QuantizerError
 
-__all__ = ["main", "made_up_inputs", "peak_rss_mib"]
+__all__ = ["main", "peak_rss_mib"]
 
 _RUNS = 3
 # What a backend's own load() imports; imported first, so that the baseline has it.
 _LIBRARIES = {"openvino": "openvino", "onnxruntime": "onnxruntime", "onnxruntime-avx2": "onnxruntime"}
-
-
-def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int) -> dict[str, Array]:
-    """An array for each input: ones for integers (a valid token id and mask), small random numbers for floats.
-
-    Shapes: [None, 384] gives [batch, 384], [None, None] gives [batch, sequence].
-    """
-    random = np.random.default_rng(0)
-    arrays: dict[str, Array] = {}
-    for spec in specs:
-        shape = [
-            size if size is not None else (batch if axis == 0 else sequence) for axis, size in enumerate(spec.shape)
-        ]
-        values = random.standard_normal(shape) if spec.dtype.kind == "f" else np.ones(shape)
-        arrays[spec.name] = values.astype(spec.dtype)
-    return arrays
 
 
 def peak_rss_mib() -> float:

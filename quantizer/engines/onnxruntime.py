@@ -6,8 +6,12 @@ of the machine at hand when it loads the file.
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,16 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.facts import inspection_from_layers
+from quantizer.engines.facts import run_note
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
 from quantizer.engines.files import whole_file
+from quantizer.engines.inputs import made_up_inputs
+from quantizer.engines.inspection import Inspection
+from quantizer.engines.onnxruntime_inspect import observed_layers
 from quantizer.engines.optional import import_library
+from quantizer.engines.refusal import refusal
 from quantizer.engines.registry import backends
 from quantizer.errors import EngineError
 
@@ -58,7 +68,7 @@ class ONNXRuntimeEngine:
         self.output_names = tuple(node.name for node in session.get_outputs())
         self._session = session
 
-    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Run it once; the arrays that come back are the caller's own."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         try:
@@ -75,6 +85,8 @@ class ONNXRuntimeBackend:
     Args:
         name: the backend's name; what an engine computes depends on the file and the machine alone.
     """
+
+    device = "cpu"
 
     def __init__(self, name: str = "onnxruntime") -> None:
         self.name = name
@@ -95,7 +107,13 @@ class ONNXRuntimeBackend:
             settings = _settings(ort, threads=1)
             settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
             settings.optimized_model_filepath = str(part)
-            _session(ort, onnx_path, settings)
+            try:
+                _session(ort, onnx_path, settings)
+            except EngineError as error:
+                # The library says of a full disk that serialization failed.
+                if part.exists() and shutil.disk_usage(part.parent).free < onnx_path.stat().st_size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+                raise
             if _EXTERNAL_WEIGHTS in part.read_bytes():
                 raise EngineError(
                     f"{onnx_path} keeps weights in another file, and an ONNX Runtime engine would go on needing it: "
@@ -111,6 +129,19 @@ class ONNXRuntimeBackend:
         ort = import_library("onnxruntime", "onnxruntime")
         return ONNXRuntimeEngine(_session(ort, path, _settings(ort, threads)))
 
+    def inspect(
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+    ) -> Inspection:
+        """Run an engine file or any other ONNX file under the profiler."""
+        checked_onnx(path)
+        ort = import_library("onnxruntime", "onnxruntime")
+        layers = observed_layers(
+            partial(_session, ort, path),
+            _settings(ort, threads),
+            lambda session: made_up_inputs(ONNXRuntimeEngine(session).inputs, batch, sequence),
+        )
+        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
+
 
 def _settings(ort: Any, threads: int) -> Any:
     settings = ort.SessionOptions()
@@ -125,7 +156,7 @@ def _session(ort: Any, path: Path, settings: Any) -> Any:
         return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         # The library's exceptions have no common base of their own.
-        raise EngineError(f"ONNX Runtime refused {path}: {error}") from error
+        raise EngineError(f"ONNX Runtime refused {path}: {refusal(path, str(error))}") from error
 
 
 def _spec(node: Any) -> TensorSpec:

@@ -20,11 +20,17 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.facts import inspection_from_layers
+from quantizer.engines.facts import run_note
 from quantizer.engines.files import checked_engine
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
 from quantizer.engines.files import whole_file
+from quantizer.engines.inputs import made_up_inputs
+from quantizer.engines.inspection import Inspection
+from quantizer.engines.openvino_inspect import observed_layers
 from quantizer.engines.optional import import_library
+from quantizer.engines.refusal import refusal
 from quantizer.engines.registry import backends
 from quantizer.errors import EngineError
 
@@ -49,7 +55,7 @@ class OpenVINOEngine:
         self.output_names = tuple(_port_name(port) for port in compiled.outputs)
         self._request = compiled.create_infer_request()
 
-    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Run it once; the arrays that come back are the caller's own."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         try:
@@ -64,6 +70,7 @@ class OpenVINOBackend:
     """Builds and loads OpenVINO engines for the CPU."""
 
     name = "openvino"
+    device = "cpu"
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Compile the ONNX file and write the compiled model."""
@@ -92,19 +99,16 @@ class OpenVINOBackend:
             threads: threads of the CPU to run on.
             precision: the type of the float rest, ``f32`` or ``bf16``.
         """
-        settings = _settings(threads, precision)
-        if path.suffix.lower() == ".onnx":
-            return OpenVINOEngine(_compile(import_library("openvino", "openvino"), checked_onnx(path), settings))
-        checked_engine(path)
-        ov = import_library("openvino", "openvino")
-        try:
-            return OpenVINOEngine(ov.Core().import_model(path.read_bytes(), "CPU", settings))
-        except RuntimeError as error:
-            raise EngineError(
-                f"{path} is not an engine that OpenVINO {ov.__version__.partition('-')[0]} can load here: "
-                f"{_reason(error)} An engine belongs to the release and the kind of processor that built it: "
-                "build it again from its ONNX file"
-            ) from error
+        return OpenVINOEngine(_loaded(path, _settings(threads, precision)))
+
+    def inspect(
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+    ) -> Inspection:
+        """Run an engine file, or an ``.onnx`` file, with its counters on."""
+        compiled = _loaded(path, {**_settings(threads, "f32"), "PERF_COUNT": True})
+        inputs = made_up_inputs(OpenVINOEngine(compiled).inputs, batch, sequence)
+        layers = observed_layers(compiled, inputs)
+        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
 
 
 def _settings(threads: int, precision: str) -> dict[str, object]:
@@ -117,12 +121,28 @@ def _settings(threads: int, precision: str) -> dict[str, object]:
     }
 
 
+def _loaded(path: Path, settings: Mapping[str, object]) -> Any:
+    """The compiled model of an engine file, or of one whose name ends in ``.onnx``."""
+    if path.suffix.lower() == ".onnx":
+        return _compile(import_library("openvino", "openvino"), checked_onnx(path), settings)
+    checked_engine(path)
+    ov = import_library("openvino", "openvino")
+    try:
+        return ov.Core().import_model(path.read_bytes(), "CPU", dict(settings))
+    except RuntimeError as error:
+        raise EngineError(
+            f"{path} is not an engine that OpenVINO {ov.__version__.partition('-')[0]} can load here: "
+            f"{_reason(error)} An engine belongs to the release and the kind of processor that built it: "
+            "build it again from its ONNX file"
+        ) from error
+
+
 def _compile(ov: Any, onnx_path: Path, settings: Mapping[str, object]) -> Any:
     core = ov.Core()
     try:
         return core.compile_model(core.read_model(str(onnx_path)), "CPU", dict(settings))
     except RuntimeError as error:
-        raise EngineError(f"OpenVINO refused {onnx_path}: {_reason(error)}") from error
+        raise EngineError(f"OpenVINO refused {onnx_path}: {refusal(onnx_path, _reason(error))}") from error
 
 
 def _spec(port: Any) -> TensorSpec:

@@ -11,10 +11,11 @@ from quantizer.engines.base import Backend
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import Engine
+from quantizer.engines.inspection import Inspection
 from quantizer.errors import EngineError
 from quantizer.registry import Registry
 
-__all__ = ["backend", "backends", "build_engine", "load_engine"]
+__all__ = ["backend", "backends", "build_engine", "inspect_engine", "load_engine"]
 
 backends: Registry[Backend] = Registry("backend")
 
@@ -58,3 +59,25 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1) -> Engine:
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
     return backend(name).load(Path(path), threads=threads)
+
+
+def inspect_engine(
+    name: str, path: str | Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+) -> Inspection:
+    """What runs in which precision, as the backend ``name`` itself reports it.
+
+    Args:
+        name: a name from ``backends``.
+        path: an engine file of that backend; engines on a CPU also take an ``.onnx`` file.
+        threads: threads of the CPU.
+        batch: size of the first dimension of an input, where it is dynamic.
+        sequence: size of its other dynamic dimensions.
+
+    Raises:
+        EngineError: unknown backend, or a file that is missing, not of this backend, or cannot be run here.
+        MissingDependencyError: the backend's library is not installed.
+    """
+    for word, value in (("threads", threads), ("batch", batch), ("sequence", sequence)):
+        if value < 1:
+            raise EngineError(f"{word} is {value}, expected 1 or more")
+    return backend(name).inspect(Path(path), threads=threads, batch=batch, sequence=sequence)

@@ -14,21 +14,33 @@ from typing import Any
 
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
+from quantizer.engines.facts import inspection_from_layers
+from quantizer.engines.facts import run_note
+from quantizer.engines.files import RTX_MAGIC
 from quantizer.engines.files import checked_engine
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
 from quantizer.engines.files import whole_file
+from quantizer.engines.inputs import made_up_inputs
+from quantizer.engines.inspection import Inspection
 from quantizer.engines.monitor import BuildMonitor
 from quantizer.engines.monitor import run_monitored
 from quantizer.engines.monitor import trt_monitor
 from quantizer.engines.optional import import_library
+from quantizer.engines.refusal import hint_for
+from quantizer.engines.refusal import named_node
 from quantizer.engines.registry import backends
+from quantizer.engines.tensorrt_cache import save_cache
+from quantizer.engines.tensorrt_cache import use_cache
 from quantizer.engines.tensorrt_run import TensorRTEngine
 from quantizer.engines.tensorrt_run import TrtLog
 from quantizer.engines.tensorrt_run import trt_log
 from quantizer.errors import EngineError
+from quantizer.targets import profile
 
 __all__ = ["TensorRTBackend"]
+
+_HEAD = 24
 
 
 class TensorRTBackend:
@@ -38,6 +50,8 @@ class TensorRTBackend:
         name: the backend's name, which is also that of the extra.
         modules: where its Python API may be found, best first.
     """
+
+    device = "cuda"
 
     def __init__(self, name: str, modules: Sequence[str]) -> None:
         self.name = name
@@ -49,17 +63,24 @@ class TensorRTBackend:
         checked_onnx(onnx_path)
         checked_output(engine_path)
         trt = self._import()
-        wanted = options.compute_capability
-        capability = None if wanted is None else self._capability(trt, wanted)
+        capabilities = [self._capability(trt, name) for name in options.capabilities]
+        self._check_cache(trt, options.timing_cache)
         log = TrtLog()
         builder = self._builder(trt, log)
         # Strong typing is the only mode of newer releases, which accept the flag and ignore it.
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         config = builder.create_builder_config()
-        if capability is not None:
-            config.num_compute_capabilities = 1
-            config.set_compute_capability(capability, 0)
+        # Without it the inspector tells names and no types.
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        if capabilities:
+            config.num_compute_capabilities = len(capabilities)
+        for index, found in enumerate(capabilities):
+            config.set_compute_capability(found, index)
+        if options.timing_cache is not None:
+            use_cache(config, options.timing_cache)
         parser = _parse(self.name, trt, network, log, onnx_path)
+        for capability in options.capabilities:
+            _refuse_fp8(self.name, capability, onnx_path, _narrow_nodes(trt, network))
         _add_ranges(builder, config, network, options.dynamic)
         state = BuildMonitor()
         config.progress_monitor = trt_monitor(trt, state)
@@ -67,12 +88,15 @@ class TensorRTBackend:
         plan = run_monitored(lambda: builder.build_serialized_network(network, config), state, options.progress)
         if plan is None:
             raise EngineError(
-                f"{self.name} could not build {onnx_path}: {log.reason()}{_narrow_nodes(trt, network, log)}"
+                f"{self.name} could not build {onnx_path}: {log.reason()}{_named(trt, network, log)}"
+                f"{hint_for(log.reason())}"
             )
         # The network refers to weights that the parser owns.
         del parser
         with whole_file(engine_path) as part:
             part.write_bytes(memoryview(plan))
+        if options.timing_cache is not None:
+            save_cache(config, options.timing_cache)
         if options.progress:
             options.progress(1.0, "written")
         return BuildResult(
@@ -86,7 +110,21 @@ class TensorRTBackend:
             EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
         """
         checked_engine(path)
+        if self.name == "tensorrt-rtx":
+            _check_head(path)
         return TensorRTEngine(self.name, self._import(), path)
+
+    def inspect(
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+    ) -> Inspection:
+        """Run an engine on the GPU under a profiler and ask its inspector.
+
+        Raises:
+            EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
+        """
+        engine = self.load(path, threads=threads)
+        layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence))
+        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
 
     def _import(self) -> Any:
         return import_library(self.name, *self._modules)
@@ -100,6 +138,14 @@ class TensorRTBackend:
                 f"{self.name} cannot build on this machine: {log.reason()}; backend tensorrt-rtx builds without a GPU"
             ) from error
 
+    def _check_cache(self, trt: Any, path: Path | None) -> None:
+        if path is not None and hasattr(trt, "ComputeCapability"):
+            raise EngineError(
+                f"backend {self.name} measures no kernels when it builds: leave out timing_cache, or use tensorrt"
+            )
+        if path is not None:
+            checked_output(path)
+
     def _capability(self, trt: Any, name: str) -> Any:
         if not hasattr(trt, "ComputeCapability"):
             raise EngineError(
@@ -110,6 +156,23 @@ class TensorRTBackend:
         if name.lower() not in known:
             raise EngineError(f"unknown compute capability {name!r} for {self.name}; known: {', '.join(known)}")
         return known[name.lower()]
+
+
+def _check_head(path: Path) -> None:
+    """Refuse what is no whole engine of TensorRT-RTX, before it is handed to a GPU.
+
+    As 1.7 writes it, an engine begins with four letters, twelve bytes and its own size in eight more.
+
+    Raises:
+        EngineError: another file, or one that is cut short.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(_HEAD)
+    if not head.startswith(RTX_MAGIC):
+        raise EngineError(f"{path} is no engine of tensorrt-rtx: build it again from its ONNX file")
+    size, told = path.stat().st_size, int.from_bytes(head[16:_HEAD], "little")
+    if len(head) < _HEAD or size < told:
+        raise EngineError(f"{path} is cut short: it has {size} bytes of {told}; copy it again, or build it again")
 
 
 def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:
@@ -124,10 +187,10 @@ def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> A
     problems = []
     for index in range(parser.num_errors):
         error = parser.get_error(index)
-        where = f"node {error.node_name()!r} ({error.node_operator()}): " if error.node_operator() else ""
+        where = f"{named_node(error.node_name(), error.node_operator())}: " if error.node_operator() else ""
         # An operator that it does not know is looked for among the plugins, and that is all that it tells.
         told = "neither an operator of it nor a plugin" if "Plugin not found" in error.desc() else error.desc()
-        problems.append(f"  - {where}{told}")
+        problems.append(f"  - {where}{told}{hint_for(error.desc())}")
     raise EngineError(f"{name} refused {onnx_path}:\n" + "\n".join(problems or [f"  - {log.reason()}"]))
 
 
@@ -162,17 +225,31 @@ def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, S
         config.add_optimization_profile(profile)
 
 
-def _narrow_nodes(trt: Any, network: Any, log: TrtLog) -> str:
-    """Names of the nodes that make FP8 or FP4, when the builder complained of types that a GPU generation lacks."""
-    if "datatypes" not in log.reason():
-        return ""
+def _refuse_fp8(name: str, capability: str, onnx_path: Path, nodes: Sequence[str]) -> None:
+    """Refuse FP8 for a GPU generation from before it."""
+    first = profile(name).fp8_from
+    if nodes and first is not None and int(capability.lower().removeprefix("sm")) < first:
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        raise EngineError(
+            f"{name} cannot build {onnx_path} for {capability}, which has no FP8: it came with sm{first}, and the file "
+            f"has it at node {nodes[0]!r}{more}; build for sm{first} or later, or quantize with dtype int8"
+        )
+
+
+def _narrow_nodes(trt: Any, network: Any) -> list[str]:
+    """Names of the nodes that make FP8 or FP4."""
     narrow = {getattr(trt, name) for name in ("fp8", "fp4") if hasattr(trt, name)}
     layers = (network.get_layer(index) for index in range(network.num_layers))
-    names = [
+    return [
         layer.name
         for layer in layers
         if any(layer.get_output(index).dtype in narrow for index in range(layer.num_outputs))
     ]
+
+
+def _named(trt: Any, network: Any, log: TrtLog) -> str:
+    """Those nodes in words, where the builder complained of types that a GPU generation lacks."""
+    names = _narrow_nodes(trt, network) if "datatypes" in log.reason() else []
     return f"; nodes with such types: {', '.join(names)}" if names else ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,13 @@ import numpy as np
 from quantizer.engines.base import Array
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.facts import RUNS
+from quantizer.engines.facts import WARMUP
+from quantizer.engines.inspection import Layer
+from quantizer.engines.tensorrt_inspect import layers_from_json
 from quantizer.errors import EngineError
 
-__all__ = ["TensorRTEngine", "TrtLog", "trt_log"]
+__all__ = ["TensorRTEngine", "TrtLog", "trt_log", "trt_profiler"]
 
 # Said after every other message where there is no driver, also when all goes well.
 _NOISE = "catchCudaError"
@@ -45,6 +51,19 @@ def trt_log(trt: Any, log: TrtLog) -> Any:
     return Logger()
 
 
+def trt_profiler(trt: Any, times_ms: dict[str, list[float]]) -> Any:
+    """An ``IProfiler`` of the module ``trt`` that adds the time of each layer to ``times_ms``."""
+
+    class Profiler(trt.IProfiler):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProfiler.__init__(self)
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            times_ms[layer_name].append(ms)
+
+    return Profiler()
+
+
 class TensorRTEngine:
     """A deserialized engine with one execution context on the current GPU. Untested without a GPU.
 
@@ -63,6 +82,7 @@ class TensorRTEngine:
         import torch
 
         self.name = name
+        self._trt = trt
         if not torch.cuda.is_available():
             raise EngineError(
                 f"cannot run {path}: no NVIDIA GPU with a driver here, or a PyTorch without CUDA. "
@@ -89,7 +109,7 @@ class TensorRTEngine:
         shape = tuple(None if size == -1 else int(size) for size in self._engine.get_tensor_shape(name))
         return TensorSpec(name, self._dtypes[name], shape)
 
-    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Copy the inputs to the GPU, run once, and copy the outputs back."""
         import torch
 
@@ -111,3 +131,17 @@ class TensorRTEngine:
             raise EngineError(f"{self.name} could not run the engine")
         stream.synchronize()
         return {name: tensors[name].cpu().numpy() for name in self.output_names}
+
+    def observed_layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
+        """The layers as the engine's inspector tells them at the shapes of ``inputs``, with the times of a profiler."""
+        for _ in range(WARMUP):
+            self(inputs)
+        times: dict[str, list[float]] = defaultdict(list)
+        profiler = trt_profiler(self._trt, times)
+        self._context.profiler = profiler
+        for _ in range(RUNS):
+            self(inputs)
+        inspector = self._engine.create_engine_inspector()
+        inspector.execution_context = self._context
+        told = inspector.get_engine_information(self._trt.LayerInformationFormat.JSON)
+        return layers_from_json(told, {name: 1000 * statistics.median(taken) for name, taken in times.items()})

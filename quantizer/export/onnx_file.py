@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -21,21 +19,22 @@ from torch import nn
 
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
-from quantizer.export.passes import PASSES
-from quantizer.export.passes import UnsignedActivations
+from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
-from quantizer.export.translate import BLOCKS_OPSET
 from quantizer.export.translate import translations
-from quantizer.numerics.qtype import QTYPES
+from quantizer.export.write import check_folder
+from quantizer.export.write import write_onnx
+from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.regions import Regions
+from quantizer.proxy.regions import convert_floats
 
 __all__ = ["export_onnx", "least_opset"]
 
 Axes = Mapping[str, Mapping[int, str]]
 
 _HALF_SCALES_OPSET = 19
-_STORAGE = {kind.storage for kind in QTYPES.values()}
 
 
 def export_onnx(
@@ -45,6 +44,7 @@ def export_onnx(
     *,
     opset: int,
     dtype: torch.dtype,
+    regions: Regions | None = None,
     axes: Axes | None = None,
     unsigned: Literal["none", "weighted", "all"] = "none",
 ) -> Path:
@@ -56,6 +56,7 @@ def export_onnx(
         example: one batch: a mapping, or a tuple or list.
         opset: at least 19 where scales are half.
         dtype: the float type of everything that is not quantized, scales included.
+        regions: the modules that stay float32 where ``dtype`` is float16.
         axes: input name to {axis: dimension name}; None: ``batch`` and ``sequence`` by convention.
         unsigned: where activations are stored as UINT8, see ``TargetProfile.unsigned_activations``.
 
@@ -65,27 +66,41 @@ def export_onnx(
     """
     for package in ("onnx", "onnxscript", "onnx_ir"):
         _require(package)
-    _check_folder(path)
+    check_folder(path)
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
         raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
+    for name, quantizer in _enabled(model):
+        if opset < _least_opset(quantizer):
+            what = "scales of blocks" if quantizer.block_size is not None else quantizer.dtype
+            raise ExportError(f"opset={opset}: {what} ({name}) needs opset {_least_opset(quantizer)} or later")
     # A copy is converted, and put in eval mode: in place it would change what the caller holds.
-    exported = _converted(copy.deepcopy(model).eval(), dtype)
-    args, keywords = _split(example, dtype)
+    regions = regions or Regions()
+    exported = convert_floats(copy.deepcopy(model).eval(), dtype, regions)
+    args, keywords = _split(example, regions.io_dtype(dtype))
     names = _output_names(model, example)
     _name_inputs(exported, keywords)
     program = _export(exported, args, keywords, opset, _dynamic_shapes(exported, args, keywords, axes), names)
     ir_model = program.model
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
-    run_passes(ir_model, PASSES if unsigned == "none" else (*PASSES, UnsignedActivations(unsigned)))
-    _write(ir_model, path)
+    run_passes(ir_model, passes(unsigned))
+    write_onnx(ir_model, path)
     return path
 
 
 def least_opset(model: nn.Module) -> int:
     """The first opset that has all formats in which a frozen proxy holds operands; 0 where it holds none."""
-    held = [quantizer for quantizer in model.modules() if isinstance(quantizer, OperandQuantizer) and quantizer.enabled]
-    return max((BLOCKS_OPSET if q.block_size is not None else qtype(q.dtype).onnx_opset for q in held), default=0)
+    return max((_least_opset(quantizer) for _, quantizer in _enabled(model)), default=0)
+
+
+def _enabled(model: nn.Module) -> Iterator[tuple[str, OperandQuantizer]]:
+    for name, module in model.named_modules():
+        if isinstance(module, OperandQuantizer) and module.enabled:
+            yield name, module
+
+
+def _least_opset(quantizer: OperandQuantizer) -> int:
+    return BLOCKS_OPSET if quantizer.block_size is not None else qtype(quantizer.dtype).onnx_opset
 
 
 def _require(package: str) -> None:
@@ -93,25 +108,6 @@ def _require(package: str) -> None:
         __import__(package)
     except ImportError as error:
         raise MissingDependencyError(package, "onnx") from error
-
-
-def _check_folder(path: Path) -> None:
-    if path.is_dir():
-        raise ExportError(f"{path} is a folder; expected the name of a file, such as model.onnx")
-    if not path.parent.is_dir():
-        raise ExportError(f"{path}: the folder {path.parent} does not exist; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise ExportError(f"{path}: the folder {path.parent} cannot be written")
-
-
-def _converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model in another float type, in place. ``Module.to`` would convert stored steps of FP8 as well."""
-
-    def convert(value: Tensor) -> Tensor:
-        return value.to(dtype) if value.is_floating_point() and value.dtype not in _STORAGE else value
-
-    converted: nn.Module = model._apply(convert)  # type: ignore[no-untyped-call]
-    return converted
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -248,27 +244,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _write(ir_model: Any, path: Path) -> None:
-    """Check the model and put it into its place in one step."""
-    import onnx
-    import onnx_ir
-
-    proto = onnx_ir.to_proto(ir_model)
-    try:
-        onnx.checker.check_model(proto)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except onnx.checker.ValidationError as error:
-        raise ExportError(f"{path}: onnx.checker refuses the graph: {error}") from error
-    except OSError as error:
-        raise ExportError(f"{path} cannot be written: {error.strerror}") from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(proto.SerializeToString())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ExportError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 from quantizer.errors import ExportError
+from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
 
-__all__ = ["BLOCKS_OPSET", "translations"]
-
-BLOCKS_OPSET = 21
-"""QuantizeLinear has scales of blocks from here on."""
+__all__ = ["translations"]
 
 
 def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FP8", "INT4", "INT8", "QTYPES", "UINT8", "QType", "qtype"]
+__all__ = ["BLOCKS_OPSET", "FP8", "INT4", "INT8", "QTYPES", "UINT8", "QType", "qtype"]
+
+BLOCKS_OPSET = 21
+"""The first version of ONNX whose ``QuantizeLinear`` has scales of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

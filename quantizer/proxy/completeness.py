@@ -9,6 +9,7 @@ What a library computes in an operator of its own (a Triton kernel, say) is no p
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Iterable
@@ -116,6 +117,9 @@ class ProductCounter:
         self._known: dict[Any, tuple[Reason, str]] = {}
         self._paths: dict[int, str] = {}
         self._running: list[nn.Module] = []
+        self._calls: list[int] = []
+        self._numbers = itertools.count()
+        self._frames: tuple[tuple[str, int], ...] | None = None
         self._thread = 0
         self._handles: list[Any] = []
 
@@ -125,6 +129,7 @@ class ProductCounter:
         if not self._paths:
             self._paths = {id(module): path for path, module in model.named_modules()}
         self._running, self._thread = [model], threading.get_ident()
+        self._calls, self._frames = [next(self._numbers)], None
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -135,6 +140,17 @@ class ProductCounter:
         for handle in self._handles:
             handle.remove()
         self._handles, self._running = [], []
+
+    def frames(self) -> tuple[tuple[str, int], ...]:
+        """The modules of the model that run, the outermost first: the path of each, and the number of its call."""
+        if self._frames is None:
+            running = zip(self._running, self._calls, strict=True)
+            self._frames = tuple(
+                (self._paths[id(module)], number)
+                for module, number in running
+                if id(module) in self._paths and not isinstance(module, Site)
+            )
+        return self._frames
 
     def products(self) -> tuple[CountedProduct, ...]:
         """What was counted so far."""
@@ -168,12 +184,16 @@ class ProductCounter:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
             self._running.append(module)
+            self._calls.append(next(self._numbers))
+            self._frames = None
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if threading.get_ident() == self._thread and module in self._running:
             # After an exception, some that had no hook call are still there.
             while self._running.pop() is not module:
-                pass
+                self._calls.pop()
+            self._calls.pop()
+            self._frames = None
 
     # -- why -------------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ def decide(
             rule=rule,
             multiply_adds=record.multiply_adds,
             reads=tuple(sorted(record.reads)),
+            beyond_half=observation.magnitudes.wide.get(site.host_path),
             operands=operands,
         )
     if indivisible:

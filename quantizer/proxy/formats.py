@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import QType
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import matched
@@ -16,7 +17,7 @@ from quantizer.proxy.site import Site
 from quantizer.source.catalogue import Kind
 from quantizer.targets import TargetProfile
 
-__all__ = ["Format", "FormatRule", "Formats", "formats_for", "impossible"]
+__all__ = ["Format", "FormatRule", "Formats", "formats_for", "impossible", "least_opset_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,12 @@ class Formats:
             if (not rule.kinds or kind in rule.kinds) and (sites is None or site in sites):
                 return rule.format
         return self.default
+
+
+def least_opset_of(wanted: Format) -> int:
+    """The first ONNX opset in which both formats can be written."""
+    opsets = [dtype.onnx_opset for dtype in (wanted.activations, wanted.weights) if dtype is not None]
+    return max(*opsets, BLOCKS_OPSET if wanted.block_size is not None else 0)
 
 
 def formats_for(

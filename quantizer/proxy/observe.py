@@ -29,6 +29,7 @@ from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.kept_batches import KeptBatches
+from quantizer.proxy.magnitudes import Magnitudes
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
 from quantizer.proxy.range_group import ChannelRange
@@ -121,6 +122,7 @@ class Observation:
         batches: forward passes of the whole proxy so far.
         provenance: origins of tensors in the pass that is running.
         counter: the products of all passes.
+        magnitudes: how large values became in all passes.
         kept: batches to run again (None: none are kept).
         make: makes a calibrator; its argument asks for a histogram.
         chosen_at: how many batches had been seen when ranges were chosen last.
@@ -150,7 +152,8 @@ class Observation:
         self.records = {site.path: SiteRecord() for site in sites}
         self.batches = 0
         self.counter = ProductCounter(skipped)
-        self.provenance = Provenance(self.counter)
+        self.magnitudes = Magnitudes()
+        self.provenance = Provenance(self.counter, self.magnitudes)
         self.kept = KeptBatches() if keep else None
         self.chosen_at = 0
         self._refused = refused
@@ -224,7 +227,8 @@ class Observation:
         self._mask = padding_mask(keywords)
         self._wanted = self.kept.wanted(args, keywords) if self.kept is not None else None
         self.counter.start(proxy)
-        self.provenance = Provenance(self.counter)
+        self.magnitudes.start(named.values())
+        self.provenance = Provenance(self.counter, self.magnitudes)
         self.provenance.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
@@ -236,6 +240,7 @@ class Observation:
     def _count(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         # A pass that fails is not counted: what it saw is no calibration.
         self.batches += 1
+        self.magnitudes.returned(result)
         if self.kept is not None and self._wanted is not None:
             self.kept.keep(*self._wanted)
 
@@ -384,7 +389,10 @@ class Observation:
         if record.group is None:
             record.group = RangeGroup(calibrator=self.make(residual), operands=[name])
         try:
-            record.group.calibrator.observe(without_padding(value, self._mask))
+            real = without_padding(value, self._mask)
+            record.group.calibrator.observe(real)
+            if real is value:
+                self.magnitudes.at_most(value, record.group.calibrator.largest)
         except CalibrationError as error:
             raise CalibrationError(f"batch {self.batches} of the calibration data: {name}: {error}") from error
         self._seen[value] = (version, record.group)

@@ -32,6 +32,7 @@ from quantizer.proxy.observe import same_weight
 from quantizer.proxy.range_group import ChannelRange
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.range_group import RangeGroup
+from quantizer.proxy.regions import Regions
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import WeightView
 
@@ -51,6 +52,7 @@ def snapshot(observation: Observation) -> bytes:
         "chosen_at": observation.chosen_at,
         "sites": {path: _plain_site(record, places) for path, record in observation.records.items()},
         "groups": [_plain_group(group, rows) for group in groups],
+        "regions": observation.magnitudes.regions().plain(),
         "products": [product.plain() for product in observation.counter.products()],
     }
     text = bytearray(json.dumps(document).encode())
@@ -88,6 +90,7 @@ def absorb(observation: Observation, data: bytes, proxy: nn.Module) -> None:
             _add_site(observation.records[path], values, parameters)
         for values in document["groups"]:
             _add_group(observation, values, counts)
+        observation.magnitudes.add(Regions.from_plain(document.get("regions")))
         for values in document["products"]:
             observation.counter.add(CountedProduct.from_plain(values))
     except (SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from quantizer.numerics.qtype import INT8
+from quantizer.proxy.regions import LARGEST_HALF
 from quantizer.proxy.weight import WeightView
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "OperandPlan",
     "Plan",
     "SitePlan",
-    "beyond_half",
     "put_back",
     "summary",
 ]
@@ -32,8 +31,6 @@ NEVER_RAN = "never ran in calibration"
 NOT_CALIBRATED = "not calibrated yet"
 PUT_BACK = "fallback"
 """The rule of a site that was put back."""
-
-_LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,11 +83,6 @@ class OperandPlan:
         return None if self.amax is None else float(self.amax.max())
 
     @property
-    def magnitude(self) -> float:
-        """The largest absolute value that was seen; 0 where none was."""
-        return max(abs(self.minimum or 0.0), abs(self.maximum or 0.0))
-
-    @property
     def scales(self) -> int:
         """How many scales it has; 1 where no range was seen."""
         return 1 if self.amax is None else self.amax.numel()
@@ -108,7 +100,8 @@ class SitePlan:
     ``rule`` is what decided: an entry of the configuration, ``target NAME`` for the target's profile (also of a site
     that is quantized), ``fallback``; None: what calibration saw of the operands, as ``reason`` says.
 
-    ``reads`` are the parameters among its operands, whether quantized or not.
+    ``reads`` are the parameters among its operands, whether quantized or not. ``beyond_half`` is the largest magnitude
+    in its module where float16 cannot hold that (None: it can).
     """
 
     name: str
@@ -122,6 +115,7 @@ class SitePlan:
     rule: str | None = None
     multiply_adds: int = 0
     reads: tuple[str, ...] = ()
+    beyond_half: float | None = None
     operands: tuple[OperandPlan, ...] = ()
 
 
@@ -133,7 +127,7 @@ def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
     result: Plan = {}
     for path, entry in plan.items():
         operands = tuple(
-            replace(o, quantized=False, reason=groups[o.group] + _width(o))
+            replace(o, quantized=False, reason=groups[o.group] + _width(entry))
             if o.quantized and o.group is not None and o.group in groups
             else o
             for o in entry.operands
@@ -148,23 +142,10 @@ def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
     return result
 
 
-def beyond_half(plan: Mapping[str, SitePlan]) -> dict[str, float]:
-    """The activations whose values float16 cannot hold, with the largest: by ``SITE.OPERAND``.
-
-    Quantized ones too: until it is rounded, an operand is a float.
-    """
-    return {
-        f"{site.name}.{operand.name}": operand.magnitude
-        for site in plan.values()
-        for operand in site.operands
-        if operand.role == "activation" and operand.magnitude > _LARGEST_HALF
-    }
-
-
-def _width(operand: OperandPlan) -> str:
-    if operand.magnitude <= _LARGEST_HALF:
+def _width(site: SitePlan) -> str:
+    if site.beyond_half is None:
         return ""
-    return f", in float32: calibration saw {operand.magnitude:.3g}, and float16 ends at {_LARGEST_HALF:.0f}"
+    return f", in float32: calibration saw {site.beyond_half:.3g} here, and float16 ends at {LARGEST_HALF:.0f}"
 
 
 def summary(operands: tuple[OperandPlan, ...]) -> str:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.proxy.completeness import ProductCounter
+from quantizer.proxy.magnitudes import Magnitudes
 from quantizer.proxy.products import PRODUCTS
 from quantizer.proxy.products import is_composite
 from quantizer.proxy.products import product_name
@@ -47,14 +48,15 @@ _OF_SOFTMAX = Origin("softmax", "")
 
 
 class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks origins while it is entered, and tells a counter of every product."""
+    """Tracks origins while it is entered, and tells others of every product and of every operation."""
 
-    def __init__(self, counter: ProductCounter) -> None:
+    def __init__(self, counter: ProductCounter, magnitudes: Magnitudes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # By id, with the tensor that had it: another may get the id of one that died. torch's WeakIdKeyDictionary does
         # the same, at the price of several Python calls.
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
         self._counter = counter
+        self._magnitudes = magnitudes
 
     def mark(self, value: Any, origin: Origin) -> None:
         """Say that ``value`` was made by a site."""
@@ -88,6 +90,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in _tensors((result,)):
                 if tensor.is_floating_point():
                     self.mark(tensor, origin)
+        self._magnitudes.see(func, args, kwargs, result, self._counter.frames)
         return result
 
     def _joined(self, inputs: Iterable[Tensor]) -> Origin | None:

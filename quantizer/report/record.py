@@ -13,6 +13,10 @@ from dataclasses import field
 from dataclasses import fields
 from typing import Any
 
+from quantizer.engines.inspection import Inspection
+from quantizer.engines.inspection import Layer
+from quantizer.engines.inspection import PrecisionShare
+
 __all__ = [
     "VERSION",
     "EngineFile",
@@ -20,11 +24,14 @@ __all__ = [
     "Evaluation",
     "Fallback",
     "Histogram",
+    "Inspection",
     "Latency",
     "LatencyEntry",
+    "Layer",
     "MemoryEntry",
     "ModelFacts",
     "Operand",
+    "PrecisionShare",
     "RangeCandidate",
     "RunRecord",
     "Score",
@@ -34,7 +41,7 @@ __all__ = [
     "Stage",
 ]
 
-VERSION = 3
+VERSION = 4
 
 
 class _Record:
@@ -64,7 +71,8 @@ class Score(_Record):
     """The score of one form of the model on the evaluation data."""
 
     which: str
-    """Which form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine)."""
+    """Which form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine), or
+    ``simulation`` (the proxy with a half rest, as the engine has it, where nothing could run the engine)."""
     value: float
     """The metric's value."""
     metric: str
@@ -356,7 +364,7 @@ class RunRecord(_Record):
     model: ModelFacts
     """The model that the run started from."""
     scores: tuple[Score, ...] = ()
-    """Scores of float, proxy and engine; empty where nothing was evaluated."""
+    """Scores of float, proxy and engine or simulation; empty where nothing was evaluated."""
     latency: Latency | None = None
     """Latencies; null where they were not measured."""
     size: tuple[SizeEntry, ...] = ()
@@ -383,6 +391,9 @@ class RunRecord(_Record):
     """The groups put back to float; null where none were."""
     engine: EngineFile | None = None
     """The engine; null where none was built."""
+    inspection: Inspection | None = None
+    """What the engine runs in which precision, or what its graph asks for where it could not be observed; null where
+    none was built."""
     diff: str = ""
     """The rewritten source as a unified diff; may be long."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantizer.report import text
+from quantizer.report.engine_table import print_inspection
 from quantizer.report.json_file import read_record
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
@@ -30,9 +31,11 @@ def print_summary(folder: Path | str, console: Console) -> None:
 
 
 def print_record(record: RunRecord, folder: Path | str, console: Console) -> None:
-    """Print score, speed and size of float, proxy and engine, then the paths of the engine and the report."""
+    """Print score, speed and size of float, proxy and engine, what the engine runs, and where it is."""
     folder = Path(folder)
     console.print(_table(record))
+    if record.inspection is not None:
+        print_inspection(record.inspection, console)
     engine = Text("not built") if record.engine is None else Text(str(folder / record.engine.path))
     page = folder / "report.html"
     console.print(Text("engine  ", style="bold") + engine, soft_wrap=True)

@@ -31,9 +31,10 @@ def verdict(record: RunRecord) -> str:
 
 
 def quantized_score(scores: Sequence[Score]) -> Score | None:
-    """The score that the headline is about: the engine's, else the proxy's, else the last that is not float."""
+    """The score that the headline is about: the nearest to the engine's, else the last that is not float."""
     by_name = {entry.which: entry for entry in scores if entry.which != "float"}
-    return by_name.get("engine") or by_name.get("proxy") or next(reversed(by_name.values()), None)
+    nearest = (by_name[which] for which in ("engine", "simulation", "proxy") if which in by_name)
+    return next(nearest, next(reversed(by_name.values()), None))
 
 
 def multiply_add_share(sites: Sequence[Site]) -> float | None:

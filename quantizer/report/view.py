@@ -12,6 +12,10 @@ import yaml
 from quantizer.errors import MissingDependencyError
 from quantizer.report import text
 from quantizer.report.codec import mapping_from_record
+from quantizer.report.engine_table import engine_facts
+from quantizer.report.engine_table import engine_table
+from quantizer.report.engine_table import layers_table
+from quantizer.report.engine_table import verified_words
 from quantizer.report.heat_map import sensitivity_heatmap
 from quantizer.report.histogram_plot import histogram_figure
 from quantizer.report.measures import error_words
@@ -110,6 +114,10 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "put_back": text.counted(len(record.fallback.groups), "group") if record.fallback else "",
         "search": text.typeset(evaluation_caption(record.fallback)) if record.fallback else "",
         "pareto": _safe(pareto_svg(record.fallback) if record.fallback else ""),
+        "engine_note": verified_words(record.inspection) if record.inspection else "",
+        "engine_facts": engine_facts(record.inspection) if record.inspection else [],
+        "engine_table": _safe(engine_table(record.inspection) if record.inspection else ""),
+        "layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
         "build_time": text.seconds(record.engine.build_seconds) if record.engine else None,
         "diff_files": diff_files(record.diff),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",

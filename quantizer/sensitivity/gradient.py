@@ -8,7 +8,10 @@ over the rows of its sites: the errors of rows are taken as independent, so that
 random direction leaves open. (Hutchinson's estimator; with a loss, g is its gradient, and the estimate that of the
 empirical Fisher matrix.)
 
-Groups that no gradient reaches (behind a rounding, an argmax, a block without gradients) are not in the answer.
+Groups that no gradient reaches (behind a rounding, an argmax, a block without gradients) are not in the answer, and
+neither are those whose changes are not small: where a range cuts off the values of a few rows that the rest of the
+network goes by (the first token of many decoders), the true cost is bounded, or far larger, as the second order is
+blind to it.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ from quantizer.sensitivity.site_changes import watched
 
 __all__ = ["Loss", "gradient"]
 
+_SMALL = 0.25
+"""The most that a row's change may have of the row's square."""
+
 Loss = Callable[[Any], Tensor]
 """Takes the model's output and gives a scalar."""
 
@@ -53,20 +59,23 @@ def gradient(
     """
     divergence = Divergence(result, padding_mask(keywords))
     costs: dict[str, float] = defaultdict(float)
+    large: set[str] = set()
     anchor = torch.zeros((), requires_grad=True)
 
-    def add(changes: dict[str, Tensor], gradient: Tensor) -> None:
+    def add(changes: dict[str, Tensor], value: Tensor, gradient: Tensor) -> None:
         for name, change in changes.items():
+            if loss is None and not _is_small(change, value, gradient):
+                large.add(name)
             product = gradient * change
             costs[name] += float((product.sum(-1) if product.dim() else product).double().square().sum())
 
     def visit(site: Site, output: Tensor, changes: dict[str, Tensor]) -> Tensor:
         if not site.source.in_place:
-            passed: Tensor = _Watch.apply(output, anchor, partial(add, changes))  # type: ignore[no-untyped-call]
+            passed: Tensor = _Watch.apply(output, anchor, partial(add, changes, output.detach()))  # type: ignore[no-untyped-call]
             return passed
         # Others know the tensor too: a copy would part them.
         if output.requires_grad:
-            output.register_hook(partial(add, changes))  # type: ignore[no-untyped-call]
+            output.register_hook(partial(add, changes, output.detach()))  # type: ignore[no-untyped-call]
         return output
 
     with torch.enable_grad():
@@ -78,7 +87,16 @@ def gradient(
             # The gradient of the anchor is 0; on the way to it every site is passed, and no parameter's is taken.
             tensors, directions = zip(*reached, strict=True)
             torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
-    return {name: cost * probe.factor for name, cost in costs.items()}
+    return {name: cost * probe.factor for name, cost in costs.items() if name not in large}
+
+
+def _is_small(change: Tensor, value: Tensor, gradient: Tensor) -> bool:
+    """Whether no row that carries its share of the tensor, and that the output depends on, changes by much."""
+    if value.dim() == 0:
+        return True
+    power = value.square().sum(-1)
+    counts = (power >= power.mean()) & gradient.ne(0).any(-1)
+    return not bool((counts & (change.square().sum(-1) > _SMALL * power)).any())
 
 
 class _Watch(torch.autograd.Function):

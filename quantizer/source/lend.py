@@ -107,7 +107,8 @@ def hands_on(function: Any) -> bool:
     if function is functools.partial:
         return True
     name = (getattr(function, "__module__", None), getattr(function, "__name__", None))
-    return name == ("torch.utils.checkpoint", "checkpoint")
+    # Under a torch function mode, such as that of torch.export, functions of torch call themselves through the second.
+    return name in {("torch.utils.checkpoint", "checkpoint"), ("torch.overrides", "handle_torch_function")}
 
 
 def function_source(node: FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:

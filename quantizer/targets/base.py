@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
@@ -42,8 +43,8 @@ class TargetProfile:
         min_gemm_dim: a product of [M, K] and [K, N] stays float where K or N is smaller; None: no limit.
         float_vectors: a product stays float where M is 1 whatever the batch.
         attention: by format, with which sizes it is fused; formats without an entry have no limit.
-        fp8_from: the first compute capability that has FP8 (89: sm89); None: there are no compute capabilities.
-        int8_with_fp8_attention_from: the first in which one engine holds products in INT8 and attention in FP8.
+        capabilities: the compute capabilities for which it builds ahead of time, without such a GPU (89: sm89).
+        fp8_from: the first compute capability that has FP8; None: the target is no GPU, and has none.
         opset: the ONNX opset to write.
         unsigned_activations: where the same INT8 values are stored as UINT8 with zero point 128: nowhere, where they
             feed a product with a weight, or everywhere.
@@ -58,8 +59,8 @@ class TargetProfile:
     min_gemm_dim: int | None = None
     float_vectors: bool = False
     attention: Mapping[str, AttentionLimits] = field(default_factory=dict)
+    capabilities: frozenset[int] = frozenset()
     fp8_from: int | None = None
-    int8_with_fp8_attention_from: int | None = None
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
 
@@ -102,3 +103,22 @@ class TargetProfile:
         elif limits.sequence is not None and sequence > limits.sequence:
             found = f"a sequence of {sequence} is longer than {limits.sequence}"
         return None if found is None else f"{found}: {self.name} fuses no attention in {dtype} with it"
+
+    def capability_reason(self, capability: str, formats: Collection[str]) -> str | None:
+        """Why no engine can be built for a compute capability; None where one can.
+
+        Args:
+            capability: such as ``sm89``.
+            formats: those that the model is to be held in.
+        """
+        if self.fp8_from is None:
+            return f"{self.name} runs on a CPU, which has no compute capability; leave {capability!r} out"
+        if not self.capabilities:
+            return f"{self.name} builds for the GPU of this machine; leave {capability!r} out, or take tensorrt-rtx"
+        number = int(capability.removeprefix("sm"))
+        if number not in self.capabilities:
+            known = ", ".join(f"sm{entry}" for entry in sorted(self.capabilities))
+            return f"{capability!r} is unknown to {self.name}; expected one of {known}"
+        if "fp8" in formats and number < self.fp8_from:
+            return f"{capability!r} has no FP8: it came with sm{self.fp8_from}; take that or later, or int8"
+        return None

@@ -25,6 +25,5 @@ TENSORRT = profiles.add("tensorrt")(
             "fp8": AttentionLimits(head_multiple=16),
         },
         fp8_from=89,
-        int8_with_fp8_attention_from=100,
     )
 )

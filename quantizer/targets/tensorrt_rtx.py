@@ -9,4 +9,6 @@ from quantizer.targets.tensorrt import TENSORRT
 
 __all__ = ["TENSORRT_RTX"]
 
-TENSORRT_RTX = profiles.add("tensorrt-rtx")(replace(TENSORRT, name="tensorrt-rtx"))
+TENSORRT_RTX = profiles.add("tensorrt-rtx")(
+    replace(TENSORRT, name="tensorrt-rtx", capabilities=frozenset({75, 80, 86, 89, 120, 121}))
+)

@@ -10,8 +10,11 @@ from quantizer.tasks.datasets import Row
 from quantizer.tasks.datasets import Text
 from quantizer.tasks.datasets import datasets
 from quantizer.tasks.datasets import load_rows
+from quantizer.tasks.datasets import read_texts
+from quantizer.tasks.datasets import text_files
 from quantizer.tasks.models import load_model
 from quantizer.tasks.models import load_tokenizer
+from quantizer.tasks.models import read_checkpoint
 from quantizer.tasks.models import resolve_source
 from quantizer.tasks.outputs import first_output
 from quantizer.tasks.task import Batch
@@ -29,9 +32,12 @@ __all__ = [
     "Text",
     "datasets",
     "load_rows",
+    "read_texts",
+    "text_files",
     # models
     "load_model",
     "load_tokenizer",
+    "read_checkpoint",
     "resolve_source",
     # tasks
     "Batch",

@@ -63,6 +63,14 @@ class TextInputs:
             encoded = self.tokenizer(list(texts), padding="max_length", max_length=shortest, **options)
         return {name: encoded[name] for name in self.names if name in encoded}
 
+    def exact(self, texts: Sequence[str], length: int) -> Batch:
+        """One batch [B x length]: longer texts are cut, shorter ones padded."""
+        self._check_length(length, "length")
+        encoded = self.tokenizer(
+            list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+        )
+        return {name: encoded[name] for name in self.names if name in encoded}
+
     def random(self, batch: int, sequence: int, seed: int = 0) -> Batch:
         """Random ordinary tokens [batch x sequence], nothing masked; see ``Task.random_batch``."""
         self._check_length(sequence, "sequence")

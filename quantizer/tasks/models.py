@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
 from quantizer.tasks.task import tasks
 
-__all__ = ["load_model", "load_tokenizer", "resolve_source"]
+__all__ = ["Checkpoint", "load_model", "load_tokenizer", "read_checkpoint", "resolve_source"]
 
 PACKAGE_PREFIX = "package:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -86,6 +88,44 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
     return encoder.eval()
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint says of itself, read without its weights.
+
+    Attributes:
+        architecture: the class that it was saved from; None: it does not say.
+        task: the registered task that this class is for; None: none of them, or it cannot be told.
+        positions: the longest sequence that the model takes; None: it has no limit of its own.
+        labels: the name of each class, where it is a classifier.
+    """
+
+    architecture: str | None
+    task: str | None
+    positions: int | None
+    labels: tuple[str, ...]
+
+
+def read_checkpoint(source: str) -> Checkpoint:
+    """Read the config of a model.
+
+    Raises:
+        TaskError: there is none, or it is of a model that does not read text.
+        MissingDependencyError: transformers is not installed.
+    """
+    where = resolve_source(source)
+    with _explained(source, "config"):
+        config: Any = _transformers().AutoConfig.from_pretrained(where)
+    architecture = next(iter(config.architectures or ()), None)
+    if getattr(config, "vocab_size", None) is None:
+        raise TaskError(
+            f"model source {source!r}: {architecture or config.model_type} has no vocabulary, so it reads no text; "
+            f"the tasks {', '.join(tasks.names())} are for models of text"
+        )
+    task = _task_of(architecture, config.model_type)
+    labels = tuple(str(config.id2label[index]) for index in sorted(config.id2label)) if config.id2label else ()
+    return Checkpoint(architecture, task, getattr(config, "max_position_embeddings", None), labels)
+
+
 def load_tokenizer(source: str) -> Any:
     """The tokenizer that comes with a model.
 
@@ -99,6 +139,19 @@ def load_tokenizer(source: str) -> Any:
     if tokenizer.pad_token_id is None:
         raise TaskError(f"model source {source!r}: its tokenizer has no padding token, so texts cannot form a batch")
     return tokenizer
+
+
+def _task_of(architecture: str | None, model_type: str) -> str | None:
+    """The task whose transformers class makes this architecture; a task with a head of its own is never told."""
+    known: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    names = {
+        "AutoModel": known.MODEL_MAPPING_NAMES,
+        "AutoModelForSequenceClassification": known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    }
+    for task in tasks.names():
+        if not tasks[task].needs_head and names.get(tasks[task].auto_class, {}).get(model_type) == architecture:
+            return task
+    return None
 
 
 def _package_folder(source: str) -> Path:
@@ -120,7 +173,8 @@ def _package_folder(source: str) -> Path:
 def _model_folder(path: Path, source: str) -> Path:
     if not path.is_dir():
         raise TaskError(f"model source {source!r}: {path} is a file, expected the folder that holds config.json")
-    if not (path / "config.json").is_file():
+    # A tokenizer that was saved on its own has a config of its own.
+    if not any((path / name).is_file() for name in ("config.json", "tokenizer_config.json")):
         raise TaskError(
             f"model source {source!r}: the folder {path} holds no config.json, "
             f"expected a model saved by save_pretrained()"

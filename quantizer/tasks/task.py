@@ -122,7 +122,10 @@ class Task(ABC):
             rows: rows of the kind the task needs.
             limit: at most this many batches.
         """
-        texts = self._texts(rows)
+        return self.text_batches(self._texts(rows), limit)
+
+    def text_batches(self, texts: Sequence[str], limit: int | None = None) -> list[Batch]:
+        """The same of texts that are no rows of a data set."""
         starts = range(0, len(texts), self.batch_size)[:limit]
         return [self.inputs.tokenize(texts[start : start + self.batch_size]) for start in starts]
 

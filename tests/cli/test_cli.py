@@ -198,14 +198,17 @@ def test_show(good: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(seen[0][1], Console)
 
 
-@pytest.mark.parametrize(
-    ("folder", "what"), [(".", ". holds no report.json"), ("no", "no is no folder"), ("good.yaml", "is no folder")]
-)
+@pytest.mark.parametrize(("folder", "what"), [(".", ". holds no report.json"), ("no", "no is no folder")])
 def test_show_of_something_else(good: str, capsys: pytest.CaptureFixture[str], folder: str, what: str) -> None:
     assert main(["show", folder]) == 1
     err = capsys.readouterr().err
     assert what in err
     assert "expected a folder that `quantizer run` wrote" in err
+
+
+def test_show_of_a_file_that_is_no_engine(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "good.yaml"]) == 1
+    assert "good.yaml is neither an ONNX file nor an engine that is known by its first bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_help_of_a_verb_has_an_example(verb: Any, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    "verb", [verb for verb in VERBS if verb.name not in ("show", "check")], ids=lambda verb: verb.name
+    "verb", [verb for verb in VERBS if verb.name not in ("show", "check", "convert")], ids=lambda verb: verb.name
 )
 def test_the_examples_work(
     verb: Any, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -257,6 +260,23 @@ def test_the_examples_work(
     assert main(lines[at].split()[1:]) == 0
     if verb.name == "validate":
         assert capsys.readouterr().out.splitlines() == lines[at + 1 :]
+
+
+def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import quantizer.conversion
+
+    asked: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quantizer.conversion, "convert", lambda conversion, _: asked.append(conversion))
+    (verb,) = [verb for verb in VERBS if verb.name == "convert"]
+    commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
+    for words in commands:
+        assert main(words[1:]) == 0
+    assert [conversion.backends for conversion in asked] == [("openvino",), ("openvino", "tensorrt-rtx"), ("openvino",)]
+    assert [conversion.max_drop for conversion in asked] == [None, None, 0.002]
+    assert str(asked[0].calibration) == "texts.txt"
+    assert str(asked[2].tuning) == "text-csv:dev.csv"
+    assert str(asked[0].output) == str(Path("converted") / "my-model")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

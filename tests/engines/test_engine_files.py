@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quantizer.engines import BuildOptions
@@ -27,7 +30,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def test_names() -> None:
-    assert backends.names() == ["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
+    assert backends.names() == ["onnxruntime", "onnxruntime-avx2", "openvino", "tensorrt", "tensorrt-rtx"]
     assert [backend(name).name for name in backends.names()] == backends.names()
 
 
@@ -45,7 +48,7 @@ def test_importing_the_package_imports_no_engine_library() -> None:
 
 
 def test_unknown_backend(tmp_path: Path) -> None:
-    message = "unknown backend 'tensort'; known: onnxruntime, openvino, tensorrt, tensorrt-rtx"
+    message = "unknown backend 'tensort'; known: onnxruntime, onnxruntime-avx2, openvino, tensorrt, tensorrt-rtx"
     with pytest.raises(EngineError, match=message):
         build_engine("tensort", tmp_path / "a.onnx", tmp_path / "a.engine")
     with pytest.raises(EngineError, match=message):
@@ -186,3 +189,48 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         import_library("tensorrt", "needs_other")
     with pytest.raises(MissingDependencyError, match=r"'absent_one' is not installed: .*quantizer\[tensorrt\]"):
         import_library("tensorrt", "absent_one", "absent_two")
+
+
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime", "tensorrt-rtx"])
+def test_weights_outside_the_models_folder(name: str, write_qdq: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings" if name == "tensorrt-rtx" else name)
+    onnx = pytest.importorskip("onnx")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = folder / "model.onnx"
+    model = onnx.load(write_qdq(dtype=np.float16 if name == "tensorrt-rtx" else np.float32).path)
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    (folder / "w.bin").replace(tmp_path / "w.bin")
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        next(entry for entry in tensor.external_data if entry.key == "location").value = "../w.bin"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(EngineError, match=r"(?s)refused .*model\.onnx.*; put the file with the weights beside the"):
+        build_engine(
+            name, path, tmp_path / "a.engine", BuildOptions(dynamic={"batch": (1, 2, 3), "sequence": (1, 2, 3)})
+        )
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "w.bin"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [str(mount), "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can mount a small file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime", "tensorrt-rtx"])
+def test_a_disk_that_fills_up_during_a_build(name: str, write_qdq: Any, small_disk: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings" if name == "tensorrt-rtx" else name)
+    model = write_qdq(dtype=np.float16 if name == "tensorrt-rtx" else np.float32, k=512, n=512)
+    (small_disk / "a.engine").write_bytes(b"old")
+    options = BuildOptions(dynamic={"batch": (1, 2, 3), "sequence": (1, 2, 3)})
+    with pytest.raises(EngineError, match=r"cannot write .*a\.engine: No space left on device"):
+        build_engine(name, model.path, small_disk / "a.engine", options)
+    assert [entry.read_bytes() for entry in small_disk.iterdir()] == [b"old"]

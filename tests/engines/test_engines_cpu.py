@@ -159,3 +159,60 @@ def test_openvino_names_outputs_as_the_file_does(write_qdq: Any) -> None:
     # The Identity at the end is removed, and its port then carries the name of the node before as well.
     pytest.importorskip("openvino")
     assert load_engine("openvino", write_qdq(tail=("Tanh", "Identity")).path).output_names == ("y",)
+
+
+def test_tensors_as_inputs(name: str, qdq: Any) -> None:
+    torch = pytest.importorskip("torch")
+    engine = load_engine(name, qdq.path)
+    x = qdq.input(2, 3)
+    tensor = torch.tensor(x, requires_grad=True)
+    np.testing.assert_array_equal(engine({"x": tensor})["y"], engine({"x": x})["y"])
+    with pytest.raises(EngineError, match=r"input 'x' is float64\[2, 3, 64\], expected x: float32"):
+        engine({"x": tensor.double()})
+
+
+@pytest.mark.parametrize("kept", [0.999, 0.5, 0.01])
+def test_an_engine_that_is_cut_short(name: str, kept: float, qdq: Any, tmp_path: Path) -> None:
+    path = build_engine(name, qdq.path, tmp_path / "model.engine").path
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(EngineError, match=r"model\.engine (is cut short|is not an engine|is not an ONNX file)"):
+        load_engine(name, path)
+
+
+def test_an_engine_of_the_other_library(name: str, qdq: Any, tmp_path: Path) -> None:
+    other = next(other for other in BACKENDS if other != name)
+    pytest.importorskip(other)
+    path = build_engine(other, qdq.path, tmp_path / "model.engine").path
+    with pytest.raises(EngineError, match=r"model\.engine is not an (engine that OpenVINO|ONNX file)"):
+        load_engine(name, path)
+
+
+def test_an_openvino_engine_of_another_release(qdq: Any, tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    path = build_engine("openvino", qdq.path, tmp_path / "model.engine").path
+    release = openvino.__version__.partition("-")[0].encode()
+    content = path.read_bytes()
+    assert release in content
+    path.write_bytes(content.replace(b"ov=" + release, b"ov=" + b"1" * len(release), 1))
+    with pytest.raises(EngineError, match="An engine belongs to the release and the kind of processor that built it"):
+        load_engine("openvino", path)
+
+
+def test_a_refusal_names_node_module_and_what_to_do(name: str, write_qdq: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"node 'tail/0' \(Frobnicate\) of module 'tail'.*; replace the call"):
+        build_engine(name, write_qdq(tail=("Frobnicate",)).path, tmp_path / "model.engine")
+
+
+def test_a_full_disk_leaves_nothing(name: str, qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "model.engine"
+    old.write_bytes(b"old")
+
+    def full(path: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(EngineError, match=r"cannot write .*model\.engine: No space left on device"):
+        build_engine(name, qdq.path, old)
+    assert old.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model.engine"]

@@ -87,7 +87,10 @@ def test_unknown_operators_are_all_named(write_qdq: Any, tmp_path: Path) -> None
     model = write_qdq(dtype=np.float16, tail=("Frobnicate", "Tanh", "Grumble"))
     with pytest.raises(EngineError, match=r"refused .*model\.onnx") as caught:
         build_engine("tensorrt-rtx", model.path, tmp_path / "model.engine", BuildOptions(dynamic=DYNAMIC))
-    assert "node 'tail/0' (Frobnicate): neither an operator of it nor a plugin" in str(caught.value)
+    assert (
+        "node 'tail/0' (Frobnicate) of module 'tail': neither an operator of it nor a plugin; replace the call"
+        in str(caught.value)
+    )
     assert "node 'tail/2' (Grumble)" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -97,7 +100,7 @@ def test_fp8_is_refused_where_the_gpu_lacks_it(write_qdq: Any, tmp_path: Path) -
     float8 = pytest.importorskip("ml_dtypes").float8_e4m3fn
     model = write_qdq(dtype=np.float16, storage=float8)
     path = tmp_path / "model.engine"
-    with pytest.raises(EngineError, match=r"could not build .*sm80.*fp8.*nodes with such types: layer/quantize"):
+    with pytest.raises(EngineError, match=r"for sm80, which has no FP8: it came with sm89, .* node 'layer/quantize'"):
         build_engine("tensorrt-rtx", model.path, path, BuildOptions(dynamic=DYNAMIC, compute_capability="sm80"))
     assert list(tmp_path.iterdir()) == []
     build_engine("tensorrt-rtx", model.path, path, BuildOptions(dynamic=DYNAMIC, compute_capability="sm89"))
@@ -238,3 +241,29 @@ def test_an_exception_of_the_progress_callback_stops_the_build() -> None:
     with pytest.raises(KeyboardInterrupt, match="stop"):
         run_monitored(build, monitor, progress)
     assert ended == [True]
+
+
+@rtx
+def test_several_compute_capabilities_in_one_engine(qdq_half: Any, tmp_path: Path) -> None:
+    options = BuildOptions(dynamic=DYNAMIC, compute_capability=("sm80", "SM89", "sm120", "sm89"))
+    assert options.capabilities == ("sm80", "sm89", "sm120")
+    build_engine("tensorrt-rtx", qdq_half.path, tmp_path / "model.engine", options)
+    mixed = BuildOptions(dynamic=DYNAMIC, compute_capability=["sm89", "sm90"])
+    with pytest.raises(EngineError, match="unknown compute capability 'sm90'"):
+        build_engine("tensorrt-rtx", qdq_half.path, tmp_path / "other.engine", mixed)
+    with pytest.raises(EngineError, match="compute_capability is an empty list: name at least one"):
+        BuildOptions(compute_capability=[])
+
+
+@rtx
+def test_an_engine_that_is_cut_short_or_foreign(qdq_half: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.engine"
+    build_engine("tensorrt-rtx", qdq_half.path, path, BuildOptions(dynamic=DYNAMIC, compute_capability="sm89"))
+    content = path.read_bytes()
+    for size in (len(content) - 1, 1000, 20, 4):
+        path.write_bytes(content[:size])
+        with pytest.raises(EngineError, match=rf"model\.engine is cut short: it has {size} bytes of .*copy it again"):
+            load_engine("tensorrt-rtx", path)
+    path.write_bytes(b"ptrt" + content)
+    with pytest.raises(EngineError, match=r"model\.engine is no engine of tensorrt-rtx: build it again"):
+        load_engine("tensorrt-rtx", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_a_folder_in_the_place_of_the_file(mlp: Prepared, tmp_path: Path) -> Non
 def test_a_folder_without_permission(mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantizer, frozen, x = mlp
     # Nothing is forbidden to root, which tests may run as.
-    monkeypatch.setattr(onnx_file.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ExportError, match="cannot be written"):
         quantizer.export(frozen, tmp_path / "m.onnx", x)
 
@@ -99,7 +100,7 @@ def test_nothing_is_left_half_written(
 
     owner, name = {
         "run_passes": (onnx_file, "run_passes"),
-        "replace": (onnx_file.os, "replace"),
+        "replace": (os, "replace"),
         "checker": (onnx.checker, "check_model"),
     }[step]
     monkeypatch.setattr(owner, name, fail)
@@ -125,7 +126,7 @@ def test_a_graph_that_the_checker_refuses(mlp: Prepared, tmp_path: Path, monkeyp
         def ensures(self, model: Any) -> None:
             return None
 
-    monkeypatch.setattr(onnx_file, "PASSES", (Spoil(),))
+    monkeypatch.setattr(onnx_file, "passes", lambda unsigned: (Spoil(),))
     with pytest.raises(ExportError, match=r"m.onnx: onnx.checker refuses the graph: .*NoSuchOperator") as caught:
         quantizer.export(frozen, tmp_path / "m.onnx", x)
     assert isinstance(caught.value.__cause__, onnx.checker.ValidationError)

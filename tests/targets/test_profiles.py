@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
+from quantizer import QuantizerConfig
+from quantizer.engines import backends
 from quantizer.errors import ConfigError
 from quantizer.targets import TargetProfile
 from quantizer.targets import profile
@@ -15,17 +18,21 @@ from quantizer.targets import profiles
 
 
 def test_names() -> None:
-    assert profiles.names() == ["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
+    assert profiles.names() == ["onnxruntime", "onnxruntime-avx2", "openvino", "tensorrt", "tensorrt-rtx"]
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"])
+def test_the_configuration_knows_every_target_and_an_engine_runs_it() -> None:
+    assert sorted(get_args(QuantizerConfig.model_fields["backend"].annotation)) == profiles.names() == backends.names()
+
+
+@pytest.mark.parametrize("name", profiles.names())
 def test_profile_carries_its_name_and_a_valid_opset(name: str) -> None:
     assert profile(name).name == name
     assert profile(name).opset == 20
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown backend 'tensort'; known: onnxruntime, openvino, tensorrt"):
+    with pytest.raises(ConfigError, match="unknown backend 'tensort'; known: onnxruntime, onnxruntime-avx2, openvino"):
         profile("tensort")
 
 
@@ -43,7 +50,13 @@ def test_rest_of_the_graph(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("tensorrt", "none"), ("tensorrt-rtx", "none"), ("openvino", "weighted"), ("onnxruntime", "all")],
+    [
+        ("tensorrt", "none"),
+        ("tensorrt-rtx", "none"),
+        ("openvino", "weighted"),
+        ("onnxruntime", "all"),
+        ("onnxruntime-avx2", "all"),
+    ],
 )
 def test_where_activations_are_unsigned(name: str, where: str) -> None:
     assert profile(name).unsigned_activations == where
@@ -64,6 +77,53 @@ def test_onnxruntime_wants_float_attention() -> None:
 )
 def test_small_products(name: str, k: int, n: int, reason: str | None) -> None:
     assert profile(name).gemm_reason(k, n) == reason
+
+
+def test_matrix_vector_products() -> None:
+    reason = "M = 1, a matrix-vector product: slower quantized than float on tensorrt"
+    assert profile("tensorrt").gemm_reason(384, 384, 1) == reason
+    assert profile("tensorrt").gemm_reason(384, 384, 0) is None
+    assert profile("openvino").gemm_reason(384, 384, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "sequence", "reason"),
+    [
+        ("int8", 64, 512, None),
+        ("int8", 0, 128, None),
+        ("int8", 48, 128, "head size 48 is none of 16, 32, 64: tensorrt fuses no attention in int8 with it"),
+        ("int8", 32, 513, "a sequence of 513 is longer than 512: tensorrt fuses no attention in int8 with it"),
+        ("fp8", 48, 4096, None),
+        ("fp8", 40, 128, "head size 40 is no multiple of 16: tensorrt fuses no attention in fp8 with it"),
+        ("uint8", 40, 4096, None),
+    ],
+)
+def test_sizes_of_attention(dtype: str, head: int, sequence: int, reason: str | None) -> None:
+    assert profile("tensorrt").attention_reason(dtype, head, sequence) == reason
+    assert profile("openvino").attention_reason(dtype, head, sequence) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "formats", "reason"),
+    [
+        ("tensorrt-rtx", "sm80", {"int8"}, None),
+        ("tensorrt-rtx", "sm89", {"fp8"}, None),
+        ("tensorrt-rtx", "sm80", {"fp8"}, "'sm80' has no FP8: it came with sm89; take that or later, or int8"),
+        ("tensorrt-rtx", "sm99", set(), "'sm99' is unknown to tensorrt-rtx; expected one of sm75, sm80, sm86, sm89"),
+        ("tensorrt", "sm89", set(), "tensorrt builds for the GPU of this machine; leave 'sm89' out"),
+        ("openvino", "sm89", set(), "openvino runs on a CPU, which has no compute capability; leave 'sm89' out"),
+    ],
+)
+def test_compute_capabilities(name: str, capability: str, formats: set[str], reason: str | None) -> None:
+    found = profile(name).capability_reason(capability, formats)
+    assert found is reason is None or (found is not None and reason is not None and found.startswith(reason))
+
+
+def test_the_capabilities_are_those_of_the_library() -> None:
+    trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
+    members = trt.ComputeCapability.__members__
+    known = {int(name.removeprefix("SM")) for name in members if name.startswith("SM")}
+    assert profile("tensorrt-rtx").capabilities == known
 
 
 def test_a_profile_of_ones_own() -> None:

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from quantizer.export.passes.base import GraphPass
 from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
+from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
+from quantizer.export.passes.fold_batch_norm import FoldBatchNorm
 from quantizer.export.passes.fold_channel_factors import FoldChannelFactors
+from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
+from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
+from quantizer.export.passes.share_quantizers import ShareQuantizers
 from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.unsigned_activations import UnsignedActivations
 from quantizer.export.passes.weights_as_read import WeightsAsRead
 
-__all__ = ["PASSES", "FoldChannelFactors", "GraphPass", "UnsignedActivations", "run_passes"]
+__all__ = ["PASSES", "FoldChannelFactors", "GraphPass", "UnsignedActivations", "passes", "run_passes"]
 
-PASSES: tuple[GraphPass, ...] = (StoreWeights(), WeightsAsRead(), FoldChannelFactors(), ClampMasks(), NameNodes())
+PASSES: tuple[GraphPass, ...] = (
+    StoreWeights(),
+    WeightsAsRead(),
+    FoldBatchNorm(),
+    LayoutBeforeQuantize(),
+    ScaleBeforeQuantize(),
+    FoldChannelFactors(),
+    ShareQuantizers(),
+    ClampMasks(),
+    DropUnreadNodes(),
+)
+"""Those of every file; names come behind them."""
+
+
+def passes(unsigned: Literal["none", "weighted", "all"]) -> tuple[GraphPass, ...]:
+    """The passes for a target that stores activations as UINT8 in some places."""
+    stored: tuple[GraphPass, ...] = () if unsigned == "none" else (UnsignedActivations(unsigned),)
+    return *PASSES, *stored, NameNodes()

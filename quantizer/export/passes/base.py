@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,17 @@ import numpy as np
 
 from quantizer.errors import ExportError
 
-__all__ = ["GraphPass", "add_constant", "block_size", "drop_unread", "run_passes", "scalar"]
+__all__ = [
+    "GraphPass",
+    "add_constant",
+    "block_size",
+    "drop_unread",
+    "floats",
+    "quantize_of",
+    "run_passes",
+    "scalar",
+    "smallest_normal",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +59,17 @@ def run_passes(model: Any, passes: Sequence[GraphPass]) -> None:
 
 
 def add_constant(model: Any, name: str, array: np.ndarray[Any, Any], element: Any) -> Any:
-    """A new constant of the graph: its value, whose elements are of the ``onnx_ir.DataType`` ``element``."""
+    """A new constant of the graph: its value, whose elements are of the ``onnx_ir.DataType`` ``element``.
+
+    A number stands behind the name where it is taken.
+    """
     import onnx_ir
+
+    taken, wanted = model.graph.initializers, name
+    for number in itertools.count(2):
+        if name not in taken:
+            break
+        name = f"{wanted}_{number}"
 
     made = onnx_ir.Value(
         name=name,
@@ -79,3 +99,25 @@ def block_size(node: Any) -> int | None:
     """How many values share a scale of a Q or DQ; None where its scale is not one of blocks."""
     size = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
     return size or None
+
+
+def floats(value: Any) -> np.ndarray[Any, Any] | None:
+    """The value of a floating constant that the graph holds; None for anything else."""
+    constant = None if value is None else value.const_value
+    return constant.numpy() if constant is not None and constant.dtype.is_floating_point() else None
+
+
+def smallest_normal(dtype: np.dtype[Any]) -> float:
+    """The smallest number of a float type with its full precision; numpy itself does not know bfloat16."""
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
+
+
+def quantize_of(value: Any) -> tuple[Any, Any] | None:
+    """The Q and the DQ that an activation comes through; None for what comes from anything else."""
+    dequantize = None if value is None else value.producer()
+    if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        return None
+    quantize = dequantize.inputs[0].producer()
+    return (quantize, dequantize) if quantize is not None and quantize.op_type == "QuantizeLinear" else None

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from quantizer.export.passes.base import scalar
+from quantizer.proxy.regions import MASK
 
-__all__ = ["MASK", "ClampMasks"]
-
-MASK = -30000.0
+__all__ = ["ClampMasks"]
 
 
 class ClampMasks:

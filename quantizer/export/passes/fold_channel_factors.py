@@ -1,13 +1,15 @@
-"""Multiplications by one factor a channel, folded into what comes before them.
+"""Multiplications by one factor a channel, or by one number, folded into what comes before them.
 
-Legend: f [K] the factors, 1 / s of a migration of outliers (``proxy/smooth.py``); x [.., K] what a Q reads; n what a
-normalization gives before its weight w and bias b; q [K', K] the steps of a linear's weight with scales t [K].
+Legend: f [K] the factors, 1 / s of a migration of outliers (``proxy/smooth.py``), or [] the scale of an attention;
+x [.., K] what a Q reads; n what a normalization gives before its weight w and bias b; q [K', K] the steps of a linear's
+weight with scales t [K].
 
     (n * w + b) * f = n * (w * f) + b * f        (x' (q * t) + b) * f = x' (q * (t * f)) + b * f
 
 So a normalization, or a linear whose weight has one scale for each output channel, does the multiplication at no cost,
-also through a Reshape that keeps the last axis and through the elementwise product of a gate. Where somebody else reads
-the value, or what comes before is of another kind, the multiplication stays.
+also through a Reshape that keeps the last axis and through the elementwise product of a gate; one number for all
+channels passes whatever moves values. Where somebody else reads the value, or what comes before is of another kind, the
+multiplication stays.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ import numpy as np
 
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
+from quantizer.export.passes.base import floats
+from quantizer.export.passes.base import smallest_normal
 
 __all__ = ["FoldChannelFactors"]
 
 _NORMALIZATIONS = {"LayerNormalization": (1, 2), "RMSNormalization": (1,)}
 """Inputs that scale and shift the result, by operator; all of them are [K]."""
+
+_LAYOUT = frozenset({"Expand", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +68,12 @@ class FoldChannelFactors:
 
 
 def _factors(node: Any) -> np.ndarray[Any, Any] | None:
-    """f of a Mul (x, f) that only quantizers read; None for any other node."""
+    """f [K] or [] of a Mul (x, f) that only quantizers read; None for any other node."""
     if node.op_type != "Mul" or node.inputs[1] is None:
         return None
     readers = [reader.op_type for reader, _ in node.outputs[0].uses()]
-    array = _array(node.inputs[1])
-    if array is None or array.ndim != 1 or not readers or set(readers) != {"QuantizeLinear"}:
+    array = floats(node.inputs[1])
+    if array is None or array.ndim > 1 or not readers or set(readers) != {"QuantizeLinear"}:
         return None
     return None if node.outputs[0].is_graph_output() else array
 
@@ -85,12 +91,14 @@ def _edits(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
         return None
     if node.op_type in _NORMALIZATIONS:
         return _scaled(node, [i for i in _NORMALIZATIONS[node.op_type] if i < len(node.inputs)], factors)
+    if factors.ndim == 0 and node.op_type in _LAYOUT:
+        return _edits(node.inputs[0], factors)
     if node.op_type == "Reshape":
         shapes = value.shape, node.inputs[0].shape
         kept = all(shape is not None and len(shape) > 0 and shape[-1] == len(factors) for shape in shapes)
         return _edits(node.inputs[0], factors) if kept else None
     if node.op_type == "Mul":
-        constant = next((i for i in (0, 1) if _array(node.inputs[i]) is not None), None)
+        constant = next((i for i in (0, 1) if floats(node.inputs[i]) is not None), None)
         if constant is not None:
             return _scaled(node, [constant], factors)
         first = _edits(node.inputs[0], factors)
@@ -109,7 +117,7 @@ def _of_sum(node: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
         product = _stored_weight(node.inputs[1], factors, from_end=2 if turned else 1)
         bias = [2] if len(node.inputs) > 2 else []
     else:
-        bias = [i for i in (0, 1) if _array(node.inputs[i]) is not None][:1]
+        bias = [i for i in (0, 1) if floats(node.inputs[i]) is not None][:1]
         product = _edits(node.inputs[1 - bias[0]], factors) if bias else None
     added = _scaled(node, bias, factors)
     return None if product is None or added is None else product + added
@@ -124,42 +132,30 @@ def _stored_weight(value: Any, factors: np.ndarray[Any, Any], from_end: int = 1)
     if node is None or node.op_type != "DequantizeLinear" or len(list(value.uses())) != 1:
         return None
     stored, axis = node.inputs[0].const_value, node.attributes.get("axis")
-    if stored is None or axis is None or axis.as_int() % len(stored.shape) != len(stored.shape) - from_end:
+    if stored is None:
+        return None
+    if factors.ndim and (axis is None or axis.as_int() % len(stored.shape) != len(stored.shape) - from_end):
         return None
     edits = _scaled(node, [1], factors)
-    tiny = edits is None or any((edit.array < _smallest(edit.array.dtype)).any() for edit in edits)
+    tiny = edits is None or any((edit.array < smallest_normal(edit.array.dtype)).any() for edit in edits)
     return None if tiny else edits
 
 
-def _smallest(dtype: np.dtype[Any]) -> float:
-    """The smallest normal number of a float type; numpy itself does not know bfloat16."""
-    import ml_dtypes
-
-    return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
-
-
 def _scaled(node: Any, inputs: list[int], factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
-    """Some inputs of a node times the factors; None where one of them is not a constant [K]."""
-    arrays = [_array(node.inputs[index]) for index in inputs]
+    """Some inputs of a node times the factors; None where one of them is no constant, or not [K] as they are."""
+    arrays = [floats(node.inputs[index]) for index in inputs]
     edits = []
     for index, array in zip(inputs, arrays, strict=True):
-        if array is None or array.shape != factors.shape:
+        if array is None or (factors.ndim and array.shape != factors.shape):
             return None
         edits.append(_Edit(node, index, (array.astype(np.float64) * factors).astype(array.dtype)))
     return edits
 
 
-def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    """The value of a floating constant that the graph holds; None for anything else."""
-    constant = None if value is None else value.const_value
-    return constant.numpy() if constant is not None and constant.dtype.is_floating_point() else None
-
-
 def _carry_out(model: Any, edit: _Edit) -> None:
     """Give the node a constant of its own: others may read the one that it has."""
     old = edit.node.inputs[edit.index]
-    name = f"{old.name}_folded_{edit.node.outputs[0].name}"
-    edit.node.replace_input_with(edit.index, add_constant(model, name, edit.array, old.dtype))
+    edit.node.replace_input_with(edit.index, add_constant(model, f"{old.name}_folded", edit.array, old.dtype))
     _drop(model, old)
 
 

@@ -1,6 +1,7 @@
-"""Node names that say module and operation, and no record of the machine that exported.
+"""Names of nodes and tensors that say module and operation, and no record of the machine that exported.
 
-The exporter calls nodes ``node_linear_7`` and keeps each node's stack trace, with its paths, in the file.
+The exporter calls nodes ``node_linear_7`` and their results ``val_7``, and keeps each node's stack trace, with its
+paths, in the file.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ from typing import Any
 __all__ = ["NameNodes"]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_PARAMETER = "pkg.torch.export.graph_signature.InputSpec.kind"
+_STORED = ".stored"
+"""The end of the name of a weight's steps: what is before it names the site and its operand."""
 
 
 class NameNodes:
-    """Names are ``path.of.module/OpType``, with a number behind where one module has several."""
+    """``path.of.module/OpType`` for a node, with a number behind where one module has several, and for its result.
+
+    Inputs and outputs of the graph keep their names, and so do parameters; any other constant is called after the first
+    node that reads it: ``path.of.module/OpType.input_1``.
+    """
 
     def requires(self, model: Any) -> str | None:
         return None
@@ -29,6 +37,8 @@ class NameNodes:
             node.name = name if used[name] == 1 else f"{name}_{used[name]}"
             node.metadata_props.clear()
             count += 1
+        for value, name in [*_result_names(model), *_constant_names(model)]:
+            value.name = name
         for value in [*model.graph.initializers.values(), *model.graph.inputs, *model.graph.outputs]:
             value.metadata_props.clear()
         model.metadata_props.clear()
@@ -38,11 +48,39 @@ class NameNodes:
     def ensures(self, model: Any) -> str | None:
         names = Counter(node.name for node in model.graph)
         twice = [name for name, count in names.items() if count > 1]
-        return f"two nodes are called {twice[0]}" if twice else None
+        if twice:
+            return f"two nodes are called {twice[0]}"
+        other = [f"{value.name!r} and not {name!r}" for value, name in _result_names(model) if value.name != name]
+        return f"a tensor is called {other[0]}" if other else None
+
+
+def _result_names(model: Any) -> list[tuple[Any, str]]:
+    """The results of nodes, and what each is called."""
+    return [
+        (value, node.name if number == 0 else f"{node.name}:{number}")
+        for node in model.graph
+        for number, value in enumerate(node.outputs)
+        if not value.is_graph_output() and value.name != ""  # an output that is left out has an empty name
+    ]
+
+
+def _constant_names(model: Any) -> list[tuple[Any, str]]:
+    """The constants that the exporter itself named, and what each is called after the first node that reads it."""
+    place = {node: number for number, node in enumerate(model.graph)}
+    found = []
+    for value in model.graph.initializers.values():
+        if "." not in value.name and _PARAMETER not in value.metadata_props and not value.is_graph_output():
+            reads = [(place[node], node.name, index) for node, index in value.uses() if node in place]
+            if reads:
+                _, name, index = min(reads)
+                found.append((value, f"{name}.input_{index}"))
+    return found
 
 
 def _scope(node: Any) -> str:
-    """The path of the module whose code made a node."""
+    """The path of the module whose code made a node; that of the site for what dequantizes its weight."""
+    if node.op_type == "DequantizeLinear" and _STORED in node.inputs[0].name:
+        return str(node.inputs[0].name.partition(_STORED)[0])
     text = node.metadata_props.get(_SCOPES)
     if not text:
         return ""

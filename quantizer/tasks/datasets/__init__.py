@@ -11,5 +11,19 @@ from quantizer.tasks.datasets.rows import Pair
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
 from quantizer.tasks.datasets.rows import datasets
+from quantizer.tasks.datasets.texts import read_texts
+from quantizer.tasks.datasets.texts import text_files
 
-__all__ = ["Pair", "Row", "Text", "datasets", "load_rows", "sst2", "stsb", "text_csv", "vader"]
+__all__ = [
+    "Pair",
+    "Row",
+    "Text",
+    "datasets",
+    "load_rows",
+    "read_texts",
+    "sst2",
+    "stsb",
+    "text_csv",
+    "text_files",
+    "vader",
+]

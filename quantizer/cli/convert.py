@@ -1,0 +1,90 @@
+"""``quantizer convert``: a checkpoint in; checked engines, in folders that a server takes, out."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from argparse import Namespace
+from pathlib import Path
+
+from rich.console import Console
+
+__all__ = ["Convert"]
+
+_THREE = ("LEAST", "USUAL", "MOST")
+
+
+class Convert:
+    """Calibrate, quantize, export, build, check against PyTorch and time, in one command."""
+
+    name = "convert"
+    help = "turn a checkpoint into ONNX and engines, quantized if you like, checked against PyTorch"
+    rest: str | None = None
+    epilog = """\
+examples:
+  quantizer convert -m my-model --quantization --calibration texts.txt
+  quantizer convert -m my-model --quantization --calibration texts.txt --backend openvino tensorrt-rtx \\
+      --compute-capability sm89 --batch-size 1 8 32 --seq-len 16 128 512 -o converted/my-model
+  quantizer convert -m my-model --quantization --calibration text-csv:train.csv \\
+      --max-drop 0.002 --tuning text-csv:dev.csv --evaluation text-csv:test.csv
+
+Data is a plain file of texts (.txt with one a line, .csv or .jsonl with a column of them) or NAME:FILE with labels:
+text-csv (a header  text,label), sst2-text (label text) or stsb-csv (sentence,sentence,score).
+
+The folder holds one for each backend, with model.onnx, model.engine, tokenizer/ and config.json; it is complete when
+the command ends well, and absent otherwise."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("-m", "--model", required=True, help="a folder that save_pretrained() wrote, or a hub name")
+        parser.add_argument("--task", help="what the model is for (default: told from the checkpoint)")
+        parser.add_argument("--quantization", action="store_true", help="quantize; without it the float model is built")
+        data = parser.add_argument_group("data")
+        data.add_argument("--calibration", metavar="DATA", help="texts like those that the model will see")
+        data.add_argument("--rows", type=int, help="rows that calibrate (default: 128); the output check takes others")
+        data.add_argument("--column", default="text", help="the texts' column in .csv and .jsonl (default: text)")
+        data.add_argument(
+            "--max-drop", metavar="DROP", type=float, help="keep the score so close to float, groups put back"
+        )
+        data.add_argument("--tuning", metavar="DATA", help="labelled rows that --max-drop scores on")
+        data.add_argument("--evaluation", metavar="DATA", help="labelled rows to score everything on at the end")
+        target = parser.add_argument_group("engines")
+        target.add_argument(
+            "--backend",
+            nargs="+",
+            default=["openvino"],
+            help="openvino, onnxruntime, tensorrt, tensorrt-rtx; several share one calibration (default: openvino, "
+            "which runs on any x86 CPU, so that what it builds is checked here)",
+        )
+        target.add_argument("--dtype", help="int8 or fp8 (default: int8)")
+        for option, kind in (("--batch-size", "rows in a batch"), ("--seq-len", "tokens in a row")):
+            sizes = "1 8 32" if option == "--batch-size" else "16 128 512, or less where the model takes less"
+            target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=f"{kind} (default: {sizes})")
+        target.add_argument(
+            "--compute-capability", metavar="SM", help="GPU for tensorrt-rtx to build for, such as sm89"
+        )
+        target.add_argument("--threads", type=int, default=1, help="CPU threads to check and time with (default: 1)")
+        target.add_argument(
+            "--tolerance", metavar="DB", type=float, help="least SQNR against PyTorch (default: 30 quantized, 60 float)"
+        )
+        parser.add_argument(
+            "-o", "--output", type=Path, help="folder to write (default: converted/ and the model's name)"
+        )
+        parser.add_argument("--force", action="store_true", help="replace the folder if it exists")
+
+    def __call__(self, args: Namespace, console: Console) -> int:
+        # Only now: a wrong word on the command line should be told before the seconds that these imports take.
+        from quantizer.conversion import Conversion
+        from quantizer.conversion import convert
+        from quantizer.conversion import data_source
+
+        given = {name: value for name, value in vars(args).items() if value is not None}
+        for name in ("verb", "parser"):
+            del given[name]
+        for option in ("calibration", "tuning", "evaluation"):
+            if option in given:
+                given[option] = data_source(given[option], f"--{option}")
+        for name in ("backend", "batch_size", "seq_len"):
+            if name in given:
+                given[name] = tuple(given[name])
+        given.setdefault("output", Path("converted") / args.model.rstrip("/").rpartition("/")[2])
+        convert(Conversion(backends=given.pop("backend"), **given), console)
+        return 0

@@ -1,0 +1,109 @@
+"""The folder of one engine: what a server needs to run it, and nothing that it would have to look up elsewhere.
+
+model.onnx     the graph
+model.engine   the engine that was built from it
+tokenizer/     what turns texts into its inputs
+config.json    names, types and shapes, labels, lengths, and how it was made
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizer.engines import Array
+from quantizer.engines import Engine
+from quantizer.engines import load_engine
+from quantizer.errors import QuantizerError
+from quantizer.tasks import load_tokenizer
+
+__all__ = ["CONFIG", "ENGINE", "ONNX", "TOKENIZER", "Converted", "load_converted", "write_json"]
+
+CONFIG = "config.json"
+ENGINE = "model.engine"
+ONNX = "model.onnx"
+TOKENIZER = "tokenizer"
+FORMAT = 1
+"""Of config.json; counted up when a reader has to change."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """An engine with its tokenizer, loaded from its folder alone.
+
+    Attributes:
+        config: what config.json says.
+        engine: ready to run.
+        tokenizer: a transformers tokenizer.
+    """
+
+    config: dict[str, Any]
+    engine: Engine
+    tokenizer: Any
+
+    def inputs(self, texts: Sequence[str]) -> dict[str, Array]:
+        """The engine's inputs for some texts: padded to the longest, within the lengths that it was built for."""
+        shortest, _, longest = self.config["dimensions"]["sequence"]
+        options = {"truncation": True, "return_tensors": "np"}
+        encoded = self.tokenizer(list(texts), padding="longest", max_length=longest, **options)
+        if encoded["input_ids"].shape[1] < shortest:
+            encoded = self.tokenizer(list(texts), padding="max_length", max_length=shortest, **options)
+        return {spec.name: encoded[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
+
+    def __call__(self, texts: Sequence[str]) -> dict[str, Array]:
+        """The engine's outputs for some texts.
+
+        Raises:
+            QuantizerError: more texts than it was built for.
+        """
+        fewest, _, most = self.config["dimensions"]["batch"]
+        if not fewest <= len(texts) <= most:
+            raise QuantizerError(f"{len(texts)} texts at once, and this engine was built for {fewest} to {most}")
+        return self.engine(self.inputs(texts))
+
+    def labels(self, texts: Sequence[str]) -> list[str]:
+        """The label of each text, of a classifier.
+
+        Raises:
+            QuantizerError: it is none, or there are more texts than it was built for.
+        """
+        names = self.config["labels"]
+        if not names:
+            raise QuantizerError(f"{self.config['name']} is no classifier: call it for its outputs instead")
+        logits = self(texts)["logits"]
+        return [names[int(index)] for index in logits.argmax(axis=-1)]
+
+
+def load_converted(folder: str | Path, *, threads: int = 1) -> Converted:
+    """Load what ``quantizer convert`` wrote for one backend.
+
+    Args:
+        folder: ``OUT/BACKEND``.
+        threads: of the CPU, for an engine that runs there.
+
+    Raises:
+        QuantizerError: the folder is none of ours, or incomplete.
+        EngineError: the engine does not load on this machine.
+    """
+    path = Path(folder)
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        backend, written = config["backend"], config["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise QuantizerError(
+            f"{path} holds no {CONFIG} that can be read ({type(error).__name__}: {error}); expected a folder "
+            "OUT/BACKEND that `quantizer convert` wrote"
+        ) from error
+    if written != FORMAT:
+        raise QuantizerError(f"{path / CONFIG} has format {written}, expected {FORMAT}: convert the model again")
+    return Converted(
+        config, load_engine(backend, path / ENGINE, threads=threads), load_tokenizer(str(path / TOKENIZER))
+    )
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a document as people read it."""
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

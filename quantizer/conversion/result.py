@@ -1,0 +1,120 @@
+"""What came of a conversion, as data: for config.json, conversion.json and the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from dataclasses import dataclass
+from typing import Any
+
+from quantizer.conversion.check import OutputCheck
+from quantizer.conversion.folder import ENGINE
+from quantizer.conversion.folder import FORMAT
+from quantizer.conversion.folder import ONNX
+from quantizer.conversion.folder import TOKENIZER
+from quantizer.conversion.measure import ShapeLatency
+from quantizer.conversion.settings import Sizes
+from quantizer.export.signature import Signature
+from quantizer.quantizer import Quantizer
+from quantizer.report import Score
+from quantizer.report import collect_versions
+from quantizer.report.search_records import fallback_reason
+
+__all__ = ["BackendResult", "Facts", "QuantizationFacts", "backend_config", "quantization_facts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is so for every backend: the model, and the sizes that engines are built for."""
+
+    name: str
+    source: str
+    task: str
+    labels: tuple[str, ...]
+    batch: Sizes
+    sequence: Sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationFacts:
+    """What is quantized for one backend.
+
+    Attributes:
+        dtype: the number format.
+        sites: by kind, how many are quantized and how many there are.
+        multiply_adds: the share of them in low precision; None: nothing was counted.
+        put_back: groups of sites that went back to float.
+        reason: why these, where a search chose them.
+        calibration: where the ranges come from.
+        texts: how many of them.
+    """
+
+    dtype: str
+    sites: dict[str, tuple[int, int]]
+    multiply_adds: float | None
+    put_back: tuple[str, ...]
+    reason: str | None
+    calibration: str
+    texts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendResult:
+    """One engine, and what was seen of it.
+
+    Attributes:
+        not_verified: None: it ran here and was checked; otherwise why it was not.
+        tolerance: what its outputs were held to.
+    """
+
+    backend: str
+    float_dtype: str
+    compute_capability: str | None
+    quantization: QuantizationFacts | None
+    signature: Signature
+    onnx_bytes: int
+    engine_bytes: int
+    build_seconds: float
+    not_verified: str | None
+    tolerance: str
+    checks: tuple[OutputCheck, ...] = ()
+    latency: tuple[ShapeLatency, ...] = ()
+    scores: tuple[Score, ...] = ()
+
+
+def quantization_facts(quantizer: Quantizer, calibration: str, texts: int) -> QuantizationFacts:
+    """What a calibrated quantizer quantizes."""
+    coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
+    rows = [row for row in coverage if not row.quiet]
+    every, quantized = (Counter(row.kind for row in some) for some in (rows, [row for row in rows if row.quantized]))
+    return QuantizationFacts(
+        dtype=quantizer.config.dtype,
+        sites={kind: (quantized[kind], count) for kind, count in every.items()},
+        multiply_adds=coverage.share,
+        put_back=() if chosen is None else chosen.groups,
+        reason=None if chosen is None else fallback_reason(chosen),
+        calibration=calibration,
+        texts=texts,
+    )
+
+
+def backend_config(facts: Facts, result: BackendResult) -> dict[str, Any]:
+    """config.json: first what a server asks for, then how the engine was made."""
+    return {
+        "format": FORMAT,
+        "name": facts.name,
+        "task": facts.task,
+        "backend": result.backend,
+        "compute_capability": result.compute_capability,
+        "files": {"onnx": ONNX, "engine": ENGINE, "tokenizer": TOKENIZER},
+        "inputs": [asdict(value) for value in result.signature.inputs],
+        "outputs": [asdict(value) for value in result.signature.outputs],
+        "dimensions": {"batch": list(facts.batch), "sequence": list(facts.sequence)},
+        "max_length": facts.sequence[2],
+        "labels": list(facts.labels),
+        "float_dtype": result.float_dtype,
+        "quantization": None if result.quantization is None else asdict(result.quantization),
+        "verified": result.not_verified or f"outputs agree with PyTorch's: {result.tolerance}; see checks",
+        "checks": [asdict(check) for check in result.checks],
+        "versions": collect_versions(),
+    }

@@ -1,0 +1,304 @@
+"""``quantizer convert``: a checkpoint in; ONNX files and engines out, checked against PyTorch and timed.
+
+The folder is complete or absent: it is filled beside its place and takes its name at the end.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from quantizer.conversion.check import Reference
+from quantizer.conversion.check import check_batches
+from quantizer.conversion.check import check_engine
+from quantizer.conversion.check import reference_outputs
+from quantizer.conversion.check import tolerance
+from quantizer.conversion.data import Texts
+from quantizer.conversion.data import read_calibration
+from quantizer.conversion.data import read_labelled
+from quantizer.conversion.folder import CONFIG
+from quantizer.conversion.folder import ENGINE
+from quantizer.conversion.folder import ONNX
+from quantizer.conversion.folder import TOKENIZER
+from quantizer.conversion.folder import write_json
+from quantizer.conversion.measure import ShapeLatency
+from quantizer.conversion.measure import measure_latency
+from quantizer.conversion.result import BackendResult
+from quantizer.conversion.result import Facts
+from quantizer.conversion.result import backend_config
+from quantizer.conversion.result import quantization_facts
+from quantizer.conversion.settings import SEQUENCE_LENGTHS
+from quantizer.conversion.settings import Conversion
+from quantizer.conversion.settings import Sizes
+from quantizer.conversion.settings import convertible_tasks
+from quantizer.conversion.summary import print_result
+from quantizer.conversion.summary import print_summary
+from quantizer.engines import BuildOptions
+from quantizer.engines import BuildResult
+from quantizer.engines import Engine
+from quantizer.engines import build_engine
+from quantizer.engines import load_engine
+from quantizer.engines import runs_here
+from quantizer.errors import TaskError
+from quantizer.export import export_onnx
+from quantizer.export.signature import read_signature
+from quantizer.files import write_folder
+from quantizer.quantizer import Quantizer
+from quantizer.report import Score
+from quantizer.report import collect_machine
+from quantizer.report import collect_versions
+from quantizer.stages import Stages
+from quantizer.stages import bar
+from quantizer.stages import runner
+from quantizer.stages import score_record
+from quantizer.stages import scores_kept
+from quantizer.targets import profile
+from quantizer.tasks import Predictions
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_tokenizer
+from quantizer.tasks import read_checkpoint
+from quantizer.tuning import TuningScore
+
+__all__ = ["convert"]
+
+_AMP_BATCHES = 4
+_RESAMPLES = 1000
+
+
+def convert(asked: Conversion, console: Console) -> Path:
+    """Carry out a conversion and write its folder.
+
+    Args:
+        asked: what to convert, and into what.
+        console: where stages and results are printed.
+
+    Raises:
+        QuantizerError: a stage failed; nothing was written.
+    """
+    folder = asked.output.absolute()
+    # Data first: it is read in no time, and a mistake in it should not cost the time that the model takes.
+    data = None if asked.calibration is None else read_calibration(asked.calibration, asked.rows, asked.column)
+    facts = _facts(asked, folder.name)
+    results: list[BackendResult] = []
+    with scores_kept(folder, asked.max_drop is not None) as scores:
+        write_folder(
+            folder, lambda target: results.extend(_Run(asked, facts, data, target, scores, console).carry_out())
+        )
+    print_summary(facts, results, folder, console)
+    return folder
+
+
+def _facts(asked: Conversion, name: str) -> Facts:
+    """What the checkpoint says, with what was asked.
+
+    Raises:
+        TaskError: its task cannot be told, or it has fewer positions than asked for.
+    """
+    checkpoint = read_checkpoint(asked.model)
+    task = asked.task or checkpoint.task
+    if task not in convertible_tasks():
+        raise TaskError(
+            f"model source {asked.model!r}: its architecture is {checkpoint.architecture or 'not said'}, which does "
+            f"not tell the task; give --task with one of {', '.join(convertible_tasks())}"
+        )
+    most = checkpoint.positions
+    if asked.seq_len is not None and most is not None and asked.seq_len[2] > most:
+        raise TaskError(
+            f"--seq-len {' '.join(map(str, asked.seq_len))}: the model has {most} positions; lower the last number to "
+            f"{most} or less"
+        )
+    sequence = asked.seq_len or _lowered(SEQUENCE_LENGTHS, most)
+    labels = checkpoint.labels if task == "sequence-classification" else ()
+    return Facts(name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size, sequence=sequence)
+
+
+def _lowered(sizes: Sizes, most: int | None) -> Sizes:
+    least, usual, largest = (size if most is None else min(size, most) for size in sizes)
+    return least, usual, largest
+
+
+class _Run:
+    """One conversion in progress; ``target`` is the folder that is being filled."""
+
+    def __init__(
+        self, asked: Conversion, facts: Facts, data: Texts | None, target: Path, scores: Path, console: Console
+    ) -> None:
+        self.asked = asked
+        self.facts = facts
+        self.target = target
+        self.scores = scores
+        self.console = console
+        self.stage = Stages(console)
+        self.tuning = read_labelled(asked.tuning, "--tuning")
+        self.evaluation = read_labelled(asked.evaluation, "--evaluation")
+        with self.stage("load the model"):
+            self.model = load_model(asked.model, facts.task)
+            self.tokenizer = load_tokenizer(asked.model)
+        self.task = build_task(
+            facts.task,
+            self.model,
+            self.tokenizer,
+            max_length=facts.sequence[2],
+            batch_size=facts.batch[1],
+            min_length=facts.sequence[0],
+        )
+        self.calibration, held_out = ([], []) if data is None else data.of(self.task)
+        self.batches = self.task.text_batches(self.calibration)
+        shapes = list(dict.fromkeys(zip(facts.batch, facts.sequence, strict=True)))
+        self.check_batches = check_batches(self.task, held_out or self.calibration, shapes)
+        self.float_predictions: Predictions | None = None
+
+    def carry_out(self) -> list[BackendResult]:
+        """All stages, in order."""
+        asked = self.asked
+        quantizers = self._quantizers() if asked.quantization else dict.fromkeys(asked.backends)
+        with tempfile.TemporaryDirectory() as scratch:
+            results = [self._backend(name, quantizers[name], Path(scratch)) for name in asked.backends]
+        document = {
+            "model": asdict(self.facts),
+            "backends": [asdict(result) for result in results],
+            "stages": [asdict(stage) for stage in self.stage.done],
+            "versions": collect_versions(),
+            "machine": collect_machine(),
+        }
+        write_json(self.target / "conversion.json", document)
+        return results
+
+    def _quantizers(self) -> Mapping[str, Quantizer]:
+        """A quantizer for each backend, all of them from one calibration."""
+        first, *others = self.asked.backends
+        quantizer = Quantizer(backend=first, dtype=self.asked.dtype or "int8")
+        with self.stage(f"calibrate on {len(self.calibration)} texts"):
+            quantizer.calibrate(self.model, self.batches)
+            quantizer.save(self.target / "quantizer")
+        return {first: quantizer, **{name: quantizer.for_backend(name) for name in others}}
+
+    def _backend(self, name: str, quantizer: Quantizer | None, scratch: Path) -> BackendResult:
+        """Everything for one backend: its plan, its files, and what they are worth."""
+        folder = self.target / name
+        folder.mkdir()
+        self.console.print(f"[bold]{name}[/bold]")
+        float_dtype: torch.dtype = getattr(torch, profile(name).float_dtype)
+        quantized = None if quantizer is None else self._quantized(quantizer)
+        with self.stage("export"):
+            if quantizer is None or quantized is None:
+                self._export_float(folder / ONNX, float_dtype)
+            else:
+                quantizer.export(quantized, folder / ONNX, self.task.example())
+        with self.stage("build the engine"):
+            built = self._build(name, folder / ONNX, folder / ENGINE)
+        self.tokenizer.save_pretrained(folder / TOKENIZER)
+        seen = self._seen(name, built, quantized, float_dtype, scratch) if runs_here(name) else {}
+        result = BackendResult(
+            backend=name,
+            float_dtype=profile(name).float_dtype,
+            compute_capability=self._capability(name),
+            quantization=None
+            if quantizer is None
+            else quantization_facts(quantizer, str(self.asked.calibration), len(self.calibration)),
+            signature=read_signature(folder / ONNX),
+            onnx_bytes=(folder / ONNX).stat().st_size,
+            engine_bytes=built.size_bytes,
+            build_seconds=built.seconds,
+            not_verified=None if seen else "not verified: built ahead of time, and there is no GPU here",
+            tolerance=str(tolerance(self.asked.tolerance, quantized is not None, float_dtype)),
+            **seen,
+        )
+        write_json(folder / CONFIG, backend_config(self.facts, result))
+        print_result(result, self.console)
+        return result
+
+    def _quantized(self, quantizer: Quantizer) -> nn.Module:
+        """The frozen proxy, after a search where there is a budget."""
+        asked = self.asked
+        if asked.max_drop is not None:
+            amp = quantizer.amp(self.model)
+            with self.stage("measure sensitivity"), torch.no_grad():
+                for batch in self.batches[:_AMP_BATCHES]:
+                    amp(**batch)
+            read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
+            with self.stage("search what goes back to float"):
+                score = TuningScore(read, self.task, self.tuning, [], self.stage.tell)
+                quantizer.fallback(
+                    amp,
+                    max_drop=asked.max_drop,
+                    metric=score,
+                    higher_is_better=score.higher_is_better,
+                    cache=self.scores,
+                )
+        with self.stage("quantize"):
+            return quantizer.quantize(self.model)
+
+    def _seen(
+        self, name: str, built: BuildResult, quantized: nn.Module | None, float_dtype: torch.dtype, scratch: Path
+    ) -> dict[str, Any]:
+        """What is observed of an engine that runs here: the check, its latency and its score."""
+        engine = load_engine(name, built.path, threads=self.asked.threads)
+        bound = tolerance(self.asked.tolerance, quantized is not None, float_dtype)
+        with self.stage("check the outputs against PyTorch"):
+            plain = reference_outputs(self.model, self.check_batches, engine.output_names)
+            expected: list[Reference] = plain
+            if quantized is not None:
+                expected = reference_outputs(quantized, self.check_batches, engine.output_names)
+            checks = check_engine(engine, expected, plain, bound)
+        models: dict[str, nn.Module | Engine] = {"PyTorch float": self.model}
+        if quantized is None:
+            models["engine"] = engine
+        else:
+            models["float engine"] = self._float_engine(name, float_dtype, scratch)
+            models["engine"] = engine
+        latency = self._latency(models)
+        return {"checks": tuple(checks), "latency": latency, "scores": self._scored(engine, quantized)}
+
+    def _latency(self, models: Mapping[str, nn.Module | Engine]) -> tuple[ShapeLatency, ...]:
+        with self.stage("measure latency"):
+            return tuple(measure_latency(models, batch, self.asked.threads) for batch in self.check_batches)
+
+    def _scored(self, engine: Engine, quantized: nn.Module | None) -> tuple[Score, ...]:
+        """The task's score of everything, on the evaluation rows."""
+        if not self.evaluation:
+            return ()
+        if self.float_predictions is None:
+            self.float_predictions = self._predict("float model", self.model)
+        scores = [self._score("float", self.float_predictions)]
+        if quantized is not None:
+            scores.append(self._score("proxy", self._predict("proxy", quantized)))
+        scores.append(self._score("engine", self._predict("engine", engine)))
+        return tuple(scores)
+
+    def _predict(self, which: str, model: nn.Module | Engine) -> Predictions:
+        with self.stage(f"score the {which}"), bar(which) as progress:
+            return self.task.predict(runner(model), self.evaluation, progress)
+
+    def _score(self, which: str, predictions: Predictions) -> Score:
+        base = self.float_predictions or predictions
+        return score_record(which, self.task, base, predictions, self.evaluation, _RESAMPLES)
+
+    def _float_engine(self, name: str, float_dtype: torch.dtype, scratch: Path) -> Engine:
+        """The float model's engine, to compare with; its file is not kept."""
+        onnx = scratch / f"{str(float_dtype).removeprefix('torch.')}.onnx"
+        with self.stage("build the float engine, to compare with"):
+            if not onnx.exists():
+                self._export_float(onnx, float_dtype)
+            built = self._build(name, onnx, scratch / f"{name}.engine")
+        return load_engine(name, built.path, threads=self.asked.threads)
+
+    def _export_float(self, path: Path, dtype: torch.dtype) -> None:
+        target = profile(self.asked.backends[0])
+        export_onnx(self.model, path, self.task.example(), opset=target.opset, dtype=dtype)
+
+    def _build(self, name: str, onnx: Path, engine: Path) -> BuildResult:
+        dynamic = {"batch": self.facts.batch, "sequence": self.facts.sequence}
+        options = BuildOptions(dynamic=dynamic, compute_capability=self._capability(name))
+        return build_engine(name, onnx, engine, options)
+
+    def _capability(self, name: str) -> str | None:
+        return self.asked.compute_capability if name == "tensorrt-rtx" else None

@@ -1,0 +1,97 @@
+"""What an engine is made of, as frozen data: its layers, and the facts that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LOW_PRECISIONS", "Inspection", "Layer", "PrecisionShare"]
+
+LOW_PRECISIONS = ("int8", "fp8", "int4", "fp4")
+"""What is asked for when a model is quantized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of an engine, or one node of a graph that no engine could be asked about."""
+
+    name: str
+    """Its name in the engine."""
+    type: str
+    """What the engine calls this kind of layer."""
+    role: str = ""
+    """What it is for: ``product`` (of matrices, or a convolution), ``attention`` (fused, so two products),
+    ``softmax``, ``quantizer`` (quantizes or dequantizes, nothing else), ``cast``, ``reformat`` (of the memory's
+    layout), ``move`` (of values that stay as they are), ``addition``, ``normalization``; empty for any other."""
+    precision: str = "unknown"
+    """What it computes in: ``int8``, ``fp8``, ``int4``, ``fp16``, ``bf16``, ``fp32``; ``index`` for whole numbers and
+    truth values that are no data, ``unknown`` where the engine does not tell."""
+    writes: str = "unknown"
+    """The type of its first output, in the same words."""
+    nodes: tuple[str, ...] = ()
+    """Names of the ONNX nodes that it was made of, as far as the engine tells."""
+    readers: tuple[str, ...] = ()
+    """Names of the layers that read its outputs."""
+    multiply_adds: int | None = None
+    """Multiply-adds of one run; null for a layer without products, and where they cannot be told."""
+    time_us: float | None = None
+    """Median time in one run, in microseconds; null where it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionShare:
+    """What runs in one precision."""
+
+    precision: str
+    """The precision, in the words of ``Layer.precision``."""
+    layers: int
+    """Number of layers."""
+    products: int
+    """Number of those that are products or fused attention."""
+    layer_share: float
+    """Share of all layers, 0 to 1."""
+    multiply_add_share: float | None = None
+    """Share of the multiply-adds that could be told, 0 to 1; null where none could."""
+    time_share: float | None = None
+    """Share of the time of all layers, 0 to 1; null where it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What runs in which precision, as the engine itself reports it."""
+
+    backend: str
+    """The backend that was asked, such as ``openvino``; ``onnx`` where only a file was read."""
+    verified: bool
+    """Whether this was observed in a running engine. If not, it is what the ONNX file asks for, and no fact."""
+    note: str
+    """How it was observed: shapes and runs; or why it was not."""
+    shares: tuple[PrecisionShare, ...] = ()
+    """Shares by precision, the largest in multiply-adds first."""
+    attention_fused: int = 0
+    """Number of attention products that run fused, in one layer each."""
+    attention_apart: int = 0
+    """Number of attentions that are taken apart: a softmax of its own between products."""
+    quantizers: int = 0
+    """Layers that do nothing but quantize or dequantize."""
+    casts: int = 0
+    """Layers that do nothing but convert to another type."""
+    reformats: int = 0
+    """Layers that do nothing but change the layout in memory."""
+    float_outputs: int = 0
+    """Products in low precision that write floats."""
+    uncounted: int = 0
+    """Products whose multiply-adds could not be told."""
+    reasons: tuple[str, ...] = ()
+    """Why products run in floats, or write them, in words."""
+    layers: tuple[Layer, ...] = ()
+    """The layers in the order in which they run, constants left out."""
+
+    def low_share(self) -> float | None:
+        """The share of multiply-adds in low precision, else of products; None where there is no product."""
+        products = sum(share.products for share in self.shares)
+        if products == 0:
+            return None
+        low = [share for share in self.shares if share.precision in LOW_PRECISIONS]
+        if self.uncounted or any(share.multiply_add_share is None for share in self.shares):
+            return sum(share.products for share in low) / products
+        return sum(share.multiply_add_share or 0.0 for share in low)

@@ -1,0 +1,136 @@
+"""A batch normalization behind a convolution with a stored weight becomes part of it.
+
+Legend: q [C, ..] the steps of the weight, t [C] their scales, b [C] the bias; g [C] = gain / sqrt(variance + epsilon).
+
+    (x * (q t) + b - mean) g + shift = x * (q sign(g)) (t |g|) + (b - mean) g + shift
+
+A scale is positive, so the sign goes into the steps. A channel with g = 0 gets steps of 0 and keeps its scale. What has
+no steps of the other sign (-128), or whose scale would be subnormal and lose its precision, stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quantizer.export.passes.base import add_constant
+from quantizer.export.passes.base import drop_unread
+from quantizer.export.passes.base import floats
+from quantizer.export.passes.base import smallest_normal
+
+__all__ = ["FoldBatchNorm"]
+
+_CHANNELS = {"Conv": 0, "ConvTranspose": 1}
+"""The axis of the output channels in a weight, by operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Folded:
+    """What a convolution becomes: its steps, their scales [C] along ``axis``, and its bias [C]."""
+
+    convolution: Any
+    axis: int
+    steps: np.ndarray[Any, Any]
+    scales: np.ndarray[Any, Any]
+    bias: np.ndarray[Any, Any]
+
+
+class FoldBatchNorm:
+    """``Conv(x, DQ(q, t), b) -> BatchNormalization`` becomes ``Conv(x, DQ(q', t'), b')``."""
+
+    def requires(self, model: Any) -> str | None:
+        return None
+
+    def run(self, model: Any) -> int:
+        changed = 0
+        for node in list(model.graph):
+            folded = _folded(node)
+            if folded is None:
+                continue
+            _carry_out(model, folded)
+            node.outputs[0].replace_all_uses_with(folded.convolution.outputs[0])
+            constants = node.inputs[1:]
+            model.graph.remove(node, safe=True)
+            for value in constants:
+                drop_unread(model, value)
+            changed += 1
+        return changed
+
+    def ensures(self, model: Any) -> str | None:
+        left = [node.name for node in model.graph if _folded(node) is not None]
+        return f"a batch normalization could still be folded: {left[0]}" if left else None
+
+
+def _folded(node: Any) -> _Folded | None:
+    """What the convolution before a batch normalization becomes; None for any other node, or where it must stay."""
+    if node.op_type != "BatchNormalization" or node.outputs[0].is_graph_output():
+        return None
+    convolution = node.inputs[0].producer()
+    if convolution is None or convolution.op_type not in _CHANNELS or len(list(node.inputs[0].uses())) != 1:
+        return None
+    if node.inputs[0].is_graph_output():
+        return None
+    axis = _CHANNELS[convolution.op_type]
+    if axis == 1 and "group" in convolution.attributes and convolution.attributes["group"].as_int() != 1:
+        return None
+    weight = _stored(convolution.inputs[1], axis)
+    statistics = [floats(value) for value in node.inputs[1:]]
+    given = convolution.inputs[2] if len(convolution.inputs) > 2 else None
+    before = np.zeros(()) if given is None else floats(given)
+    if weight is None or before is None or any(value is None for value in statistics):
+        return None
+    gain, shift, mean, variance = (value.astype(np.float64) for value in statistics if value is not None)
+    epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+    factors = gain / np.sqrt(variance + epsilon)
+    turned = _turned(*weight, axis, factors)
+    if turned is None:
+        return None
+    bias = (before.astype(np.float64) - mean) * factors + shift
+    return _Folded(convolution, axis, *turned, bias.astype(weight[1].dtype))
+
+
+def _stored(value: Any, axis: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+    """Steps and scales of a weight that one convolution reads, with one scale or one for each output channel."""
+    node = value.producer()
+    if node is None or node.op_type != "DequantizeLinear" or len(list(value.uses())) != 1:
+        return None
+    steps, scales = node.inputs[0].const_value, floats(node.inputs[1])
+    if steps is None or scales is None or scales.ndim > 1 or (len(node.inputs) > 2 and node.inputs[2] is not None):
+        return None
+    if scales.ndim == 1 and node.attributes["axis"].as_int() % len(steps.shape) != axis:
+        return None
+    return steps.numpy(), scales
+
+
+def _turned(
+    steps: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], axis: int, factors: np.ndarray[Any, Any]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+    """Steps and scales times the factors; None where they are not exact."""
+    channels = np.moveaxis(steps, axis, 0).astype(np.float32)
+    signs = np.sign(factors).astype(np.float32)
+    made = channels * signs.reshape(-1, *[1] * (steps.ndim - 1))
+    stored = made.astype(steps.dtype)
+    wanted = np.where(factors == 0, 1.0, np.abs(factors)) * scales.astype(np.float64)
+    multiplied = wanted.astype(scales.dtype)
+    if not np.array_equal(stored.astype(np.float32), made) or (wanted < smallest_normal(scales.dtype)).any():
+        return None
+    return np.ascontiguousarray(np.moveaxis(stored, 0, axis)), multiplied
+
+
+def _carry_out(model: Any, folded: _Folded) -> None:
+    """Give the convolution constants of its own: others may read those that it has."""
+    import onnx_ir
+
+    convolution, dequantize = folded.convolution, folded.convolution.inputs[1].producer()
+    step, scale = dequantize.inputs[:2]
+    dequantize.replace_input_with(0, add_constant(model, f"{step.name}_folded", folded.steps, step.dtype))
+    dequantize.replace_input_with(1, add_constant(model, f"{scale.name}_folded", folded.scales, scale.dtype))
+    dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", folded.axis)
+    old = convolution.inputs[2] if len(convolution.inputs) > 2 else None
+    convolution.resize_inputs(3)
+    convolution.replace_input_with(2, add_constant(model, f"{scale.name}_bias", folded.bias, scale.dtype))
+    for value in (step, scale, old):
+        if value is not None:
+            drop_unread(model, value)

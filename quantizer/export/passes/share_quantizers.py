@@ -1,0 +1,62 @@
+"""One Q for all who read one tensor with one scale.
+
+Query, key and value read the same hidden states, and so may a residual add: their operands share a range, and the
+tensor is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from quantizer.export.passes.base import drop_unread
+
+__all__ = ["ShareQuantizers"]
+
+
+class ShareQuantizers:
+    """``Q(x, s) .. Q(x, s)`` becomes ``Q(x, s)``, and DQs that read it likewise."""
+
+    def requires(self, model: Any) -> str | None:
+        return None
+
+    def run(self, model: Any) -> int:
+        changed = 0
+        for kind in ("QuantizeLinear", "DequantizeLinear"):
+            for first, second in _alike(model, kind):
+                second.outputs[0].replace_all_uses_with(first.outputs[0])
+                constants = second.inputs[1:]
+                model.graph.remove(second, safe=True)
+                for value in constants:
+                    if value is not None:
+                        drop_unread(model, value)
+                changed += 1
+        return changed
+
+    def ensures(self, model: Any) -> str | None:
+        left = [second.name for kind in ("QuantizeLinear", "DequantizeLinear") for _, second in _alike(model, kind)]
+        return f"a tensor is quantized twice in the same way: {left[0]}" if left else None
+
+
+def _alike(model: Any, kind: str) -> list[tuple[Any, Any]]:
+    """Pairs of nodes of one kind that compute the same, the first of them in the order of the graph."""
+    first: dict[Hashable, Any] = {}
+    found = []
+    for node in model.graph:
+        if node.op_type != kind or node.outputs[0].is_graph_output():
+            continue
+        attributes = tuple(sorted((name, str(value.value)) for name, value in node.attributes.items()))
+        key = (id(node.inputs[0]), *map(_content, node.inputs[1:]), attributes)
+        if key in first:
+            found.append((first[key], node))
+        else:
+            first[key] = node
+    return found
+
+
+def _content(value: Any) -> Hashable:
+    """What makes two scales or zero points the same: their constant, else that they are one value."""
+    constant = None if value is None else value.const_value
+    if constant is None:
+        return id(value)
+    return constant.dtype, tuple(constant.shape), constant.tobytes()

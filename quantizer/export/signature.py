@@ -1,0 +1,48 @@
+"""Names, types and shapes of what an ONNX file takes and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Signature", "Value", "read_signature"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One input or output.
+
+    Attributes:
+        dtype: as NumPy calls it.
+        shape: a size, or the name of a dynamic dimension; None where the file says neither.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Both ends of a graph, in its own order."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+def read_signature(path: Path) -> Signature:
+    """Read an ONNX file without the weights that it keeps elsewhere."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    return Signature(tuple(map(_value, graph.input)), tuple(map(_value, graph.output)))
+
+
+def _value(info: Any) -> Value:
+    import onnx
+
+    tensor = info.type.tensor_type
+    dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    sizes = (d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+    return Value(info.name, dtype, tuple(sizes))

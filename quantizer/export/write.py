@@ -1,0 +1,99 @@
+"""A checked graph as a file, or as two where protobuf has no room for it in one.
+
+A protobuf message ends at 2 GB. Beyond that the tensors stand in a second file beside the first, which names it. Its
+own name holds a hash of its content: the second file is put in place first, under a name that nobody reads yet, and
+then the first, so that at any moment the file that stands there is whole and finds its tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quantizer.errors import ExportError
+
+__all__ = ["check_folder", "write_onnx"]
+
+_ONE_FILE = 2**31 - 2**26
+"""The most bytes of tensors in one file: protobuf's limit, with room for the graph."""
+
+_ALIGNMENT = 4096
+"""Where tensors begin in the second file, so that an engine can map them; smaller ones stay in the first."""
+
+
+def check_folder(path: Path) -> None:
+    """Say before the work that the file could not be written afterwards.
+
+    Raises:
+        ExportError: ``path`` is a folder, or is in none that can be written.
+    """
+    if path.is_dir():
+        raise ExportError(f"{path} is a folder; expected the name of a file, such as model.onnx")
+    if not path.parent.is_dir():
+        raise ExportError(f"{path}: the folder {path.parent} does not exist; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise ExportError(f"{path}: the folder {path.parent} cannot be written")
+
+
+def write_onnx(ir_model: Any, path: Path) -> None:
+    """Check an ``onnx_ir.Model`` and put it into its place in one step; its tensors may be taken out of it.
+
+    Raises:
+        ExportError: the checker refuses the graph, or the system to write.
+    """
+    import onnx
+    import onnx_ir
+
+    size = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values())
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            data = _write_tensors(ir_model, made) if size > _ONE_FILE else None
+            made.write_bytes(onnx_ir.to_proto(ir_model).SerializeToString())
+            onnx.checker.check_model(str(made))
+            if data is not None:
+                os.replace(data, path.with_name(data.name))
+            os.replace(made, path)
+            _drop_former(path, data)
+    except onnx.checker.ValidationError as error:
+        raise ExportError(f"{path}: onnx.checker refuses the graph: {error}") from error
+    except OSError as error:
+        raise ExportError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _write_tensors(ir_model: Any, made: Path) -> Path:
+    """Move all but small constants into a file beside ``made``, one at a time; that file."""
+    import onnx_ir
+
+    unnamed, digest = made.with_name("tensors"), hashlib.sha256()
+    places = []
+    with unnamed.open("wb") as file:
+        for value in ir_model.graph.initializers.values():
+            if value.const_value.nbytes < _ALIGNMENT:
+                continue
+            content = value.const_value.tobytes()
+            gap = bytes(-file.tell() % _ALIGNMENT)
+            file.write(gap)
+            places.append((value, file.tell(), len(content)))
+            file.write(content)
+            digest.update(gap + content)
+    data = made.with_name(f"{made.name}.{digest.hexdigest()[:16]}.data")
+    unnamed.rename(data)
+    for value, offset, length in places:
+        tensor = value.const_value
+        value.const_value = onnx_ir.ExternalTensor(
+            data.name, offset, length, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=made.parent
+        )
+    return data
+
+
+def _drop_former(path: Path, data: Path | None) -> None:
+    """Take out the tensors of the file that stood there before."""
+    ours = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.data")
+    for other in path.parent.iterdir():
+        if ours.fullmatch(other.name) and (data is None or other.name != data.name):
+            other.unlink()

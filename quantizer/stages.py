@@ -1,0 +1,111 @@
+"""What commands that take minutes share: timed stages, progress bars, one way to call models and engines."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from quantizer.engines import Engine
+from quantizer.report import Score
+from quantizer.report import Stage
+from quantizer.tasks import Predictions
+from quantizer.tasks import Row
+from quantizer.tasks import Task
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Stages", "bar", "runner", "score_record", "scores_kept"]
+
+
+class Stages:
+    """Announces each stage and says how long it took.
+
+    Attributes:
+        done: name and duration of each stage that is done.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.done: list[Stage] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """A stage: the block that it is around."""
+        start = time.perf_counter()
+        self.console.print(f"{name} ...", highlight=False)
+        yield
+        seconds = time.perf_counter() - start
+        self.done.append(Stage(name=name, seconds=seconds))
+        self.console.print(f"{name}: {seconds:.1f} s", highlight=False)
+
+    def tell(self, score: float, seconds: float) -> None:
+        """Say a score that a search took."""
+        # Between the bars, which would stand in the middle of the line.
+        with tqdm.external_write_mode():
+            self.console.print(f"  {score:.5f} on the tuning rows, {seconds:.1f} s", highlight=False)
+
+
+@contextmanager
+def bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar in a terminal; what it yields is told (batches done, batches in all)."""
+    with tqdm(desc=name, unit="batch", leave=False, disable=None) as shown:
+
+        def progress(done: int, total: int) -> None:
+            shown.total = total
+            shown.update(done - shown.n)
+
+        yield progress
+
+
+def runner(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:
+    """One way to call a model or an engine on a batch of tensors."""
+    if isinstance(model, nn.Module):
+        return lambda batch: model(**batch)
+    names = model.input_names
+    return lambda batch: model({name: batch[name].numpy() for name in names})
+
+
+def score_record(
+    which: str, task: Task, base: Predictions, other: Predictions, rows: Sequence[Row], resamples: int
+) -> Score:
+    """The score of one model, and beside it what can be said in pairs with the float model's predictions, ``base``."""
+    value = task.score(other, rows)
+    if which == "float":
+        return Score(which=which, value=value, metric=task.metric_name, rows=len(rows))
+    low, high = task.difference_interval(base, other, rows, resamples)
+    paired = {name: figure if math.isfinite(figure) else None for name, figure in task.paired(base, other).items()}
+    return Score(
+        which=which,
+        value=value,
+        metric=task.metric_name,
+        paired=paired,
+        difference=value - task.score(base, rows),
+        interval=(low, high),
+        rows=len(rows),
+        higher_is_better=task.higher_is_better,
+    )
+
+
+@contextmanager
+def scores_kept(folder: Path, searches: bool) -> Iterator[Path]:
+    """The file beside a folder that keeps the scores of its search until the folder is complete."""
+    scores = folder.with_name(f"{folder.name}.search.json")
+    try:
+        yield scores
+    except KeyboardInterrupt as stop:
+        if searches and scores.exists():
+            raise KeyboardInterrupt(f"the scores are kept in {scores}; the same command goes on with them") from stop
+        raise
+    if searches:
+        scores.unlink(missing_ok=True)

@@ -1,0 +1,70 @@
+"""Plain files of texts, without labels: all that calibration needs.
+
+``.txt`` holds one text a line, ``.csv`` a header and a column of texts, ``.jsonl`` one object a line with a text in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.rows import read_lines
+from quantizer.tasks.datasets.rows import require_file
+
+__all__ = ["read_texts", "text_files"]
+
+_KIND = "texts"
+
+
+def read_texts(path: Path, column: str = "text") -> list[str]:
+    """All texts of a file, empty lines left out.
+
+    Args:
+        path: its ending says what it is, see ``text_files``.
+        column: the column of a ``.csv`` file, or the key of a ``.jsonl`` file.
+
+    Raises:
+        TaskError: there is no such file, it is malformed, has no such column, or holds no text.
+    """
+    file = require_file(_KIND, path)
+    if file.suffix.lower() not in text_files:
+        raise TaskError(f"{file}: expected a file that ends in {', '.join(text_files)}")
+    texts = [text.strip() for text in text_files[file.suffix.lower()](file, column) if text.strip()]
+    if not texts:
+        raise TaskError(f"{file} holds no texts: check that this is the right file")
+    return texts
+
+
+def _from_csv(file: Path, column: str) -> Iterator[str]:
+    reader = csv.reader(read_lines(_KIND, file), strict=True)
+    try:
+        columns = [name.strip() for name in next(reader, [])]
+        if columns and column not in columns:
+            raise TaskError(f"{file}:1: the columns are {columns}, and {column!r} is none of them: name one")
+        for fields in filter(None, reader):
+            if len(fields) != len(columns):
+                raise TaskError(f"{file}:{reader.line_num}: {len(fields)} fields, expected {len(columns)} as above")
+            yield fields[columns.index(column)]
+    except csv.Error as error:
+        raise TaskError(f"{file}:{reader.line_num}: not CSV ({error})") from error
+
+
+def _from_jsonl(file: Path, column: str) -> Iterator[str]:
+    for number, line in enumerate(read_lines(_KIND, file), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise TaskError(f"{file}:{number}: not JSON ({error})") from error
+        text = row.get(column) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            raise TaskError(f'{file}:{number}: {line.strip()[:60]!r}, expected an object like {{"{column}": "a text"}}')
+        yield text
+
+
+text_files = {".txt": lambda file, _: iter(read_lines(_KIND, file)), ".csv": _from_csv, ".jsonl": _from_jsonl}
+"""How each kind of file is read, by its ending."""

@@ -1,0 +1,386 @@
+"""``quantizer convert``: what a folder holds, that it serves, and that nothing half-done or wrong is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantizer import Quantizer
+from quantizer.cli.main import main
+from quantizer.errors import QuantizerError
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_rows
+from quantizer.tasks import load_tokenizer
+
+for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
+    pytest.importorskip(_package, reason="a conversion needs quantizer[hf,onnx,openvino,onnxruntime]")
+
+from tiny_run import tiny_run  # noqa: E402
+
+import quantizer.conversion.run as steps  # noqa: E402
+from quantizer.conversion import load_converted  # noqa: E402
+from quantizer.conversion import measure  # noqa: E402
+from quantizer.conversion.check import OutputCheck  # noqa: E402
+from quantizer.conversion.check import tolerance  # noqa: E402
+
+SIZES = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
+BACKENDS = ("openvino", "onnxruntime")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tiny classifier with its data, and what a conversion made of it."""
+
+    folder: Path
+
+    @property
+    def model(self) -> str:
+        return str(self.folder / "model")
+
+    @property
+    def done(self) -> Path:
+        return self.folder / "done"
+
+    @property
+    def float(self) -> Path:
+        return self.folder / "float"
+
+    def data(self, name: str) -> str:
+        return f"text-csv:{self.folder / name}.csv"
+
+    def texts(self) -> list[str]:
+        return [row.text for row in load_rows("text-csv", path=self.folder / "evaluation.csv")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("conversion")
+    torch.set_num_threads(1)
+    tiny_run(folder)
+    here = Place(folder)
+    words = ["convert", "-m", here.model, "--quantization", "--calibration", here.data("calibration"), "--rows", "12"]
+    words += ["--max-drop", "0.5", "--tuning", here.data("calibration"), "--evaluation", here.data("evaluation")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_SECONDS", 0.1)
+        assert main([*words, "--backend", *BACKENDS, *SIZES, "-o", str(here.done)]) == 0
+        assert main(["convert", "-m", here.model, *SIZES, "-o", str(here.float)]) == 0
+    return here
+
+
+class Exports(list[torch.dtype]):
+    """The float types in which the float model was exported."""
+
+
+@pytest.fixture
+def exports(place: Place, monkeypatch: pytest.MonkeyPatch) -> Exports:
+    """Both exports give what they gave before: they take seconds."""
+    made = Exports()
+
+    def export_float(_: object, path: Path, __: object, *, dtype: torch.dtype, **___: object) -> None:
+        made.append(dtype)
+        shutil.copy(place.float / "openvino" / "model.onnx", path)
+
+    def export(_: object, __: object, path: Path, ___: object) -> None:
+        shutil.copy(place.done / "openvino" / "model.onnx", path)
+
+    monkeypatch.setattr(steps, "export_onnx", export_float)
+    monkeypatch.setattr(Quantizer, "export", export)
+    return made
+
+
+@pytest.fixture
+def convert(
+    place: Place,
+    exports: Exports,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., tuple[int, str]]:
+    """Runs a conversion in an empty folder; its exit code and what it said of errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "_SECONDS", 0.1)
+
+    def run(*words: str, model: str = place.model) -> tuple[int, str]:
+        code = main(["convert", "-m", model, *words])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def _read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
+    assert {path.name for path in place.done.iterdir()} == {*BACKENDS, "quantizer", "conversion.json"}
+    assert not list(place.folder.glob("*.search.json"))
+    for backend in BACKENDS:
+        folder = place.done / backend
+        assert {path.name for path in folder.iterdir()} == {"model.onnx", "model.engine", "tokenizer", "config.json"}
+        config = _read(folder / "config.json")
+        assert config["backend"] == backend
+        assert config["task"] == "sequence-classification"
+        assert config["dimensions"] == {"batch": [1, 2, 4], "sequence": [16, 24, 32]}
+        inputs = {value["name"]: (value["dtype"], value["shape"]) for value in config["inputs"]}
+        assert inputs["input_ids"] == ("int64", ["batch", "sequence"])
+        assert [(v["name"], v["dtype"], v["shape"]) for v in config["outputs"]] == [("logits", "float32", ["batch", 2])]
+        assert config["labels"] == ["LABEL_0", "LABEL_1"]
+        assert config["quantization"]["dtype"] == "int8"
+        assert config["quantization"]["texts"] == 12
+        assert "fallback(max_drop=0.5)" in config["quantization"]["reason"]
+        shapes = [(check["batch"], check["sequence"]) for check in config["checks"]]
+        assert shapes == [(1, 16), (2, 24), (4, 32)]
+        assert config["verified"].startswith("outputs agree with PyTorch's: SQNR of 30 dB or more, or at most 3 dB")
+
+
+def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None:
+    record = _read(place.done / "conversion.json")
+    assert [entry["backend"] for entry in record["backends"]] == list(BACKENDS)
+    for entry in record["backends"]:
+        assert [set(shape["milliseconds"]) for shape in entry["latency"]] == [
+            {"PyTorch float", "float engine", "engine"}
+        ] * 3
+        assert [score["which"] for score in entry["scores"]] == ["float", "proxy", "engine"]
+        assert all(score["rows"] == 24 for score in entry["scores"])
+
+
+def test_each_backend_has_the_sites_that_it_wants(place: Place) -> None:
+    """One calibration, two plans: ONNX Runtime leaves attention matmuls in float."""
+    sites = {name: _read(place.done / name / "config.json")["quantization"]["sites"] for name in BACKENDS}
+    assert sites["openvino"]["matmul"][0] == 2
+    assert sites["onnxruntime"]["matmul"][0] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_engine_and_tokenizer_serve_alone(place: Place, tmp_path: Path, backend: str) -> None:
+    """Moved elsewhere and without the ONNX file: the labels are those of the frozen model in PyTorch."""
+    folder = tmp_path / "served"
+    shutil.copytree(place.done / backend, folder)
+    (folder / "model.onnx").unlink()
+    served = load_converted(folder)
+    texts = place.texts()
+    labels = [label for start in range(0, 24, 4) for label in served.labels(texts[start : start + 4])]
+    model = load_model(place.model, "sequence-classification")
+    task = build_task(
+        "sequence-classification", model, load_tokenizer(place.model), max_length=32, batch_size=4, min_length=16
+    )
+    calibrated = Quantizer.load(place.done / "quantizer")
+    calibrated.quantize(model)
+    frozen = calibrated.for_backend(backend).quantize(model)
+    rows = load_rows("text-csv", path=place.folder / "evaluation.csv")
+    decided = task.predict(lambda batch: frozen(**batch), rows).decisions
+    assert labels == [f"LABEL_{label}" for label in decided]
+    assert len(set(labels)) == 2
+
+
+def test_more_texts_than_it_was_built_for(place: Place) -> None:
+    served = load_converted(place.done / "openvino")
+    with pytest.raises(QuantizerError, match="5 texts at once, and this engine was built for 1 to 4"):
+        served(place.texts()[:5])
+    assert served(["good " * 100])["logits"].shape == (1, 2)
+
+
+def test_a_folder_that_is_none_of_ours(place: Place, tmp_path: Path) -> None:
+    with pytest.raises(QuantizerError, match=r"holds no config\.json that can be read"):
+        load_converted(place.done)
+    shutil.copytree(place.done / "openvino", tmp_path / "later")
+    config = _read(tmp_path / "later" / "config.json")
+    (tmp_path / "later" / "config.json").write_text(json.dumps({**config, "format": 9}))
+    with pytest.raises(QuantizerError, match="has format 9, expected 1: convert the model again"):
+        load_converted(tmp_path / "later")
+
+
+def test_a_float_model_needs_no_data(place: Place) -> None:
+    assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json"}
+    config = _read(place.float / "openvino" / "config.json")
+    assert config["quantization"] is None
+    assert all(check["sqnr_db"] is None or check["sqnr_db"] > 60 for check in config["checks"])
+    assert all(check["cosine"] > 0.9999 for check in config["checks"])
+
+
+def test_a_folder_has_a_name_of_its_own(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    assert convert(*SIZES) == (0, "")
+    assert (tmp_path / "converted" / "model" / "openvino" / "model.engine").is_file()
+    assert _read(tmp_path / "converted" / "model" / "openvino" / "config.json")["name"] == "model"
+    code, said = convert(*SIZES)
+    assert (code, "exists already; choose another -o, or replace it with --force" in said) == (1, True)
+
+
+def test_the_usual_sizes_are_lowered_to_the_positions(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    assert convert("--batch-size", "1", "2", "3", "-o", "out") == (0, "")
+    assert _read(tmp_path / "out" / "openvino" / "config.json")["dimensions"]["sequence"] == [16, 64, 64]
+
+
+def test_what_cannot_run_here_is_not_called_verified(
+    convert: Callable[..., tuple[int, str]], exports: Exports, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs the wheels of TensorRT-RTX")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, so the engine may run here")
+    assert convert("--backend", "tensorrt-rtx", "--compute-capability", "sm89", *SIZES, "-o", "rtx")[0] == 0
+    config = _read(tmp_path / "rtx" / "tensorrt-rtx" / "config.json")
+    assert config["verified"].startswith("not verified")
+    assert config["checks"] == []
+    assert config["compute_capability"] == "sm89"
+    assert config["float_dtype"] == "float16"
+    assert exports == [torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("sqnr", "to_float", "of_proxy", "right"),
+    [
+        (31.0, 10.0, 10.0, True),  # near enough in any case
+        (17.0, 14.0, 14.4, True),  # another sample of the same error
+        (17.0, 11.3, 14.4, False),  # a larger error
+        (29.0, None, 14.4, True),  # the float model itself
+        (29.0, 29.0, None, False),  # nothing is quantized, so nothing explains a difference
+        (None, 14.4, 14.4, True),  # equal
+    ],
+)
+def test_what_a_right_engine_is(
+    sqnr: float | None, to_float: float | None, of_proxy: float | None, right: bool
+) -> None:
+    check = OutputCheck(
+        batch=1, sequence=16, output="y", sqnr_db=sqnr, float_db=to_float, proxy_float_db=of_proxy, cosine=0.9
+    )
+    assert tolerance(None, True, torch.float32).holds(check) is right
+    assert tolerance(25.0, True, torch.float32).holds(check) is (sqnr is None or sqnr > 25)
+
+
+# -- what is not written -----------------------------------------------------------------------------------------------
+
+
+def _with_a_wrong_scale(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A builder that reads one scale four times as large as it is."""
+
+    def built(name: str, path: Path, engine: Path, options: Any) -> Any:
+        import onnx
+
+        model = onnx.load(str(path))
+        scales = {node.input[1] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+        scale = next(value for value in model.graph.initializer if value.name in scales and value.dims)
+        scale.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scale) * 4, scale.name))
+        onnx.save(model, str(path))
+        return build(name, path, engine, options)
+
+    return built
+
+
+def test_an_engine_that_computes_something_else_is_refused(
+    place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "build_engine", _with_a_wrong_scale(steps.build_engine))
+    code, said = convert("--quantization", "--calibration", place.data("calibration"), "--rows", "12", *SIZES)
+    assert code == 1
+    assert "openvino engine, batch 1 x sequence 16, output 'logits': SQNR " in said
+    assert " dB against the float model where PyTorch has " in said
+    assert "expected an SQNR of 30 dB or more, or at most 3 dB further from the float model than PyTorch" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", ["build_engine", "check_engine", "measure_latency", "export_onnx"])
+def test_interrupted_nothing_is_left(
+    convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps, step, stopped)
+    assert convert(*SIZES) == (130, "interrupted: nothing was written\n")
+    assert not list(tmp_path.iterdir())
+
+
+DATA = ("--quantization", "--calibration", "texts.txt")
+BAD = {
+    "no data": (("--quantization",), "--quantization needs data to calibrate on, and --calibration is missing"),
+    "data for nothing": (("--calibration", "texts.txt"), "--calibration texts.txt is used with --quantization only"),
+    "no file": ((*DATA[:2], "missing.txt"), "there is no file missing.txt"),
+    "no rows": ((*DATA[:2], "empty.txt"), "empty.txt holds no texts"),
+    "too few rows": ((*DATA, "--rows", "9"), "texts.txt has 2 rows, fewer than --rows 9"),
+    "what kind of data": ((*DATA[:2], "texts.parquet"), "expected a file of texts (.txt, .csv, .jsonl), or NAME:FILE"),
+    "data set without file": ((*DATA[:2], "text-csv"), "the file is missing; expected text-csv:FILE"),
+    "range turned round": (("--batch-size", "8", "4", "2"), "--batch-size 8 4 2: expected the least, the usual"),
+    "beyond positions": (("--seq-len", "16", "64", "512"), "the model has 64 positions; lower the last number"),
+    "one token": (("--seq-len", "1", "8", "16"), "--seq-len 1 ...: expected 2 or more"),
+    "backend": (("--backend", "tensort"), "--backend tensort: unknown; expected some of onnxruntime, "),
+    "backend twice": (("--backend", "openvino", "openvino"), "expected at least one, each of them once"),
+    "task": (("--task", "poetry"), "--task poetry: unknown; expected one of sentence-similarity, sequence-class"),
+    "budget without rows": ((*DATA, "--max-drop", "0.1"), "there is nothing to score on"),
+    "budget without labels": ((*DATA, "--max-drop", "0.1", "--tuning", "texts.txt"), "texts alone cannot be scored"),
+    "rows without budget": ((*DATA, "--tuning", "text-csv:a.csv"), "is used by --max-drop only"),
+    "negative budget": ((*DATA, "--max-drop", "-1", "--tuning", "text-csv:a.csv"), "--max-drop -1.0: expected 0"),
+    "same rows": (
+        (*DATA, "--max-drop", "0", "--tuning", "text-csv:a.csv", "--evaluation", "text-csv:a.csv"),
+        "--tuning and --evaluation are both text-csv:a.csv",
+    ),
+    "format": ((*DATA, "--dtype", "fp8"), "--dtype fp8: openvino does not compute in it; expected int8 or uint8"),
+    "capability": (("--compute-capability", "sm89"), "--compute-capability sm89 is for --backend tensorrt-rtx"),
+    "no capability": (
+        ("--backend", "tensorrt-rtx", "--compute-capability", "ada"),
+        "--compute-capability ada: expected one such as sm89",
+    ),
+    "unknown capability": (
+        ("--backend", "tensorrt-rtx", "--compute-capability", "sm999"),
+        "--compute-capability: 'sm999' is unknown to tensorrt-rtx",
+    ),
+    "capability without the format": (
+        (*DATA, "--backend", "tensorrt-rtx", "--dtype", "fp8", "--compute-capability", "sm80"),
+        "--compute-capability: 'sm80' has no FP8",
+    ),
+    "threads": (("--threads", "0"), "--threads 0: expected 1 or more"),
+    "exists": (("-o", "texts.txt"), "texts.txt exists already; choose another -o, or replace it with --force"),
+    "no model": (("-m", "./nowhere"), "there is no folder nowhere"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_before_the_model_is_loaded(
+    convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    (tmp_path / "texts.txt").write_text("a good film\n\nthe plot was dull\n")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    monkeypatch.setattr(steps, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    words, expected = BAD[case]
+    code, said = convert(*words)
+    assert code == 1
+    assert expected in said
+    assert {path.name for path in tmp_path.iterdir()} == {"texts.txt", "empty.txt"}
+
+
+def test_problems_are_told_together(convert: Callable[..., tuple[int, str]]) -> None:
+    code, said = convert("--quantization", "--threads", "0", "--seq-len", "9", "8", "7")
+    assert code == 1
+    assert "3 problems" in said
+
+
+def test_an_architecture_that_does_not_tell_the_task(
+    place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    shutil.copytree(place.model, tmp_path / "masked")
+    config = _read(tmp_path / "masked" / "config.json")
+    (tmp_path / "masked" / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    code, said = convert("-o", "out", model="masked")
+    assert code == 1
+    assert "its architecture is BertForMaskedLM, which does not tell the task" in said
+    assert "--task with one of sentence-similarity, sequence-classification" in said
+
+
+def test_a_model_of_images(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    import transformers
+
+    transformers.ViTConfig(hidden_size=32, architectures=["ViTModel"]).save_pretrained(tmp_path / "vit")
+    code, said = convert("-o", "out", model="vit")
+    assert code == 1
+    assert "ViTModel has no vocabulary, so it reads no text" in said

@@ -1,0 +1,241 @@
+"""TensorRT without TensorRT: what is called of it is in its own bindings, and what runs engines is run on a stand-in.
+
+The interfaces of TensorRT 10.12 and 11.4 were recorded from the vendor's bindings; see ``interface.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from engines.interface import AHEAD
+from engines.interface import CALLED
+from engines.interface import TIMED
+from engines.interface import interface
+
+from quantizer.engines import BuildOptions
+from quantizer.engines.tensorrt import TensorRTBackend
+from quantizer.engines.tensorrt_cache import save_cache
+from quantizer.engines.tensorrt_cache import use_cache
+from quantizer.engines.tensorrt_run import TensorRTEngine
+from quantizer.errors import EngineError
+
+RECORDED: dict[str, dict[str, list[str]]] = json.loads(
+    (Path(__file__).parent / "tensorrt_interface.json").read_text(encoding="utf-8")
+)
+DYNAMIC = {"batch": (1, 8, 32), "sequence": (16, 128, 512)}
+rtx = pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install quantizer[tensorrt-rtx]")
+
+
+def names(called: dict[str, tuple[str, ...]]) -> set[str]:
+    return {f"{owner}.{member}" for owner, members in called.items() for member in members}
+
+
+@pytest.mark.parametrize("release", RECORDED)
+def test_every_call_is_in_the_recorded_interface(release: str) -> None:
+    assert set(RECORDED[release]) == names(CALLED) | names(TIMED)
+
+
+@rtx
+@pytest.mark.parametrize("release", RECORDED)
+def test_rtx_has_the_same_members_with_the_same_parameters(release: str) -> None:
+    import tensorrt_rtx_bindings
+
+    assert interface(tensorrt_rtx_bindings, CALLED) == {name: RECORDED[release][name] for name in names(CALLED)}
+    assert set(interface(tensorrt_rtx_bindings, AHEAD)) == names(AHEAD)
+
+
+class Recorder:
+    """An object of the bindings, or their module, that notes what is asked of it."""
+
+    def __init__(self, value: Any, seen: set[str]) -> None:
+        vars(self).update(_value=value, _seen=seen)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._value, name)
+        self._note(name)
+        # A class to derive from has to be the real one, and so have values.
+        if name in ("ILogger", "IProgressMonitor") or not type(self._value).__module__.startswith(
+            ("tensorrt", "builtins")
+        ):
+            return value
+        return self._wrapped(value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._note(name)
+        setattr(self._value, name, plain(value))
+
+    def __call__(self, *args: Any) -> Any:
+        if isinstance(self._value, type):
+            self._seen.add(f"{self._value.__name__}.__init__")
+        return self._wrapped(self._value(*map(plain, args)))
+
+    def __int__(self) -> int:
+        return int(self._value)
+
+    def _note(self, name: str) -> None:
+        owner = self._value if isinstance(self._value, type) else type(self._value)
+        self._seen.add(f"{owner.__name__}.{name}")
+
+    def _wrapped(self, value: Any) -> Any:
+        ours = type(value).__module__.startswith("tensorrt") or callable(value)
+        return Recorder(value, self._seen) if ours and type(value).__name__ not in ("IHostMemory", "Dims") else value
+
+
+def plain(value: Any) -> Any:
+    return value._value if isinstance(value, Recorder) else value
+
+
+@rtx
+def test_a_build_calls_nothing_else(qdq_half: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tensorrt_rtx_bindings
+
+    seen: set[str] = set()
+    backend = TensorRTBackend("tensorrt-rtx", ["tensorrt_rtx_bindings"])
+    monkeypatch.setattr(backend, "_import", lambda: Recorder(tensorrt_rtx_bindings, seen))
+    options = BuildOptions(dynamic=DYNAMIC, compute_capability=["sm80", "SM89"])
+    backend.build(qdq_half.path, tmp_path / "model.engine", options)
+    classes = {name.partition(".")[0] for name in (*names(CALLED), *names(TIMED), *names(AHEAD))}
+    called = {name for name in seen if name.partition(".")[0] in classes and not name.endswith("__members__")}
+    assert called <= names(CALLED) | names(TIMED) | names(AHEAD)
+    assert {"IBuilderConfig.set_compute_capability", "OnnxParser.parse_from_file", "ITensor.shape"} <= called
+
+
+class StandIn:
+    """What an engine of a GPU answers: y = 2 x for x [batch, 4], of which the profile takes 1 to 8 rows."""
+
+    def __init__(self) -> None:
+        self.shape = (0, 0)
+        self.addresses: dict[str, int] = {}
+        self.profiler: Any = None
+        self.execution_context: Any = None
+        self.num_io_tensors = 2
+
+    def deserialize_cuda_engine(self, content: bytes) -> StandIn | None:
+        return self if content.startswith(b"whole") else None
+
+    def create_execution_context(self) -> StandIn:
+        return self
+
+    def create_engine_inspector(self) -> StandIn:
+        return self
+
+    def get_tensor_name(self, index: int) -> str:
+        return "xy"[index]
+
+    def get_tensor_mode(self, name: str) -> str:
+        return {"x": "in", "y": "out"}[name]
+
+    def get_tensor_dtype(self, name: str) -> type:
+        return np.float32
+
+    def get_tensor_shape(self, name: str) -> tuple[int, int]:
+        return self.shape if name == "y" and self.shape != (0, 0) else (-1, 4)
+
+    def set_input_shape(self, name: str, shape: tuple[int, int]) -> bool:
+        self.shape = shape
+        return 1 <= shape[0] <= 8
+
+    def set_tensor_address(self, name: str, address: int) -> None:
+        self.addresses[name] = address
+
+    def execute_async_v3(self, stream: int) -> bool:
+        import ctypes
+
+        size = 4 * self.shape[0]
+        x, y = ((ctypes.c_float * size).from_address(self.addresses[name]) for name in "xy")
+        y[:] = [2 * value for value in x]
+        if self.profiler:
+            self.profiler.report_layer_time("gemm", 0.25)
+        return True
+
+    def get_engine_information(self, form: str) -> str:
+        entry = {"Name": "gemm", "LayerType": "gemm", "Inputs": [], "Outputs": []}
+        return json.dumps({"Layers": [entry]})
+
+
+def stand_in() -> Any:
+    class Base:
+        ERROR = 1
+        WARNING = 2
+
+    return SimpleNamespace(
+        ILogger=Base,
+        IProfiler=Base,
+        Runtime=lambda logger: StandIn(),
+        TensorIOMode=SimpleNamespace(INPUT="in"),
+        LayerInformationFormat=SimpleNamespace(JSON="json"),
+        nptype=lambda kind: kind,
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_running_and_inspecting(tmp_path: Path) -> None:
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"whole")
+    engine = TensorRTEngine("tensorrt", stand_in(), path)
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x)
+    with pytest.raises(EngineError, match=r"input 'x' of shape \[9, 4\] is outside the engine's ranges"):
+        engine({"x": np.zeros((9, 4), np.float32)})
+    (layer,) = engine.observed_layers({"x": x})
+    assert (layer.name, layer.role, layer.time_us) == ("gemm", "product", 250.0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_engine_of_another_release_or_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"of another release")
+    with pytest.raises(EngineError, match=r"tensorrt cannot load .*belongs to the release and the GPU generation"):
+        TensorRTEngine("tensorrt", stand_in(), path)
+
+
+class Config:
+    """A builder's configuration that takes caches that begin with "good", and knows "good 2" after a build."""
+
+    def __init__(self) -> None:
+        self.cache: bytes | None = None
+
+    def create_timing_cache(self, serialized_timing_cache: bytes) -> bytes:
+        return serialized_timing_cache
+
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+        self.cache = cache
+        return not ignore_mismatch and cache[:4] in (b"", b"good")
+
+    def get_timing_cache(self) -> Any:
+        return SimpleNamespace(serialize=lambda: b"good 2")
+
+
+def test_a_timing_cache_is_read_and_written(tmp_path: Path) -> None:
+    path, config = tmp_path / "times.cache", Config()
+    use_cache(config, path)
+    assert config.cache == b""
+    save_cache(config, path)
+    use_cache(config, path)
+    assert config.cache == b"good 2"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["times.cache"]
+    path.write_bytes(b"of another GPU")
+    with pytest.raises(EngineError, match=r"times\.cache is no timing cache of this TensorRT and this GPU: delete it"):
+        use_cache(config, path)
+
+
+@rtx
+def test_rtx_has_no_times_to_keep(qdq_half: Any, tmp_path: Path) -> None:
+    backend = TensorRTBackend("tensorrt-rtx", ["tensorrt_rtx_bindings"])
+    with pytest.raises(EngineError, match="measures no kernels when it builds: leave out"):
+        backend.build(qdq_half.path, tmp_path / "a.engine", BuildOptions(timing_cache=tmp_path / "times.cache"))

@@ -1,0 +1,398 @@
+"""Passes that move, merge or drop nodes: the graph afterwards, and that it computes what it did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import ConvNet
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.errors import ExportError
+from quantizer.export.passes.base import run_passes
+from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
+from quantizer.export.passes.fold_batch_norm import FoldBatchNorm
+from quantizer.export.passes.fold_channel_factors import FoldChannelFactors
+from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
+from quantizer.export.passes.name_nodes import NameNodes
+from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
+from quantizer.export.passes.share_quantizers import ShareQuantizers
+
+onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
+reference = pytest.importorskip("onnx.reference", reason="exporting needs quantizer[onnx]")
+
+
+def graph(inputs: str, outputs: str, nodes: str, **constants: np.ndarray) -> Any:
+    """A model from ONNX's text form, with constants by name."""
+    text = f'<ir_version: 10, opset_import: ["" : 20]> g ({inputs}) => ({outputs}) {{ {nodes} }}'
+    proto = onnx.parser.parse_model(text)
+    for name, array in constants.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+
+
+def operators(model: Any) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+def computed(model: Any, **inputs: np.ndarray) -> list[np.ndarray]:
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    return list(reference.ReferenceEvaluator(proto).run(None, inputs))
+
+
+def unchanged(model: Any, entry: Any) -> bool:
+    """The pass finds nothing to do, and that is what it promises."""
+    before = operators(model)
+    run_passes(model, [entry])
+    return operators(model) == before
+
+
+def single(*values: float) -> np.ndarray:
+    return np.array(values, np.float32) if len(values) > 1 else np.array(values[0], np.float32)
+
+
+# -- batch norms -----------------------------------------------------------------------------------------------------
+
+GAIN = single(2.0, -0.5, 0.0, 1.5)
+NORM = "n = BatchNormalization <epsilon = 0.01> (c, g, h, m, v) y = Relu (n)"
+STATISTICS = {"h": single(0.1, 0.2, -3.0, 0.0), "m": single(1.0, -2.0, 0.5, 0.0), "v": single(0.5, 2.0, 1.0, 4.0)}
+IMAGE = np.random.default_rng(0).normal(size=(2, 2, 5, 5)).astype(np.float32)
+
+
+def convolved(
+    *,
+    nodes: str = "c = Conv (x, w, b)",
+    shape: tuple[int, ...] = (4, 2, 3, 3),
+    axis: int = 0,
+    scale: np.ndarray | None = None,
+    gain: np.ndarray = GAIN,
+    low: int = -127,
+    outputs: str = "float[N,C,H,W] y",
+) -> Any:
+    """A convolution with a stored weight, and a batch norm of its four channels."""
+    steps = np.random.default_rng(1).integers(low, 128, shape).astype(np.int8)
+    steps.flat[0] = low
+    scale = single(0.1, 0.2, 0.3, 0.4) if scale is None else scale
+    where = f"<axis = {axis}>" if scale.ndim else ""
+    text = f"w = DequantizeLinear {where} (q, t) {nodes} {NORM}"
+    constants = {"q": steps, "t": scale, "b": single(0.5, -0.5, 1.0, 0.0), "g": gain, **STATISTICS}
+    return graph("float[2,2,5,5] x", outputs, text, **constants)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nodes": "c = Conv (x, w)"},
+        {"scale": single(0.1)},
+        {"nodes": "c = Conv <group = 2> (x, w, b)", "shape": (4, 1, 3, 3)},
+        {"nodes": "c = ConvTranspose (x, w, b)", "shape": (2, 4, 3, 3), "axis": 1},
+        {"nodes": "c = ConvTranspose (x, w, b)", "shape": (2, 4, 3, 3), "scale": single(0.1)},
+        {"low": -128, "gain": np.abs(GAIN)},
+    ],
+    ids=["bias", "no bias", "one scale", "groups", "transposed", "transposed, one scale", "-128, no change of sign"],
+)
+def test_a_batch_norm_behind_a_convolution_is_folded(options: dict[str, Any]) -> None:
+    model = convolved(**options)
+    (expected,) = computed(model, x=IMAGE)
+    run_passes(model, [FoldBatchNorm()])
+    assert "BatchNormalization" not in operators(model)
+    assert {"q", "t", "g", "h", "m", "v"}.isdisjoint(model.graph.initializers)
+    stored = next(node for node in model.graph if node.op_type == "DequantizeLinear")
+    assert stored.inputs[0].const_value.numpy().dtype == np.int8
+    assert (stored.inputs[1].const_value.numpy() > 0).all()
+    (given,) = computed(model, x=IMAGE)
+    np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"low": -128, "gain": -np.abs(GAIN)},
+        {"nodes": "c = ConvTranspose <group = 2> (x, w, b)", "shape": (2, 2, 3, 3), "scale": single(0.1)},
+        {"nodes": "r = Relu (x) c = Conv (r, w, b) o = Relu (c)", "outputs": "float[N,C,H,W] y, float[N,C,H,W] o"},
+        {"nodes": "i = Conv (x, w, b) c = Relu (i)"},
+        {"gain": single(1e-38, 1.0, 1.0, 1.0)},
+    ],
+    ids=["-128 changes its sign", "transposed with groups", "another reader", "something between", "subnormal scale"],
+)
+def test_a_batch_norm_that_stays(options: dict[str, Any]) -> None:
+    assert unchanged(convolved(**options), FoldBatchNorm())
+
+
+class Pictures(nn.Module):
+    """A transposed convolution with a batch norm, behind a network of convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.down = nn.Conv2d(16, 3, 3, padding=1)
+        self.net = ConvNet()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.down(torch.relu(self.norm(self.up(x)))))
+
+
+def test_a_file_has_no_batch_norm_and_computes_what_the_proxy_computes(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="running ONNX needs quantizer[onnxruntime]")
+    torch.manual_seed(0)
+    model = Pictures().eval()
+    with torch.no_grad():
+        for norm in (model.norm, model.net.norm):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+            norm.weight.normal_()
+    data = [torch.randn(4, 3, 16, 16) for _ in range(3)]
+    quantizer = Quantizer(backend="openvino")
+    quantizer.calibrate(model, data[:2])
+    frozen = quantizer.quantize(model)
+    path = quantizer.export(frozen, tmp_path / "m.onnx", data[0])
+    nodes = onnx.load(path).graph.node
+    counts = Counter(node.op_type for node in nodes)
+    assert (counts["Conv"], counts["ConvTranspose"], counts["BatchNormalization"]) == (3, 1, 0)
+    makers = {name: node for node in nodes for name in node.output}
+    assert all(makers[node.input[1]].op_type == "DequantizeLinear" for node in nodes if "Conv" in node.op_type)
+    with torch.no_grad():
+        expected = frozen(data[2]).numpy()
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    given = session.run(None, {session.get_inputs()[0].name: data[2].numpy()})[0]
+    assert np.square(expected - given).sum() < 1e-4 * np.square(expected).sum()
+
+
+# -- the scale of attention --------------------------------------------------------------------------------------------
+
+QK = (
+    "qs = QuantizeLinear (x, s, z) q = DequantizeLinear (qs, s) "
+    "ks = QuantizeLinear (k, s, z) d = DequantizeLinear (ks, s) "
+)
+SCORES = QK + "p = MatMul (q, d) "
+SCALES = {"s": single(0.02), "z": np.array(0, np.int8), "c": single(0.35355338)}
+X, K = (np.random.default_rng(n).normal(size=(3, 4)).astype(np.float32) for n in (0, 1))
+
+
+def attended(nodes: str, outputs: str = "float[3,3] y", **constants: np.ndarray) -> Any:
+    return graph("float[3,4] x, float[4,3] k, float[3,3] u", outputs, nodes, **{**SCALES, **constants})
+
+
+def run_attended(model: Any) -> np.ndarray:
+    inputs = {"x": X, "k": K.reshape(4, 3), "u": np.ones((3, 3), np.float32)}
+    result: np.ndarray = computed(model, **inputs)[0]
+    return result
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        SCORES + "m = Mul (p, c) y = Relu (m)",
+        SCORES + "m = Mul (c, p) y = Relu (m)",
+        SCORES + "m = Div (p, c) y = Relu (m)",
+        # Another reader of the query: the key takes the factor.
+        SCORES.replace("q = Deq", "o = DequantizeLinear (qs, s) q = Deq") + "m = Mul (p, c) y = Relu (m)",
+    ],
+    ids=["Mul", "the other way round", "Div", "on the key"],
+)
+def test_the_scale_of_scores_stands_before_a_quantizer(nodes: str) -> None:
+    outputs = "float[3,3] y, float[3,4] o" if " o = " in nodes else "float[3,3] y"
+    model = attended(nodes, outputs)
+    expected = run_attended(model)
+    run_passes(model, [ScaleBeforeQuantize()])
+    product = next(node for node in model.graph if node.op_type == "MatMul")
+    assert [reader.op_type for reader, _ in product.outputs[0].uses()] == ["Relu"]
+    moved = next(node for node in model.graph if node.op_type == "Mul")
+    assert [reader.op_type for reader, _ in moved.outputs[0].uses()] == ["QuantizeLinear"]
+    # The steps are those that they were, so what is left is the rounding of float32.
+    np.testing.assert_allclose(run_attended(model), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "constants"),
+    [
+        (SCORES + "m = Mul (p, u) y = Relu (m)", "float[3,3] y", {}),
+        (SCORES + "m = Mul (p, c) y = Relu (m)", "float[3,3] y, float[3,3] p", {}),
+        (SCORES + "m = Div (c, p) y = Relu (m)", "float[3,3] y", {}),
+        (SCORES + "m = Mul (p, c) y = Relu (m)", "float[3,3] y", {"c": single(-0.5)}),
+        (SCORES + "m = Mul (p, c) y = Relu (m)", "float[3,3] y", {"c": single(1e-37)}),
+        ("p = MatMul (x, k) m = Mul (p, c) y = Relu (m)", "float[3,3] y", {}),
+    ],
+    ids=["no constant", "the scores are read", "its reciprocal", "negative", "subnormal scale", "float"],
+)
+def test_a_scale_that_stays(nodes: str, outputs: str, constants: dict[str, np.ndarray]) -> None:
+    assert unchanged(attended(nodes, outputs, **constants), ScaleBeforeQuantize())
+
+
+def test_the_scale_becomes_part_of_the_projection() -> None:
+    nodes = (
+        "w = DequantizeLinear <axis = 1> (q0, t) l = MatMul (x0, w) b = Add (l, b0) r = Reshape (b, shape) "
+        "x = Transpose <perm = [0, 1]> (r) " + SCORES + "m = Mul (p, c) y = Relu (m)"
+    )
+    weight = np.random.default_rng(2).integers(-127, 128, (5, 4)).astype(np.int8)
+    constants = {"q0": weight, "t": single(0.01, 0.02, 0.01, 0.03), "b0": single(1.0, -1.0, 0.5, 0.0)}
+    shape = {"shape": np.array([3, 4])}
+    model = graph("float[3,5] x0, float[4,3] k", "float[3,3] y", nodes, **SCALES, **constants, **shape)
+    inputs = {"x0": np.random.default_rng(3).normal(size=(3, 5)).astype(np.float32), "k": K.reshape(4, 3)}
+    expected = computed(model, **inputs)[0]
+    run_passes(model, [ScaleBeforeQuantize(), FoldChannelFactors()])
+    assert "Mul" not in operators(model)
+    np.testing.assert_allclose(computed(model, **inputs)[0], expected, rtol=1e-5)
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["t = Transpose <perm = [1, 0]> (q)", "i = Identity (q) t = Reshape (i, shape)", "t = Reshape (q, shape)"],
+)
+def test_layout_stands_before_the_quantizer(layout: str) -> None:
+    nodes = f"qs = QuantizeLinear (x, s, z) q = DequantizeLinear (qs, s) {layout} y = MatMul (t, u)"
+    constants = {**SCALES, "shape": np.array([4, 3])}
+    model = graph("float[3,4] x, float[3,3] u", "float[4,3] y", nodes, **constants)
+    inputs = {"x": X, "u": np.eye(3, dtype=np.float32)}
+    expected = computed(model, **inputs)[0]
+    run_passes(model, [LayoutBeforeQuantize()])
+    assert operators(model)[-3:] == ["QuantizeLinear", "DequantizeLinear", "MatMul"]
+    assert np.array_equal(computed(model, **inputs)[0], expected)
+
+
+def test_a_cast_stands_before_the_quantizer_and_the_scale_has_its_type() -> None:
+    nodes = "qs = QuantizeLinear (x, s, z) q = DequantizeLinear (qs, s) t = Cast <to = 1> (q) y = MatMul (t, u)"
+    constants = {"s": np.array(0.02, np.float16), "z": np.array(0, np.int8)}
+    model = graph("float16[3,4] x, float[4,3] u", "float[3,3] y", nodes, **constants)
+    inputs = {"x": X.astype(np.float16), "u": K.reshape(4, 3)}
+    expected = computed(model, **inputs)[0]
+    run_passes(model, [LayoutBeforeQuantize()])
+    assert operators(model) == ["Cast", "QuantizeLinear", "DequantizeLinear", "MatMul"]
+    assert next(node for node in model.graph if node.op_type == "QuantizeLinear").inputs[1].dtype == ir.DataType.FLOAT
+    np.testing.assert_allclose(computed(model, **inputs)[0], expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "step"),
+    [
+        ("qs = QuantizeLinear <axis = 1> (x, s, z) q = DequantizeLinear <axis = 1> (qs, s) ", single(1, 2, 3, 4)),
+        ("qs = QuantizeLinear (x, s, z) q = DequantizeLinear (qs, s) o = Relu (q) ", single(0.1)),
+    ],
+    ids=["a scale a channel", "another reader"],
+)
+def test_layout_that_stays(nodes: str, step: np.ndarray) -> None:
+    outputs = "float[4,3] y, float[3,4] o" if " o = " in nodes else "float[4,3] y"
+    constants = {"s": step, "z": np.zeros(step.shape, np.int8)}
+    model = graph("float[3,4] x", outputs, nodes + "y = Transpose <perm = [1, 0]> (q)", **constants)
+    assert unchanged(model, LayoutBeforeQuantize())
+    model = graph("float[3,4] x", outputs, nodes + "t = Transpose <perm = [1, 0]> (q) y = Relu (t)", **constants)
+    assert unchanged(model, LayoutBeforeQuantize())
+
+
+# -- one quantizer a tensor --------------------------------------------------------------------------------------------
+
+TWICE = (
+    "a = QuantizeLinear (x, s, z) b = DequantizeLinear (a, s) c = QuantizeLinear (x, s2, z2) "
+    "d = DequantizeLinear (c, s2) y = Add (b, d)"
+)
+STEP, ZERO = {"s": single(0.02)}, {"z": np.array(0, np.int8)}
+
+
+def test_readers_of_one_tensor_share_its_quantizer() -> None:
+    model = graph("float[3,4] x", "float[3,4] y", TWICE, **STEP, **ZERO, s2=single(0.02), z2=np.array(0, np.int8))
+    expected = computed(model, x=X)[0]
+    run_passes(model, [ShareQuantizers()])
+    assert operators(model) == ["QuantizeLinear", "DequantizeLinear", "Add"]
+    assert list(model.graph.initializers) == ["s", "z"]
+    assert np.array_equal(computed(model, x=X)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("step", "zero"), [(single(0.03), np.array(0, np.int8)), (single(0.02), np.array(0, np.uint8))]
+)
+def test_quantizers_that_differ_stay_two(step: np.ndarray, zero: np.ndarray) -> None:
+    nodes = TWICE.replace("DequantizeLinear (c, s2)", "DequantizeLinear (c, s2, z2)")
+    assert unchanged(graph("float[3,4] x", "float[3,4] y", nodes, **STEP, **ZERO, s2=step, z2=zero), ShareQuantizers())
+
+
+# -- what nobody reads -------------------------------------------------------------------------------------------------
+
+
+def test_pairs_that_nobody_reads_go_with_their_constants() -> None:
+    nodes = "y = Relu (x) a = QuantizeLinear (y, s, z) b = DequantizeLinear (a, s)"
+    model = graph("float[3,4] x", "float[3,4] y", nodes, **STEP, **ZERO, left=single(1.0))
+    run_passes(model, [DropUnreadNodes()])
+    assert operators(model) == ["Relu"]
+    assert not model.graph.initializers
+    assert [value.name for value in model.graph.inputs] == ["x"]
+
+
+def test_what_is_read_or_given_back_stays() -> None:
+    nodes = "a = QuantizeLinear (x, s, z) y = DequantizeLinear (a, s)"
+    assert unchanged(graph("float[3,4] x", "float[3,4] y", nodes, **STEP, **ZERO), DropUnreadNodes())
+
+
+# -- promises ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "model"),
+    [
+        (FoldBatchNorm(), convolved()),
+        (ScaleBeforeQuantize(), attended(SCORES + "m = Mul (p, c) y = Relu (m)")),
+        (LayoutBeforeQuantize(), attended(QK + "t = Transpose (q) y = MatMul (u, t)", "float[3,N] y")),
+        (ShareQuantizers(), attended(QK.replace("(k,", "(x,") + "y = Add (q, d)", "float[3,4] y")),
+        (DropUnreadNodes(), attended(SCORES + "y = Relu (u)")),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "ensures") else "",
+)
+def test_the_promise_of_each_pass_is_checked(entry: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(entry), "run", lambda self, model: 0)
+    with pytest.raises(ExportError, match=f"pass {type(entry).__name__} did not do its work"):
+        run_passes(model, [entry])
+
+
+# -- names of tensors --------------------------------------------------------------------------------------------------
+
+
+def test_results_and_unnamed_constants_are_called_after_nodes() -> None:
+    nodes = "val_1 = Add (x, val_0) a, b = Split <num_outputs = 2> (val_1) y = Add (a, b)"
+    model = graph("float[2,4] x", "float[1,4] y", nodes, val_0=single(1.0))
+    parameter = ir.Value(name="scale", const_value=ir.tensor(single(2.0), name="scale"))
+    parameter.metadata_props["pkg.torch.export.graph_signature.InputSpec.kind"] = "PARAMETER"
+    model.graph.register_initializer(parameter)
+    for node, scope in zip(model.graph, ("layer.site_forward_add_0", "layer", "head"), strict=True):
+        node.metadata_props["pkg.torch.onnx.name_scopes"] = f"['', '{scope}', 'x']"
+    run_passes(model, [NameNodes()])
+    first, second, third = model.graph
+    assert [value.name for value in first.inputs] == ["x", "layer.site_forward_add_0/Add.input_1"]
+    assert first.outputs[0].name == "layer.site_forward_add_0/Add"
+    assert [value.name for value in second.outputs] == ["layer/Split", "layer/Split:1"]
+    assert third.outputs[0].name == "y"
+    assert "scale" in model.graph.initializers
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_site_of_torchs_attention_is_lost(tmp_path: Path) -> None:
+    # Under torch.export its function calls itself by its name, which once led to the original, without any site.
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(d_model=32, nhead=2, dim_feedforward=64, batch_first=True).eval()
+    data = {"src": torch.randn(4, 32, 32)}
+    quantizer = Quantizer(backend="openvino", sites={"residual_add": False})
+    quantizer.calibrate(layer, [data])
+    path = quantizer.export(quantizer.quantize(layer), tmp_path / "m.onnx", data)
+    nodes = onnx.load(path).graph.node
+    makers = {name: node.op_type for node in nodes for name in node.output}
+    products = [node for node in nodes if node.op_type in ("MatMul", "Gemm")]
+    # Both products of the attention belong to one site.
+    assert sum(row.quantized for row in quantizer.coverage) == 5
+    assert len(products) == 6
+    assert {makers[name] for node in products for name in node.input[:2]} == {"DequantizeLinear"}
+    # Nothing is left between the two products of the attention but the softmax.
+    (softmax,) = [node for node in nodes if node.op_type == "Softmax"]
+    assert makers[softmax.input[0]] == "MatMul"

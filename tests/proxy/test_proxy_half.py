@@ -1,0 +1,316 @@
+"""A rest in half: which modules stay float32, what the file then holds, and the simulation of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import batch
+from helpers import tiny
+from torch import Tensor
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantizer import Quantizer
+from quantizer.errors import ProxyError
+from quantizer.errors import QuantizerError
+from quantizer.proxy.regions import Regions
+
+LARGEST_HALF = 65504.0
+
+
+class Norm(nn.Module):
+    """Squares its input, as RMSNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Block(nn.Module):
+    """A residual branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm()
+        self.up = nn.Linear(16, 16)
+        self.down = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stream(nn.Module):
+    """Three blocks; from the second on, the residual stream is beyond float16 where ``factor`` is large."""
+
+    def __init__(self, factor: float, first: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = Norm()
+        self.head = nn.Linear(16, 16)
+        with torch.no_grad():
+            self.first.weight.mul_(first)
+            self.blocks[1].down.weight.mul_(factor)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Shared(nn.Module):
+    """One layer twice, and its caller only hands on what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 16)
+        with torch.no_grad():
+            self.layer.weight.mul_(1e3)
+            self.last.weight.mul_(1e-6)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        return self.last(self.layer(self.layer(x)))
+
+
+WIDE = {"blocks.1", "blocks.1.down", "blocks.2", "blocks.2.norm", "norm", ""}
+
+
+def calibrated(model: nn.Module, x: Tensor, **options: object) -> Quantizer:
+    quantizer = Quantizer(backend="tensorrt-rtx", **options)
+    quantizer.calibrate(model, [x], progress=False)
+    return quantizer
+
+
+def data() -> Tensor:
+    return torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+
+
+def sqnr_db(found: Tensor, expected: Tensor) -> float:
+    return float(10 * torch.log10(expected.square().sum() / (found - expected).square().sum()))
+
+
+# -- what calibration sees -----------------------------------------------------------------------------------------
+
+
+class Measured(TorchDispatchMode):
+    """The largest magnitude that each module's own operations made, by measuring all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.largest: dict[str, float] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple) else (result,):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                path = self.running[-1]
+                self.largest[path] = max(self.largest.get(path, 0.0), float(value.abs().max()))
+        return result
+
+
+@pytest.mark.parametrize("factor", [1.0, 30.0, 1e4, 1e6])
+def test_no_module_beyond_float16_is_missed_and_none_made_up(factor: float) -> None:
+    model, x = Stream(factor), data()
+    measured = Measured()
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(lambda _, args, path=path: measured.running.append(path))
+        module.register_forward_hook(lambda *_: measured.running.pop() and None)
+    with torch.no_grad(), measured:
+        model(x)
+    makers = {path for path, largest in measured.largest.items() if largest > LARGEST_HALF}
+    wide = calibrated(Stream(factor), x).coverage.regions.wide
+    assert makers <= set(wide)
+    assert bool(makers) == bool(wide)
+    for path in makers:
+        # The sites' own observation may differ in the last bit of a sum.
+        assert wide[path] == pytest.approx(measured.largest[path], rel=1e-5)
+
+
+def test_modules_through_which_large_values_travel_are_wide() -> None:
+    assert set(calibrated(Stream(1e6), data()).coverage.regions.wide) == WIDE
+    assert not calibrated(Stream(1.0), data()).coverage.regions.wide
+
+
+def test_a_module_that_only_hands_large_values_on_is_wide() -> None:
+    assert set(calibrated(Shared(), data()).coverage.regions.wide) == {"layer", "last", ""}
+
+
+def test_inputs_beyond_float16_are_taken_as_float32() -> None:
+    model, x = nn.Linear(16, 16).eval(), data() * 1e6
+    quantizer = calibrated(model, x)
+    assert quantizer.coverage.regions.wide_inputs
+    with torch.no_grad():
+        assert sqnr_db(quantizer.simulate(model)(x), quantizer.quantize(model)(x)) > 100
+
+
+def test_masks_are_no_values() -> None:
+    quantizer = Quantizer(backend="tensorrt-rtx")
+    model, inputs = tiny("bert"), dict(batch("bert"))
+    inputs["attention_mask"] = inputs["attention_mask"].clone()
+    inputs["attention_mask"][:, -2:] = 0
+    quantizer.calibrate(model, [inputs], progress=False)
+    assert not quantizer.coverage.regions.wide
+
+
+def test_the_variance_of_a_normalization_counts() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(2e3)
+    assert set(calibrated(model, data()).coverage.regions.wide) == {"1"}
+
+
+def test_what_stays_float32_is_said_and_kept(tmp_path: Path) -> None:
+    quantizer = calibrated(Stream(1e6), data())
+    said = "6 modules stay float32: their values are beyond float16, the largest"
+    assert said in quantizer.coverage.text()
+    loaded = Quantizer.load(quantizer.save(tmp_path / "saved"))
+    assert loaded.coverage.regions.wide == quantizer.coverage.regions.wide
+    assert said in loaded.coverage.text()
+    resumed = loaded.calib(model := Stream(1e6), resume=True)
+    with torch.no_grad():
+        resumed(data())
+    assert set(loaded.coverage.regions.wide) == WIDE
+    assert loaded.plan["blocks.1.down.forward.linear_0"].beyond_half == pytest.approx(
+        loaded.coverage.regions.wide["blocks.1.down"]
+    )
+    del model
+
+
+def test_damaged_regions_are_refused() -> None:
+    with pytest.raises(QuantizerError, match="modules beyond float16 cannot be read"):
+        Regions.from_plain({"wide": {"a": "large"}, "computing": [], "masked": []})
+
+
+# -- the simulation ------------------------------------------------------------------------------------------------
+
+
+def test_the_rest_is_computed_in_half_and_summed_in_float32() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 8).eval(), torch.randn(4, 64)
+    quantizer = calibrated(model, x, sites={"linear": False})
+    with torch.no_grad():
+        found = quantizer.simulate(model)(x)
+        halves = [value.half().float() for value in (x, model.weight, model.bias)]
+        expected = functional.linear(*halves).half().float()
+        assert found.dtype is torch.float32
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, quantizer.quantize(model)(x))
+
+
+def test_a_float32_target_is_simulated_by_the_frozen_proxy() -> None:
+    model, x = Stream(1.0), data()
+    quantizer = Quantizer(backend="openvino")
+    quantizer.calibrate(model, [x], progress=False)
+    with torch.no_grad():
+        assert torch.equal(quantizer.simulate(model)(x), quantizer.quantize(model)(x))
+
+
+def test_wide_modules_stay_float32_in_the_simulation() -> None:
+    model, x = Stream(1e6), data()
+    quantizer = calibrated(model, x)
+    simulated, types = quantizer.simulate(model), {}
+    for path, module in simulated.named_modules():
+        if isinstance(module, Block | Norm):
+            module.register_forward_hook(lambda m, a, r, path=path: types.update({path: a[0].dtype}))
+    with torch.no_grad():
+        found, expected = simulated(x), quantizer.quantize(model)(x)
+    assert types["blocks.0"] is torch.float16
+    assert types["blocks.2"] is torch.float32
+    assert simulated.blocks[0].norm.weight.dtype is torch.float16
+    assert simulated.blocks[2].norm.weight.dtype is torch.float32
+    assert bool(found.isfinite().all())
+    assert sqnr_db(found, expected) > 30
+    assert model.first.weight.dtype is torch.float32
+
+
+def test_a_query_that_may_look_at_nothing_does_not_become_nan() -> None:
+    model, inputs = tiny("bert"), dict(batch("bert"))
+    quantizer = Quantizer(backend="tensorrt-rtx")
+    quantizer.calibrate(model, [inputs], progress=False)
+    inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
+    with torch.no_grad():
+        assert not quantizer.simulate(model)(**inputs)[0].isnan().any()
+
+
+def test_a_pass_that_fails_leaves_nothing_behind() -> None:
+    model, x = Stream(1e6), data()
+    quantizer = calibrated(model, x)
+    simulated = quantizer.simulate(model)
+    with torch.no_grad():
+        expected = simulated(x)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            simulated(x[:, :3])
+        assert torch.equal(simulated(x), expected)
+
+
+def test_a_simulation_is_not_exported(tmp_path: Path) -> None:
+    model, x = Stream(1.0), data()
+    quantizer = calibrated(model, x)
+    with pytest.raises(ProxyError, match=r"export\(\) takes the model that quantize\(\) returned"):
+        quantizer.export(quantizer.simulate(model), tmp_path / "model.onnx", x)
+
+
+# -- the file ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Quantizer, nn.Module, Path]:
+    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    model, x = Stream(1.0, first=2e3), data()
+    quantizer = calibrated(model, x)
+    path = tmp_path_factory.mktemp("half") / "model.onnx"
+    with pytest.warns(UserWarning, match="4 modules stay float32: their values are beyond float16"):
+        quantizer.export(quantizer.quantize(model), path, x)
+    return quantizer, model, path
+
+
+def test_the_file_is_half_but_for_the_wide_modules(exported: tuple[Quantizer, nn.Module, Path]) -> None:
+    onnx = pytest.importorskip("onnx", reason="needs quantizer[onnx]")
+    file = onnx.shape_inference.infer_shapes(onnx.load(exported[2]))
+    element = {v.name: v.type.tensor_type.elem_type for v in (*file.graph.value_info, *file.graph.output)}
+    nodes = {output: node for node in file.graph.node for output in node.output}
+    for node in file.graph.node:
+        wide = node.name.split("/")[0] in ("norm", *(f"blocks.{place}.norm" for place in range(3)))
+        if node.op_type in ("Mul", "ReduceMean", "Gemm", "Add", "Relu"):
+            assert element[node.output[0]] == (onnx.TensorProto.FLOAT if wide else onnx.TensorProto.FLOAT16), node.name
+        for source in node.input:
+            if node.op_type in ("Gemm", "MatMul") and source in nodes:
+                assert nodes[source].op_type == "DequantizeLinear"
+    # In and out of each of the four norms.
+    assert sum(node.op_type == "Cast" for node in file.graph.node) == 8
+
+
+def test_onnx_runtime_agrees_with_the_simulation(exported: tuple[Quantizer, nn.Module, Path]) -> None:
+    ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    quantizer, model, path = exported
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    x = data()
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.half().numpy()})
+    with torch.no_grad():
+        simulated, proxy = quantizer.simulate(model)(x), quantizer.quantize(model)(x)
+    agreement = sqnr_db(torch.from_numpy(found).float(), simulated)
+    assert agreement > 45
+    assert agreement > sqnr_db(torch.from_numpy(found).float(), proxy)
+
+
+def test_tensorrt_rtx_builds_it(exported: tuple[Quantizer, nn.Module, Path], tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs TensorRT-RTX")
+    quantizer, _, path = exported
+    built = quantizer.build(path, tmp_path / "model.engine", dynamic={"batch": (1, 8, 64)}, compute_capability="sm89")
+    assert built.path.stat().st_size > 0

@@ -1,0 +1,218 @@
+"""What a target's limits make of a model, told by what calibration saw: the reason and the rule of each site."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+from torch.nn import functional
+
+from quantizer import Quantizer
+from quantizer.config import RunConfig
+from quantizer.errors import ConfigError
+from quantizer.errors import ExportError
+from quantizer.proxy.plan import NEVER_RAN
+from quantizer.settings import refuse_run
+
+TARGET = "target tensorrt"
+
+
+class Attention(nn.Module):
+    """Two heads, written out or fused: [rows, length, 2 * head] to the same."""
+
+    def __init__(self, head: int, *, fused: bool = False) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(2 * head, 2 * head) for _ in range(3))
+        self.head, self.fused = head, fused
+
+    def forward(self, x: Tensor, steps: int | None = None) -> Tensor:
+        shape = (x.shape[0], x.shape[1], 2, self.head)
+        query, key, value = (part(x).view(shape).transpose(1, 2) for part in (self.query, self.key, self.value))
+        if steps is not None:
+            query = query[:, :, -steps:]
+        if self.fused:
+            mixed = functional.scaled_dot_product_attention(query, key, value)
+        else:
+            mixed = torch.matmul(torch.matmul(query, key.transpose(-2, -1)).softmax(-1), value)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+def reasons(model: nn.Module, *lengths: int, width: int = 64, **options: Any) -> dict[tuple[str, str | None], int]:
+    """How many products of two activations have each reason and rule."""
+    steps = options.pop("steps", None)
+    quantizer = Quantizer(**{"backend": "tensorrt", **options})
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"x": torch.randn(2, length, width, generator=generator), "steps": steps} for length in lengths]
+    quantizer.calibrate(model.eval(), batches, progress=False)
+    found: dict[tuple[str, str | None], int] = {}
+    for row in quantizer.coverage:
+        if row.kind == "matmul" and row.reason != NEVER_RAN:
+            found[row.reason, row.rule] = found.get((row.reason, row.rule), 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_head_sizes(fused: bool) -> None:
+    sites = 1 if fused else 2
+    held = "int8: query, key, probabilities, value" if fused else "int8: lhs, rhs"
+    assert reasons(Attention(32, fused=fused), 16, 24) == {(held, TARGET): sites}
+    reason = "head size 24 is none of 16, 32, 64: tensorrt fuses no attention in int8 with it"
+    assert reasons(Attention(24, fused=fused), 16, 32, width=48) == {(reason, TARGET): sites}
+    # FP8 has kernels for more of them, and neither limit is OpenVINO's.
+    fp8 = {(held.replace("int8", "fp8"), TARGET): sites}
+    assert reasons(Attention(48, fused=fused), 16, width=96, dtype="fp8") == fp8
+    reason = "head size 24 is no multiple of 16: tensorrt fuses no attention in fp8 with it"
+    assert reasons(Attention(24, fused=fused), 16, width=48, dtype="fp8") == {(reason, TARGET): sites}
+    own = {(held, "target openvino"): sites}
+    assert reasons(Attention(24, fused=fused), 16, width=48, backend="openvino") == own
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_longest_sequence_decides(fused: bool) -> None:
+    sites = 1 if fused else 2
+    reason = "a sequence of 520 is longer than 512: tensorrt fuses no attention in int8 with it"
+    assert reasons(Attention(16, fused=fused), 16, 520, 32, width=32) == {(reason, TARGET): sites}
+    assert list(reasons(Attention(16, fused=fused), 512, 32, width=32).values()) == [sites]
+
+
+def test_a_product_of_two_activations_that_is_no_attention_has_no_head() -> None:
+    class Product(nn.Module):
+        def forward(self, x: Tensor, steps: int | None = None) -> Tensor:
+            return torch.matmul(x, x.transpose(-2, -1))
+
+    assert reasons(Product(), 16, width=24) == {("int8: lhs, rhs", TARGET): 1}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_attention_of_one_query_is_a_matrix_vector_product(steps: int) -> None:
+    found = reasons(Attention(32), 16, 32, steps=steps)
+    reason = "M = 1, a matrix-vector product: slower quantized than float on tensorrt"
+    assert found == {(reason if steps == 1 else "int8: lhs, rhs", TARGET): 2}
+
+
+def test_a_vector_without_a_batch() -> None:
+    model = nn.Linear(32, 32).eval()
+    for x, quantized in ((torch.randn(32), False), (torch.randn(1, 32), True)):
+        quantizer = Quantizer(backend="tensorrt")
+        quantizer.calibrate(model, [x], progress=False)
+        # A batch of one may well be larger in use.
+        assert bool(quantizer.coverage.quantized) == quantized, x.shape
+
+
+def test_every_site_names_what_decided() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.narrow, self.out = Attention(32), nn.Linear(64, 4), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + self.out(self.attention(x))
+            return x, self.narrow(x)
+
+    # So many values are cut off that INT8 holds neither branch.
+    quantizer = Quantizer(backend="tensorrt", exclude={"names": ["attention.query"]}, activations={"percentile": 90.0})
+    torch.manual_seed(0)
+    model = Net().eval()
+    quantizer.calibrate(model, [torch.randn(4, 16, 64)], progress=False)
+    rules = {row.name: row.rule for row in quantizer.coverage if not row.quiet and row.reason != NEVER_RAN}
+    assert rules.pop("forward.add_0") == "sites.residual_add: auto"
+    assert rules.pop("attention.query.forward.linear_0") == "exclude.names: attention.query"
+    assert set(rules.values()) == {TARGET}
+    amp = quantizer.amp(model)
+    amp(torch.randn(4, 16, 64))
+    quantizer.fallback(amp, names=["out"])
+    row = next(row for row in quantizer.coverage if row.name == "out.forward.linear_0")
+    assert (row.quantized, row.rule) == (False, "fallback")
+    assert "put back by fallback" in row.reason
+
+
+def test_weights_of_seven_bits_without_vnni(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)).eval()
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    steps = {}
+    for backend in ("onnxruntime", "onnxruntime-avx2"):
+        quantizer = Quantizer(backend=backend)
+        quantizer.calibrate(model, [x], progress=False)
+        frozen = quantizer.quantize(model)
+        stored = [value for name, value in frozen.state_dict().items() if value.dtype == torch.int8]
+        assert len(stored) == 2
+        steps[backend] = max(int(value.short().abs().max()) for value in stored)
+        with torch.no_grad():
+            noise = (frozen(x) - model(x)).square().sum() / model(x).square().sum()
+        assert -10 * torch.log10(noise) > 25
+    assert steps == {"onnxruntime": 127, "onnxruntime-avx2": 64}
+
+
+# -- what a target cannot do is refused before the work ----------------------------------------------------------------
+
+RUN = {
+    "model": {"source": "model", "task": "sentence-similarity"},
+    "data": {"calibration": {"name": "stsb-csv"}, "evaluation": {"name": "stsb-csv", "split": "dev"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "engine", "export", "message"),
+    [
+        ({"dtype": "fp8"}, {"compute_capability": "sm80"}, {}, r"compute_capability: 'sm80' has no FP8: .* sm89"),
+        ({"formats": ({"activations": "fp8"},)}, {"compute_capability": "sm86"}, {}, "'sm86' has no FP8"),
+        ({}, {"compute_capability": "sm77"}, {}, "'sm77' is unknown to tensorrt-rtx; expected one of sm75, sm80"),
+        ({"backend": "openvino"}, {"compute_capability": "sm89"}, {}, "openvino runs on a CPU"),
+        ({"backend": "tensorrt"}, {"compute_capability": "sm89"}, {}, "tensorrt builds for the GPU of this machine"),
+        ({"backend": "openvino", "dtype": "fp8"}, {}, {}, "openvino has no activations in fp8"),
+        (
+            {"formats": ({"weights": "int4", "block_size": 32},)},
+            {},
+            {"opset": 20},
+            r"export\.opset: got 20; expected 21 or later, the first with the formats of quantizer\.formats\[0\]",
+        ),
+    ],
+)
+def test_a_run_that_its_target_cannot_do(
+    quantizer: dict[str, Any], engine: dict[str, Any], export: dict[str, Any], message: str
+) -> None:
+    whole = {
+        **copy.deepcopy(RUN),
+        "quantizer": {"backend": "tensorrt-rtx", **quantizer},
+        "engine": engine,
+        "export": export,
+    }
+    with pytest.raises(ConfigError, match=message):
+        refuse_run(RunConfig.model_validate(whole))
+
+
+def test_a_run_that_its_target_can_do() -> None:
+    for capability, dtype in (("sm89", "fp8"), ("sm80", "int8"), ("sm120", "fp8")):
+        quantizer = {"backend": "tensorrt-rtx", "dtype": dtype}
+        whole = {**copy.deepcopy(RUN), "quantizer": quantizer, "engine": {"compute_capability": capability}}
+        refuse_run(RunConfig.model_validate(whole))
+
+
+@pytest.mark.parametrize(
+    ("options", "opset", "message"),
+    [
+        ({"dtype": "fp8", "fallback_dtype": "float32"}, 18, r"opset=18: fp8 \(.*\) needs opset 19 or later"),
+        (
+            {"formats": [{"weights": "int4", "block_size": 16}]},
+            20,
+            r"opset=20: scales of blocks \(.*\) needs opset 21 or later",
+        ),
+        ({}, 18, r"opset=18: torch\.float16 scales need opset 19 or later"),
+    ],
+)
+def test_an_opset_that_is_too_old_for_a_format(
+    options: dict[str, Any], opset: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    model, x = nn.Sequential(nn.Linear(32, 32)).eval(), torch.randn(4, 32)
+    quantizer = Quantizer(backend="tensorrt", **options)
+    quantizer.calibrate(model, [x], progress=False)
+    # Before the export starts: nothing is traced.
+    monkeypatch.delattr(torch.onnx, "export")
+    with pytest.raises(ExportError, match=message):
+        quantizer.export(quantizer.quantize(model), tmp_path / "m.onnx", x, opset=opset)
