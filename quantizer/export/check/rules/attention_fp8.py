@@ -51,10 +51,5 @@ def int8_with_fp8_attention(subject: Subject) -> Iterator[Fault]:
     products = [pair for pair in subject.products if pair[0].product not in fused]
     found = [pair[0] for pair in products if all(operand.format == INT8.name for operand in pair)]
     if found:
-        problem = f"{len(found)} products in INT8 beside attention in FP8: such an engine is built {_since(subject)}"
+        problem = f"{len(found)} products in INT8 beside attention in FP8: such an engine is built for Blackwell alone"
         yield Fault(name_of(found[0].product), problem, "quantize the linears to FP8 too, or leave attention float")
-
-
-def _since(subject: Subject) -> str:
-    first = subject.target.int8_with_fp8_attention_from
-    return "nowhere" if first is None else f"for sm{first} and later alone"

@@ -13,7 +13,7 @@ from quantizer.export.check.graph import name_of
 from quantizer.export.check.graph import readers
 from quantizer.export.check.rule import rules
 from quantizer.export.check.subject import Subject
-from quantizer.export.passes.clamp_masks import MASK
+from quantizer.proxy.regions import MASK
 
 __all__ = ["mask_range"]
 
