@@ -29,7 +29,6 @@ from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import Inspection
-from quantizer.engines import build_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
 from quantizer.engines import observe_engine
@@ -65,6 +64,7 @@ from quantizer.settings import float_dtype
 from quantizer.settings import refuse_run
 from quantizer.stages import Stages
 from quantizer.stages import bar
+from quantizer.stages import build_shown
 from quantizer.stages import runner
 from quantizer.stages import score_record
 from quantizer.stages import scores_kept
@@ -303,7 +303,7 @@ class _Run:
             export_onnx(model, paths["float"], example, opset=config.export.opset, dtype=torch.float32)
         with self._stage("build the engines"):
             return {
-                name: build_engine(backend, path, path.with_suffix(".engine"), options) for name, path in paths.items()
+                name: build_shown(backend, path, path.with_suffix(".engine"), options) for name, path in paths.items()
             }
 
     def _inspect(self, built: BuildResult) -> Inspection:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.engines import BuildOptions
+from quantizer.engines import BuildResult
 from quantizer.engines import Engine
+from quantizer.engines import build_engine
 from quantizer.report import Score
 from quantizer.report import Stage
 from quantizer.tasks import Predictions
@@ -25,7 +29,7 @@ from quantizer.tasks import Task
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Stages", "bar", "runner", "score_record", "scores_kept"]
+__all__ = ["Stages", "bar", "build_shown", "runner", "score_record", "scores_kept"]
 
 
 class Stages:
@@ -66,6 +70,17 @@ def bar(name: str) -> Iterator[Callable[[int, int], None]]:
             shown.update(done - shown.n)
 
         yield progress
+
+
+def build_shown(backend: str, onnx: Path, engine: Path, options: BuildOptions) -> BuildResult:
+    """Build an engine, with a bar in a terminal that shows how far the builder is and what it does."""
+    with tqdm(total=100, desc=engine.name, unit="%", leave=False, disable=None) as shown:
+
+        def progress(share: float, phase: str) -> None:
+            shown.set_postfix_str(phase, refresh=False)
+            shown.update(round(100 * share) - shown.n)
+
+        return build_engine(backend, onnx, engine, replace(options, progress=progress))
 
 
 def runner(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:

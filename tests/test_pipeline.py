@@ -321,10 +321,10 @@ def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.Capture
 def test_an_engine_that_lacks_the_precision_ends_the_run(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build = pipeline.build_engine
+    build = pipeline.build_shown
     # The float model in the place of the quantized one.
     monkeypatch.setattr(
-        pipeline, "build_engine", lambda name, path, *rest: build(name, path.with_name("float.onnx"), *rest)
+        pipeline, "build_shown", lambda name, path, *rest: build(name, path.with_name("float.onnx"), *rest)
     )
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
     assert "the openvino engine lacks the precision that was asked for: the graph asks for INT8" in (
@@ -346,7 +346,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "score": (pipeline._Run, "_score"),
     "export": (Quantizer, "export"),
     "export float": (pipeline, "export_onnx"),
-    "build": (pipeline, "build_engine"),
+    "build": (pipeline, "build_shown"),
     "inspect": (pipeline, "observe_engine"),
     "load engine": (pipeline, "load_engine"),
     "latency": (pipeline, "interleaved_latency"),

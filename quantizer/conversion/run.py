@@ -43,7 +43,6 @@ from quantizer.conversion.summary import print_summary
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
-from quantizer.engines import build_engine
 from quantizer.engines import load_engine
 from quantizer.engines import runs_here
 from quantizer.errors import TaskError
@@ -56,6 +55,7 @@ from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.stages import Stages
 from quantizer.stages import bar
+from quantizer.stages import build_shown
 from quantizer.stages import runner
 from quantizer.stages import score_record
 from quantizer.stages import scores_kept
@@ -298,7 +298,7 @@ class _Run:
     def _build(self, name: str, onnx: Path, engine: Path) -> BuildResult:
         dynamic = {"batch": self.facts.batch, "sequence": self.facts.sequence}
         options = BuildOptions(dynamic=dynamic, compute_capability=self._capability(name))
-        return build_engine(name, onnx, engine, options)
+        return build_shown(name, onnx, engine, options)
 
     def _capability(self, name: str) -> str | None:
         return self.asked.compute_capability if name == "tensorrt-rtx" else None

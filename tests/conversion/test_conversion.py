@@ -281,7 +281,7 @@ def _with_a_wrong_scale(build: Callable[..., Any]) -> Callable[..., Any]:
 def test_an_engine_that_computes_something_else_is_refused(
     place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "build_engine", _with_a_wrong_scale(steps.build_engine))
+    monkeypatch.setattr(steps, "build_shown", _with_a_wrong_scale(steps.build_shown))
     code, said = convert("--quantization", "--calibration", place.data("calibration"), "--rows", "12", *SIZES)
     assert code == 1
     assert "openvino engine, batch 1 x sequence 16, output 'logits': SQNR " in said
@@ -290,7 +290,7 @@ def test_an_engine_that_computes_something_else_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("step", ["build_engine", "check_engine", "measure_latency", "export_onnx"])
+@pytest.mark.parametrize("step", ["build_shown", "check_engine", "measure_latency", "export_onnx"])
 def test_interrupted_nothing_is_left(
     convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
