@@ -4,7 +4,8 @@
 
 The rule: of the zoo's text encoders, vision models, decoders and encoder-decoders, each sorted by name, the five at the
 places 0, n / 5, 2n / 5 and so on. Random tiny models of 32 tokens, that a product of attention is as wide as TensorRT
-wants it. A cell says ok, or what went wrong; "float too" stands where the float graph fails in the same way.
+wants it. A cell says ok, or what went wrong; "float too" stands where the float graph fails as well. Sites are those in
+INT8; checks are ``onnx.checker`` and our own, for TensorRT-RTX.
 
 SQNR is that of the worst output of an FP32-rest file of the INT8 plan, run by ONNX Runtime or OpenVINO (the better),
 against the frozen proxy on a batch that calibration has not seen.
@@ -34,6 +35,7 @@ from quantizer.engines import build_engine
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
+from quantizer.export.check import check_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "zoo"))
 
@@ -49,6 +51,7 @@ _SETS = {
 _INT8 = ("sm80", "sm89", "sm120")
 _FP8 = ("sm89", "sm120")
 _ENOUGH = 30.0
+_SHOWN = 3
 
 
 def main(names: Sequence[str]) -> None:
@@ -56,8 +59,9 @@ def main(names: Sequence[str]) -> None:
     logging.getLogger("quantizer").setLevel(logging.ERROR)
     architectures.TOKENS = _TOKENS
     print(heading("Export of 20 architectures"))
-    print("| kind | architecture | shapes | export | checker | SQNR dB | INT8 sm80 / sm89 / sm120 | FP8 sm89 / sm120 |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ["kind", "architecture", "sites", "shapes", "export", "checks", "SQNR dB"]
+    columns += [f"INT8 {' / '.join(_INT8)}", f"FP8 {' / '.join(_FP8)}"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     notes: list[str] = []
     for kind, entries in _SETS.items():
         for entry in chosen(entries, names):
@@ -89,17 +93,17 @@ class Trial:
 
     def row(self) -> list[str]:
         """The cells behind the name."""
-        reason = self._float()
-        if reason is not None:
-            return ["", f"float model does not: {reason}", "", "", "", ""]
         int8, fp8 = self._quantized("int8"), self._quantized("fp8")
+        half = self._first(int8[1])
+        if half is None:
+            return ["", "", "float too" if self._float() is None else "failed", "", "", "", ""]
         exact = self._exported("int8-fp32", int8[1], torch.float32)
-        half = self._exported("int8", int8[1], torch.float16)
         half8 = self._exported("fp8", fp8[1], torch.float16)
         return [
+            str(sum(row.quantized for row in int8[0].coverage)),
             "dynamic" if self._axes is None else "fixed",
             "ok" if exact and half and half8 else "failed",
-            self._checked(exact, half, half8),
+            self._checked(half, half8, exact),
             self._agreement(exact, int8[1]),
             " / ".join(self._built(half, capability) for capability in _INT8),
             " / ".join(self._built(half8, capability) for capability in _FP8),
@@ -110,17 +114,18 @@ class Trial:
         quantizer.calibrate(self._model, self._batches[:3], progress=False)
         return quantizer, quantizer.quantize(self._model)
 
-    def _float(self) -> str | None:
-        """Why the float model does not export; None where it does, with dynamic shapes or else with those given."""
-        for axes in (None, {}):
-            self._axes = axes
-            try:
-                self._write("float", self._eager(), torch.float16)
-            except QuantizerError as error:
-                reason = _line(error)
-                continue
-            return None
-        return reason
+    def _first(self, frozen: nn.Module) -> Path | None:
+        """The INT8 file, of dynamic shapes; of the batch's own where the float model has no dynamic ones either."""
+        path = self._exported("int8", frozen, torch.float16)
+        if path is None and self._float() is None:
+            self._axes = {}
+            path = self._exported("int8", frozen, torch.float16)
+        return path
+
+    def _float(self) -> Path | None:
+        """The float model's file; None where it does not export."""
+        path = self._folder / "float.onnx"
+        return path if path.exists() else self._exported("float", self._eager(), torch.float16)
 
     def _eager(self) -> nn.Module:
         model = copy.deepcopy(self._model)
@@ -140,11 +145,17 @@ class Trial:
             return None
 
     def _checked(self, *paths: Path | None) -> str:
+        """What the checker, by an error, and the target's linter have against the files."""
+        findings = []
         for path in paths:
             if path is None:
                 return "-"
             onnx.checker.check_model(str(path), full_check=True)
-        return "ok"
+            if path.stem != "int8-fp32":
+                findings += [f"{path.stem}: {finding}" for finding in check_file(path, "tensorrt-rtx")]
+        for finding in findings[:_SHOWN]:
+            self._note(finding)
+        return f"{len(findings)} findings" if findings else "ok"
 
     def _agreement(self, path: Path | None, frozen: nn.Module) -> str:
         if path is None:
@@ -180,7 +191,8 @@ class Trial:
         reason = self._refusal(path, capability)
         if reason is None:
             return "ok"
-        if self._refusal(self._folder / "float.onnx", capability) is not None:
+        unquantized = self._float()
+        if unquantized is not None and self._refusal(unquantized, capability) is not None:
             return "float too"
         self._note(f"{path.stem} {capability}: {reason}")
         return "failed"
@@ -219,7 +231,7 @@ def _sqnr(expected: np.ndarray, given: np.ndarray) -> float:
 
 
 def _line(error: BaseException) -> str:
-    """An error in one line."""
+    """An error in one line, cut short."""
     return " ".join(str(error).split())[:300]
 
 

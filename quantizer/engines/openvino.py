@@ -153,7 +153,7 @@ def _spec(port: Any) -> TensorSpec:
 
 def _port_name(port: Any) -> str:
     """The name in the ONNX file, where removed nodes have left theirs on the port as well."""
-    own = str(port.node.friendly_name).rpartition("/sink_port_")[0]
+    own = str(port.node.friendly_name).partition("/sink_port_")[0]
     return own if own in port.names else str(port.any_name)
 
 

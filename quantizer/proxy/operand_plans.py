@@ -122,6 +122,10 @@ def _weight(
         amax, axis = weight.abs().amax(), None
     else:
         amax = weight.abs().amax(dim=[d for d in range(weight.dim()) if d != axis])
+    scale = scale_of(amax, wanted.weights, settings.scale_dtype, settings.profile.weight_steps)
+    beyond = _beyond(float(amax.max()), scale, settings.scale_dtype)
+    if beyond is not None:
+        return refused(beyond)
     return OperandPlan(
         name=operand.name,
         role="weight",
@@ -129,7 +133,7 @@ def _weight(
         view=seen.weight.view,
         quantized=True,
         amax=amax,
-        scale=scale_of(amax, wanted.weights, settings.scale_dtype, settings.profile.weight_steps),
+        scale=scale,
         dtype=wanted.weights.name,
         axis=axis,
         block_size=block,
@@ -166,6 +170,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         assert sqnr is not None
         if sqnr < RESIDUAL_SQNR_DB:
             reason = f"{dtype.name} does not hold it: SQNR {sqnr:.1f} dB, below {RESIDUAL_SQNR_DB:g} dB"
+    reason = _beyond(float(amax), scale, settings.scale_dtype) or reason
     return OperandPlan(
         name=name,
         role="activation",
@@ -185,6 +190,13 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         smooth_axis=-1 if migration is not None else None,
         smoothing=f"smooth {migration.alpha:g}" if migration is not None else seen.left,
     )
+
+
+def _beyond(amax: float, scale: Tensor, dtype: torch.dtype) -> str | None:
+    """Why an operand stays float whose scale the target's float type does not hold: a mask of -3.4e38 in FP16, say."""
+    if bool(torch.isfinite(scale).all()):
+        return None
+    return f"its largest value, {amax:.3g}, needs a scale beyond {str(dtype).removeprefix('torch.')}"
 
 
 def judged_as(dtype: QType) -> QType:

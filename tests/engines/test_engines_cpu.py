@@ -216,3 +216,15 @@ def test_a_full_disk_leaves_nothing(name: str, qdq: Any, tmp_path: Path, monkeyp
         build_engine(name, qdq.path, old)
     assert old.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["model.engine"]
+
+
+def test_the_input_has_the_name_of_the_file_where_a_node_behind_it_is_removed(name: str, tmp_path: Path) -> None:
+    text = (
+        '<ir_version: 10, opset_import: ["" : 20]> g (float[n, 4] x) => (float[n, 4] y) '
+        "<int64[4] none = {0, 0, 0, 0}> { a = Pad (x, none) y = Relu (a) }"
+    )
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    for path in (tmp_path / "model.onnx", build_engine(name, tmp_path / "model.onnx", tmp_path / "m.engine").path):
+        engine = load_engine(name, path)
+        assert engine.input_names == ("x",)
+        assert np.array_equal(engine({"x": np.full((2, 4), -1, np.float32)})["y"], np.zeros((2, 4)))

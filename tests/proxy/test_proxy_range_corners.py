@@ -211,3 +211,31 @@ def test_smoothed_models_export_in_bfloat16(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval()
     quantizer = calibrated(model, fallback_dtype="bfloat16", activations={"smooth": 0.5})
     assert quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", (DATA,)).exists()
+
+
+class Huge(nn.Module):
+    """A residual add of values whose scale in INT8 float16 has no number for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a(x) * 1e37
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_scale_beyond_the_targets_float_type_leaves_its_operand_float(dtype: str) -> None:
+    model = Huge()
+    quantizer = calibrated(model, sites={"residual_add": True}, dtype=dtype)
+    left, right = quantizer.plan["forward.add_0"].operands
+    assert left.quantized
+    assert not right.quantized
+    assert right.reason is not None
+    assert right.reason.startswith("its largest value, ")
+    assert right.reason.endswith("e+37, needs a scale beyond float16")
+    assert quantizer.quantize(model)(DATA).isfinite().all()
+    # float32 has that number.
+    other = calibrated(Huge(), backend="openvino", sites={"residual_add": True})
+    assert all(operand.quantized for operand in other.plan["forward.add_0"].operands)
