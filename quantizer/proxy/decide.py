@@ -52,6 +52,8 @@ def decide(
             reason = NOT_CALIBRATED
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
         if not reason:
+            reason, rule = _product_alone(record, operands, settings), settings.profile.rule
+        if not reason:
             reason = _whole(site, operands, wanted)
             rule = wanted.rule or (
                 settings.profile.rule if reason is None else _rule(site, operands, refused, settings)
@@ -121,6 +123,17 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str
             return None
         return missing[0].reason if missing else None
     return (missing[0].reason if missing else "no operand observed") if len(missing) == len(operands) else None
+
+
+def _product_alone(record: SiteRecord, operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str | None:
+    """Why a residual add stays float of which only what a product gives would be quantized; None where it may be."""
+    if settings.switches["residual_add"] != "auto":
+        return None
+    quantized = [operand for operand in operands if operand.quantized]
+    missing = next((operand for operand in operands if not operand.quantized), None)
+    if missing is None or len(quantized) != 1 or not record.operands[quantized[0].name].ends_branch:
+        return None
+    return settings.profile.add_reason(missing.name, missing.reason or "")
 
 
 def _rule(

@@ -293,6 +293,11 @@ class Observation:
                 if self._channels and record.kind == "linear":
                     assert seen.group is not None
                     seen.group.add_channels(ChannelRange.of(without_padding(value, self._mask)))
+        if record.kind == "residual_add":
+            origins = [self.provenance.origin(value) for value in values]
+            direct = [origin is not None and origin.direct for origin in origins]
+            for operand, ends in zip(site.operation.operands, direct, strict=True):
+                record.operands[operand.name].ends_branch |= ends and not all(direct)
 
     def after(self, site: Site, result: Any) -> None:
         """Measure the call, and mark what it made."""
@@ -307,7 +312,8 @@ class Observation:
         if self._call is not None:
             self._measure(site, replace(self._call, result=tuple(result.shape)), record)
         if kind != "embedding":
-            self.provenance.mark(result, Origin("product" if kind == "matmul" else "weighted", site.path))
+            made = "product" if kind == "matmul" else "weighted"
+            self.provenance.mark(result, Origin(made, site.path, direct=True))
 
     def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]

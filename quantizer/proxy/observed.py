@@ -106,6 +106,7 @@ def _plain_site(record: SiteRecord, places: Mapping[RangeGroup, int]) -> dict[st
             "axis": seen.axis,
             "inner": seen.inner,
             "softmax": seen.softmax,
+            "ends_branch": seen.ends_branch,
             "group": None if seen.group is None else places[seen.group],
         }
         for name, seen in record.operands.items()
@@ -165,6 +166,7 @@ def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping
         mine.axis = operand["axis"] if mine.axis is None else mine.axis
         mine.inner = operand["inner"] if mine.inner is None else mine.inner
         mine.softmax = mine.softmax or operand["softmax"]
+        mine.ends_branch = mine.ends_branch or operand.get("ends_branch", False)
     record.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in record.reasons]
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,6 +31,20 @@ from quantizer.proxy.products import product_name
 __all__ = ["Origin", "Provenance"]
 
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
+_PART_OF_PRODUCT = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.clone.default,
+        # In evaluation it is folded into the convolution in front of it.
+        torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten.cudnn_batch_norm.default,
+        torch.ops.aten._native_batch_norm_legit_no_training.default,
+    }
+)
+"""What an engine computes with the product in front of it, if it computes anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +53,12 @@ class Origin:
 
     ``kind`` is ``weighted`` (a linear or convolution), ``product`` (of two activations), ``add`` (an add of two
     tensors), ``softmax`` or ``parameter`` (computed from parameters alone); ``name`` tells two of a kind apart.
+    ``direct`` says of a product that nothing was computed from it since.
     """
 
     kind: str
     name: str
+    direct: bool = field(default=False, compare=False)
 
 
 _OF_PARAMETERS = Origin("parameter", "")
@@ -87,6 +105,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._counter.count(product, args, result, of_parameters)
         origin = _OF_SOFTMAX if func in _SOFTMAX else self._joined(_tensors((*args, *kwargs.values())))
         if origin is not None:
+            if origin.direct and func not in _PART_OF_PRODUCT:
+                origin = replace(origin, direct=False)
             for tensor in _tensors((result,)):
                 if tensor.is_floating_point():
                     self.mark(tensor, origin)

@@ -87,6 +87,7 @@ class OperandRecord:
         inner: the axis of the weight that runs along the last axis of the activation (None: none does).
         group: the activation's group.
         softmax: it is what a softmax gave, values from 0 to 1.
+        ends_branch: of an add: it is what a product gives, as it is, and the other operand skips that product.
         smoothed: the group that it shares a range with once outliers are migrated (None: they are not).
         left: why they are not, where they might have been.
     """
@@ -96,6 +97,7 @@ class OperandRecord:
     inner: int | None = None
     group: RangeGroup | None = None
     softmax: bool = False
+    ends_branch: bool = False
     smoothed: RangeGroup | None = None
     left: str | None = None
 

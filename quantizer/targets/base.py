@@ -42,6 +42,8 @@ class TargetProfile:
         weight_steps: the largest step of a weight in INT8, where it is not that of the format.
         min_gemm_dim: a product of [M, K] and [K, N] stays float where K or N is smaller; None: no limit.
         float_vectors: a product stays float where M is 1 whatever the batch.
+        one_sided_adds: a residual add may be quantized on the side of its product alone, which an engine has at hand
+            anyhow, while it reads the other operand as floats.
         attention: by format, with which sizes it is fused; formats without an entry have no limit.
         capabilities: the compute capabilities for which it builds ahead of time, without such a GPU (89: sm89).
         fp8_from: the first compute capability that has FP8; None: the target is no GPU, and has none.
@@ -58,6 +60,7 @@ class TargetProfile:
     weight_steps: int | None = None
     min_gemm_dim: int | None = None
     float_vectors: bool = False
+    one_sided_adds: bool = True
     attention: Mapping[str, AttentionLimits] = field(default_factory=dict)
     capabilities: frozenset[int] = frozenset()
     fp8_from: int | None = None
@@ -83,6 +86,17 @@ class TargetProfile:
             return None
         axis, size = ("K", k) if k < self.min_gemm_dim else ("N", n)
         return f"{axis} = {size} is below {self.min_gemm_dim}: slower quantized than float on {self.name}"
+
+    def add_reason(self, skipping: str, why: str) -> str | None:
+        """Why what a product gives stays float in a residual add; None where it may be quantized.
+
+        Args:
+            skipping: the other operand, which skips the product and stays float.
+            why: the reason for that.
+        """
+        if self.one_sided_adds:
+            return None
+        return f"{skipping} skips the block and is float ({why}): on {self.name} the product is rounded for nothing"
 
     def attention_reason(self, dtype: str, head: int, sequence: int) -> str | None:
         """Why an attention stays float on this target; None where it may be in ``dtype``.

@@ -19,6 +19,7 @@ TENSORRT = profiles.add("tensorrt")(
         # Matrix-vector products and narrow ones run slower in INT8: the tensor cores' tiles stay half empty.
         min_gemm_dim=16,
         float_vectors=True,
+        one_sided_adds=False,
         # Its fused kernels; a pattern that is quantized by half, or not fused, is slower than one in FP16.
         attention={
             "int8": AttentionLimits(head_sizes=frozenset({16, 32, 64}), sequence=512),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import Mlp
+from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch import nn
 from torch.nn import functional
@@ -146,6 +150,121 @@ def test_weights_of_seven_bits_without_vnni(tmp_path: Path) -> None:
             noise = (frozen(x) - model(x)).square().sum() / model(x).square().sum()
         assert -10 * torch.log10(noise) > 25
     assert steps == {"onnxruntime": 127, "onnxruntime-avx2": 64}
+
+
+# -- residual adds -----------------------------------------------------------------------------------------------------
+
+
+class Adds(nn.Module):
+    """Adds of an operand that INT8 does not hold and of one that it does, [rows, 32] each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.wide = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.conv, self.norm = nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32)
+        with torch.no_grad():
+            # Blind to the one value of the input that stretches its range.
+            self.held.weight[:, 0] = 0
+            self.conv.weight[:, 0] = 0
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        first = x + self.held(x)
+        second = self.held(x).view(-1, 4, 8).flatten(1) + x
+        third = self.held(x)
+        third += x
+        fourth = x + self.norm(self.conv(x[:, :, None, None])).flatten(1)
+        fifth = functional.gelu(self.wide(x)) + self.held(x)
+        both = self.wide(x) + self.held(x)
+        computed = x + functional.relu(self.held(x))
+        return [first, second, third, fourth, fifth, both, computed]
+
+
+def spiky(rows: int = 1000) -> Tensor:
+    x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(0))
+    x[0, 0] = 500.0
+    return x
+
+
+def add_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Adds().eval()
+
+
+def adds_of(backend: str, **options: Any) -> Quantizer:
+    quantizer = Quantizer(backend=backend, activations={"calibrator": "max"}, **options)
+    quantizer.calibrate(add_model(), [spiky()], progress=False)
+    return quantizer
+
+
+def held(quantizer: Quantizer) -> list[str]:
+    """Which operands of each add are quantized."""
+    adds = [entry for entry in quantizer.plan.values() if entry.kind == "residual_add"]
+    return [" ".join(operand.name for operand in entry.operands if operand.quantized) for entry in adds]
+
+
+EACH_ALONE = ["rhs", "lhs", "lhs", "rhs", "rhs", "rhs", "rhs"]
+PRODUCTS_FLOAT = ["", "", "", "", "", "rhs", "rhs"]
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_the_product_alone_of_a_residual_add_stays_float(backend: str) -> None:
+    quantizer = adds_of(backend)
+    assert held(quantizer) == PRODUCTS_FLOAT
+    rows = {row.name: row for row in quantizer.coverage}
+    for place, skipping in enumerate(["lhs", "rhs", "rhs", "lhs", "lhs"]):
+        row = rows[f"forward.add_{place}"]
+        start, end = f"{skipping} skips the block and is float (int8 does not hold it: SQNR ", " dB, below 30 dB): "
+        assert row.reason.startswith(start)
+        assert row.reason.endswith(f"{end}on {backend} the product is rounded for nothing")
+        assert row.rule == f"target {backend}"
+    assert "not: int8 does not hold it" in rows["forward.add_5"].reason
+
+
+def test_other_targets_judge_each_operand_by_itself() -> None:
+    assert held(adds_of("openvino")) == EACH_ALONE
+
+
+def test_a_residual_add_that_is_asked_for_is_quantized() -> None:
+    forced = adds_of("tensorrt", sites={"residual_add": True}, exclude={"sites": ["forward.add_0.lhs"]})
+    assert held(forced) == ["rhs", *["lhs rhs"] * 6]
+    left = adds_of("tensorrt", exclude={"sites": ["forward.add_0.lhs"]})
+    (reason,) = (row.reason for row in left.coverage if row.name == "forward.add_0")
+    assert (
+        reason == "lhs skips the block and is float (excluded by rule): on tensorrt the product is rounded for nothing"
+    )
+
+
+def test_what_is_put_back_of_a_residual_add_is_the_users_choice() -> None:
+    torch.manual_seed(0)
+    model, x = Mlp().eval(), torch.randn(64, 32)
+    quantizer = Quantizer(backend="tensorrt", activations={"calibrator": "max"})
+    quantizer.calibrate(model, [x], progress=False)
+    assert held(quantizer) == ["lhs rhs"]
+    amp = quantizer.amp(model)
+    amp(x)
+    quantizer.fallback(amp, names=["forward.add_0.lhs"])
+    assert held(quantizer) == ["rhs"]
+
+
+def test_which_operand_is_the_product_s_is_kept(tmp_path: Path) -> None:
+    first = adds_of("openvino")
+    assert held(first.for_backend("tensorrt")) == PRODUCTS_FLOAT
+    folder = first.save(tmp_path / "saved")
+    loaded = Quantizer.load(folder).for_backend("tensorrt")
+    # What was seen later joins what was seen before, whichever the order.
+    loaded.calibrate(add_model(), [spiky(10)], resume=True, progress=False)
+    assert held(loaded) == PRODUCTS_FLOAT
+    # A folder from before it was kept.
+    tensors = load_file(folder / "observed.safetensors")
+    document = json.loads(bytes(tensors["document"].tolist()))
+    for site in document["sites"].values():
+        for operand in site["operands"].values():
+            del operand["ends_branch"]
+    tensors["document"] = torch.tensor(list(json.dumps(document).encode()), dtype=torch.uint8)
+    save_file(tensors, folder / "observed.safetensors")
+    old = Quantizer.load(folder).for_backend("tensorrt")
+    old.quantize(add_model())
+    assert held(old) == EACH_ALONE
 
 
 # -- what a target cannot do is refused before the work ----------------------------------------------------------------

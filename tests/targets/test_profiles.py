@@ -86,6 +86,15 @@ def test_matrix_vector_products() -> None:
     assert profile("openvino").gemm_reason(384, 384, 1) is None
 
 
+@pytest.mark.parametrize("name", ["tensorrt", "tensorrt-rtx"])
+def test_the_product_alone_of_an_add(name: str) -> None:
+    reason = profile(name).add_reason("lhs", "excluded by rule")
+    assert (
+        reason == f"lhs skips the block and is float (excluded by rule): on {name} the product is rounded for nothing"
+    )
+    assert profile("openvino").add_reason("lhs", "excluded by rule") is None
+
+
 @pytest.mark.parametrize(
     ("dtype", "head", "sequence", "reason"),
     [
