@@ -136,7 +136,8 @@ def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch
             assert _parse(words)[0].name == "convert"
             continue
         if words[0] == "show":
-            assert (REPOSITORY / "configs" / f"{Path(words[1]).name}.yaml").is_file()
+            name = next(part for part in Path(words[1]).parts if part != "runs")
+            assert (REPOSITORY / "configs" / f"{name}.yaml").is_file()
             continue
         load_run(words[1], words[2:])
 

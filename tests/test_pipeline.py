@@ -450,7 +450,7 @@ def test_a_file_system_that_nobody_can_write_to(
         ("data.evaluation.rows=9999", "has 24 rows, fewer than"),
         ("data.evaluation.name=nonsense", "unknown data set 'nonsense'"),
         ("quantizer.exclude.names=[nonsense]", "nonsense"),
-        ("engine.compute_capability=sm89", "leave out compute_capability"),
+        ("engine.compute_capability=sm89", "which has no compute capability; leave 'sm89' out"),
     ],
 )
 def test_what_a_run_cannot_have(at: Path, capsys: pytest.CaptureFixture[str], word: str, message: str) -> None:

@@ -23,6 +23,7 @@ import quantizer.pipeline as pipeline
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.engines import BuildResult
+from quantizer.engines import Inspection
 from quantizer.errors import EngineError
 from quantizer.report import RunRecord
 from quantizer.report import read_record
@@ -114,6 +115,8 @@ def search(
     monkeypatch.setattr(TuningScore, "__call__", counted)
     monkeypatch.setattr(Quantizer, "fallback", noted)
     monkeypatch.setattr(pipeline._Run, "_export_and_build", build)
+    unseen = Inspection(backend="openvino", verified=False, note="nothing was built")
+    monkeypatch.setattr(pipeline._Run, "_inspect", lambda *_: unseen)
     monkeypatch.setattr(pipeline._Run, "_load", lambda *_: {})
     return search
 

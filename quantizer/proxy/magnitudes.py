@@ -170,7 +170,8 @@ class Magnitudes:
         if not made:
             return
         name, shows, writes = _facts(func)
-        if shows and isinstance(args[0], Tensor) and not (shown := self._of(args[0])).marked:
+        real = shows and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        if real and not (shown := self._of(args[0])).marked:
             # Most operations only show what is there.
             for value in made:
                 view = self._seen[id(value)] = _Seen(value, shown.bound)
@@ -193,7 +194,8 @@ class Magnitudes:
             self._written(made[0], new)
         self._seen[id(made[0])] = new
         here = frames()
-        if not shows:
+        # What a hook of the whole model computes is in no module.
+        if here and not shows:
             self.computing.add(here[-1][0])
         for seen in read:
             if seen.marked:

@@ -52,7 +52,8 @@ def test_an_engine_builds_of_what_is_left(dtype: str, tmp_path: Path) -> None:
         amp(**data)
     quantizer.fallback(amp, num=3)
     path = quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", data)
-    built = quantizer.build(path, tmp_path / "model.engine", compute_capability="sm89")
+    sizes = {"batch": (1, 2, 4), "sequence": (2, 8, 16)}
+    built = quantizer.build(path, tmp_path / "model.engine", dynamic=sizes, compute_capability="sm89")
     assert built.size_bytes == (tmp_path / "model.engine").stat().st_size > 0
 
 

@@ -472,7 +472,7 @@ CASES = [
         lambda: fp8_attention_with_linear("int8"),
         lambda: fp8_attention_with_linear("fp8"),
         "MatMul_16",
-        "1 products in INT8 beside attention in FP8: such an engine is built for sm100 and later alone",
+        "1 products in INT8 beside attention in FP8: such an engine is built for Blackwell alone",
     ),
     Case(
         "quantized-bias",
