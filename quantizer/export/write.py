@@ -24,6 +24,10 @@ _ONE_FILE = 2**31 - 2**26
 _ALIGNMENT = 4096
 """Where tensors begin in the second file, so that an engine can map them; smaller ones stay in the first."""
 
+_GRAPH = b"\x3a"
+_INITIALIZER = b"\x2a"
+"""How fields of ModelProto and GraphProto that have a length begin: their number and kind."""
+
 
 def check_folder(path: Path) -> None:
     """Say before the work that the file could not be written afterwards.
@@ -46,14 +50,13 @@ def write_onnx(ir_model: Any, path: Path) -> None:
         ExportError: the checker refuses the graph, or the system to write.
     """
     import onnx
-    import onnx_ir
 
     size = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values())
     try:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
             made = Path(folder) / path.name
             data = _write_tensors(ir_model, made) if size > _ONE_FILE else None
-            made.write_bytes(onnx_ir.to_proto(ir_model).SerializeToString())
+            _write_message(ir_model, made)
             onnx.checker.check_model(str(made))
             if data is not None:
                 os.replace(data, path.with_name(data.name))
@@ -63,6 +66,47 @@ def write_onnx(ir_model: Any, path: Path) -> None:
         raise ExportError(f"{path}: onnx.checker refuses the graph: {error}") from error
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _write_message(ir_model: Any, made: Path) -> None:
+    """Write the model's message tensor by tensor.
+
+    Protobuf itself makes three copies of everything. A message is its fields, each behind its length, in any order.
+    """
+    import onnx_ir
+
+    constants = ir_model.graph.initializers
+    large = [value for value in constants.values() if value.const_value.nbytes >= _ALIGNMENT]
+    for value in large:
+        del constants[value.name]
+    model = onnx_ir.to_proto(ir_model)
+    graph = model.graph.SerializeToString()
+    model.ClearField("graph")
+    sizes = [_tensor(value).ByteSize() for value in large]
+    length = len(graph) + sum(len(_INITIALIZER + _varint(size)) + size for size in sizes)
+    with made.open("wb") as file:
+        file.write(model.SerializeToString() + _GRAPH + _varint(length) + graph)
+        for value, size in zip(large, sizes, strict=True):
+            file.write(_INITIALIZER + _varint(size))
+            file.write(_tensor(value).SerializeToString())
+
+
+def _tensor(value: Any) -> Any:
+    """The message of a constant, under the value's name."""
+    import onnx_ir
+
+    proto = onnx_ir.to_proto(value.const_value)
+    proto.name = value.name
+    return proto
+
+
+def _varint(number: int) -> bytes:
+    """A length as protobuf writes it: 7 bits a byte, the lowest first."""
+    found = bytearray()
+    while number >= 0x80:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])
 
 
 def _write_tensors(ir_model: Any, made: Path) -> Path:
