@@ -153,7 +153,9 @@ BAD: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "scale", "message"), BAD)
 def test_a_scale_that_cannot_be_taken(name: str, scale: Any, message: str) -> None:
-    q = _calibrated(Mlp().eval(), exclude={"names": ["down"], "sites": ["forward.add_0.lhs"]})
+    q = _calibrated(
+        Mlp().eval(), exclude={"names": ["down"], "sites": ["forward.add_0.lhs"]}, sites={"residual_add": True}
+    )
     before = q.scales()
     with pytest.raises(CalibrationError, match=message):
         q.load_scales({name: scale})
