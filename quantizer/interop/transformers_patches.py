@@ -1,6 +1,7 @@
 """Operator patches for models of ``transformers``: what TensorRT's parser or torch's ONNX exporter refuses of them.
 
-Importing this file registers them. Each is exact: the floats that the model computes stay what they were.
+Importing this file registers them. Each is exact: the floats that the model computes stay what they were. The one
+exception, ``_overflow_guards``, is so in every type but float16, and there up to 64,504.
 """
 
 from __future__ import annotations
@@ -57,9 +58,34 @@ def _einsum_letters() -> list[OperatorPatch]:
     ]
 
 
+def _overflow_guards() -> list[OperatorPatch]:
+    """Layers that look whether a float16 value overflowed clamp whether or not, as mBART, M2M100 and Pegasus do."""
+    reason = "a branch that depends on the data: no graph holds it where the rest is float16"
+    before = "if hidden_states.dtype == torch.float16 and not torch.isfinite(hidden_states).all():"
+    layers = {
+        "autoformer.modeling_autoformer": "AutoformerEncoderLayer",
+        "bart.modeling_bart": "BartEncoderLayer",
+        "bigbird_pegasus.modeling_bigbird_pegasus": "BigBirdPegasusEncoderLayer",
+        "blenderbot_small.modeling_blenderbot_small": "BlenderbotSmallEncoderLayer",
+        "informer.modeling_informer": "InformerEncoderLayer",
+        "led.modeling_led": "LEDEncoderLayer",
+        "marian.modeling_marian": "MarianEncoderLayer",
+        "mvp.modeling_mvp": "MvpEncoderLayer",
+        "nllb_moe.modeling_nllb_moe": "NllbMoeEncoderLayer",
+        "plbart.modeling_plbart": "PLBartEncoderLayer",
+        "time_series_transformer.modeling_time_series_transformer": "TimeSeriesTransformerEncoderLayer",
+    }
+    after = "if hidden_states.dtype == torch.float16:"
+    return [
+        _patch(f"overflow guard of {layer}", f"{module}:{layer}.forward", before, after, "onnx", reason)
+        for module, layer in layers.items()
+    ]
+
+
 TRANSFORMERS_PATCHES = (
     *_masked_assignments(),
     *_einsum_letters(),
+    *_overflow_guards(),
     _patch(
         "first token of a table cell",
         "tapas.modeling_tapas:TapasEmbeddings.forward",
