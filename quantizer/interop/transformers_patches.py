@@ -82,10 +82,36 @@ def _overflow_guards() -> list[OperatorPatch]:
     ]
 
 
+def _float_masks() -> list[OperatorPatch]:
+    """A float minus an integer mask: the mask becomes float first, as it does anyway."""
+    reason = "aten.sub of a float and an int64 tensor has no translation in torch's ONNX exporter"
+    ngrams = "prophetnet.modeling_prophetnet:ProphetNet"
+    heads = "[:, None, None, :].repeat(1, self.config.num_{}_attention_heads, 1, 1)"
+    places = {
+        "xlnet.modeling_xlnet:XLNetModel.forward": "attention_mask",
+        f"{ngrams}Encoder.forward": f"attention_mask{heads.format('encoder')}",
+        f"{ngrams}Decoder.forward": f"encoder_attention_mask{heads.format('decoder')}",
+        f"{ngrams}Decoder.prepare_attention_mask": "attention_mask[:, None, None, :]",
+        f"{ngrams}Decoder.prepare_predict_attention_mask": "attention_mask[:, None, None, None, :]",
+    }
+    return [
+        _patch(
+            f"float minus an integer mask in {function.partition(':')[2]}",
+            function,
+            f"1.0 - {mask}",
+            f"1.0 - {mask}.float()",
+            "onnx",
+            reason,
+        )
+        for function, mask in places.items()
+    ]
+
+
 TRANSFORMERS_PATCHES = (
     *_masked_assignments(),
     *_einsum_letters(),
     *_overflow_guards(),
+    *_float_masks(),
     _patch(
         "first token of a table cell",
         "tapas.modeling_tapas:TapasEmbeddings.forward",
@@ -99,12 +125,12 @@ TRANSFORMERS_PATCHES = (
         "Unsupported reduction type: ScatterElements with the reduction min",
     ),
     _patch(
-        "float minus an integer mask",
-        "xlnet.modeling_xlnet:XLNetModel.forward",
-        "input_mask = 1.0 - attention_mask",
-        "input_mask = 1.0 - attention_mask.float()",
+        "a padding mask that is empty",
+        "fsmt.modeling_fsmt:make_padding_mask",
+        "if not padding_mask.any():",
+        "if False:",
         "onnx",
-        "aten.sub of a float and an int64 tensor has no translation in torch's ONNX exporter",
+        "a branch that depends on the data, which no graph holds; a mask without padding hides nothing",
     ),
 )
 """All of them."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from quantizer.errors import ConfigError
