@@ -1,6 +1,7 @@
 """Operator patches for models of ``transformers``: what TensorRT's parser or torch's ONNX exporter refuses of them.
 
-Importing this file registers them. Each is exact: the floats that the model computes stay what they were.
+Importing this file registers them. Each is exact: the floats that the model computes stay what they were. The one
+exception, ``_overflow_guards``, is so in every type but float16, and there up to 64,504.
 """
 
 from __future__ import annotations
@@ -57,9 +58,60 @@ def _einsum_letters() -> list[OperatorPatch]:
     ]
 
 
+def _overflow_guards() -> list[OperatorPatch]:
+    """Layers that look whether a float16 value overflowed clamp whether or not, as mBART, M2M100 and Pegasus do."""
+    reason = "a branch that depends on the data: no graph holds it where the rest is float16"
+    before = "if hidden_states.dtype == torch.float16 and not torch.isfinite(hidden_states).all():"
+    layers = {
+        "autoformer.modeling_autoformer": "AutoformerEncoderLayer",
+        "bart.modeling_bart": "BartEncoderLayer",
+        "bigbird_pegasus.modeling_bigbird_pegasus": "BigBirdPegasusEncoderLayer",
+        "blenderbot_small.modeling_blenderbot_small": "BlenderbotSmallEncoderLayer",
+        "informer.modeling_informer": "InformerEncoderLayer",
+        "led.modeling_led": "LEDEncoderLayer",
+        "marian.modeling_marian": "MarianEncoderLayer",
+        "mvp.modeling_mvp": "MvpEncoderLayer",
+        "nllb_moe.modeling_nllb_moe": "NllbMoeEncoderLayer",
+        "plbart.modeling_plbart": "PLBartEncoderLayer",
+        "time_series_transformer.modeling_time_series_transformer": "TimeSeriesTransformerEncoderLayer",
+    }
+    after = "if hidden_states.dtype == torch.float16:"
+    return [
+        _patch(f"overflow guard of {layer}", f"{module}:{layer}.forward", before, after, "onnx", reason)
+        for module, layer in layers.items()
+    ]
+
+
+def _float_masks() -> list[OperatorPatch]:
+    """A float minus an integer mask: the mask becomes float first, as it does anyway."""
+    reason = "aten.sub of a float and an int64 tensor has no translation in torch's ONNX exporter"
+    ngrams = "prophetnet.modeling_prophetnet:ProphetNet"
+    heads = "[:, None, None, :].repeat(1, self.config.num_{}_attention_heads, 1, 1)"
+    places = {
+        "xlnet.modeling_xlnet:XLNetModel.forward": "attention_mask",
+        f"{ngrams}Encoder.forward": f"attention_mask{heads.format('encoder')}",
+        f"{ngrams}Decoder.forward": f"encoder_attention_mask{heads.format('decoder')}",
+        f"{ngrams}Decoder.prepare_attention_mask": "attention_mask[:, None, None, :]",
+        f"{ngrams}Decoder.prepare_predict_attention_mask": "attention_mask[:, None, None, None, :]",
+    }
+    return [
+        _patch(
+            f"float minus an integer mask in {function.partition(':')[2]}",
+            function,
+            f"1.0 - {mask}",
+            f"1.0 - {mask}.float()",
+            "onnx",
+            reason,
+        )
+        for function, mask in places.items()
+    ]
+
+
 TRANSFORMERS_PATCHES = (
     *_masked_assignments(),
     *_einsum_letters(),
+    *_overflow_guards(),
+    *_float_masks(),
     _patch(
         "first token of a table cell",
         "tapas.modeling_tapas:TapasEmbeddings.forward",
@@ -73,12 +125,12 @@ TRANSFORMERS_PATCHES = (
         "Unsupported reduction type: ScatterElements with the reduction min",
     ),
     _patch(
-        "float minus an integer mask",
-        "xlnet.modeling_xlnet:XLNetModel.forward",
-        "input_mask = 1.0 - attention_mask",
-        "input_mask = 1.0 - attention_mask.float()",
+        "a padding mask that is empty",
+        "fsmt.modeling_fsmt:make_padding_mask",
+        "if not padding_mask.any():",
+        "if False:",
         "onnx",
-        "aten.sub of a float and an int64 tensor has no translation in torch's ONNX exporter",
+        "a branch that depends on the data, which no graph holds; a mask without padding hides nothing",
     ),
 )
 """All of them."""

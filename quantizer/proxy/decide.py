@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from quantizer.errors import ConfigError
@@ -30,6 +31,9 @@ from quantizer.proxy.site import Site
 from quantizer.targets import TargetProfile
 
 __all__ = ["decide"]
+
+_MASKED = torch.finfo(torch.float32).min / 2
+"""What is as low as this hides a score from a softmax."""
 
 
 def decide(
@@ -122,6 +126,8 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str
         if wanted.activations is None and any(operand.quantized for operand in operands):
             return None
         return missing[0].reason if missing else None
+    if any(operand.minimum is not None and operand.minimum <= _MASKED for operand in operands):
+        return "it adds a mask: beside its lowest number no step is left for the other values"
     return (missing[0].reason if missing else "no operand observed") if len(missing) == len(operands) else None
 
 

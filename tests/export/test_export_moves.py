@@ -16,6 +16,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import ExportError
 from quantizer.export.passes.base import run_passes
+from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
 from quantizer.export.passes.fold_batch_norm import FoldBatchNorm
 from quantizer.export.passes.fold_channel_factors import FoldChannelFactors
@@ -316,6 +317,20 @@ def test_readers_of_one_tensor_share_its_quantizer() -> None:
 def test_quantizers_that_differ_stay_two(step: np.ndarray, zero: np.ndarray) -> None:
     nodes = TWICE.replace("DequantizeLinear (c, s2)", "DequantizeLinear (c, s2, z2)")
     assert unchanged(graph("float[3,4] x", "float[3,4] y", nodes, **STEP, **ZERO, s2=step, z2=zero), ShareQuantizers())
+
+
+# -- masks and bounds --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["a bound", "a bound that is also a mask"])
+def test_a_bound_is_no_mask(added: bool) -> None:
+    nodes = f"c = Clip (x, low) y = Add (c, {'low' if added else 'x'})"
+    model = graph("float16[3] x", "float16[3] y", nodes, low=np.array(-40000, np.float16))
+    run_passes(model, [ClampMasks()])
+    x = np.array([-32000, -31000, 1], np.float16)
+    (given,) = computed(model, x=np.maximum(x, -32000))
+    expected = x + (np.float16(-30000) if added else x)
+    np.testing.assert_array_equal(given, expected.astype(np.float16))
 
 
 # -- what nobody reads -------------------------------------------------------------------------------------------------

@@ -239,3 +239,25 @@ def test_a_scale_beyond_the_targets_float_type_leaves_its_operand_float(dtype: s
     # float32 has that number.
     other = calibrated(Huge(), backend="openvino", sites={"residual_add": True})
     assert all(operand.quantized for operand in other.plan["forward.add_0"].operands)
+
+
+class LearnedMask(nn.Module):
+    """Scores and a mask, both made of weights, so that their sum looks like a residual add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores, self.mask = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(8, 32, dtype=torch.bool).triu(1)
+        return (self.scores(x) + self.mask(x).masked_fill(hidden, torch.finfo(torch.float32).min)).softmax(-1)
+
+
+@pytest.mark.parametrize("residual", [True, "auto"])
+def test_an_add_of_a_mask_is_no_residual(residual: bool | str) -> None:
+    quantizer = calibrated(LearnedMask(), backend="openvino", sites={"residual_add": residual})
+    entry = quantizer.plan["forward.add_0"]
+    assert not entry.quantized
+    assert entry.reason == "it adds a mask: beside its lowest number no step is left for the other values"
+    assert not any(operand.quantized for operand in entry.operands)

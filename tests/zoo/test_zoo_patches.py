@@ -55,7 +55,7 @@ def test_the_installed_source_is_the_one_that_is_patched(patch: OperatorPatch) -
     assert patched.text.count("\n") == text.count("\n")
 
 
-@pytest.mark.parametrize("name", ["wav2vec2", "hubert", "pegasus_x", "tapas", "xlnet"])
+@pytest.mark.parametrize("name", ["wav2vec2", "hubert", "pegasus_x", "tapas", "xlnet", "bart", "fsmt", "prophetnet"])
 def test_patched_models_give_equal_floats(name: str) -> None:
     (architecture,) = [entry for entry in (*AUDIO, *ENCODER_DECODERS, *TEXT_ENCODERS) if entry.name == name]
     model, batch = architecture.build(), architecture.batch(3)
@@ -106,6 +106,19 @@ class IntegerMask(nn.Module):
     def forward(self, attention_mask: Tensor) -> Tensor:
         input_mask = 1.0 - attention_mask
         return input_mask * 2
+
+
+class OverflowGuard(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LayerNorm(16, elementwise_affine=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden_states = self.layer(values) * values
+        if hidden_states.dtype == torch.float16 and not torch.isfinite(hidden_states).all():
+            clamp_value = torch.finfo(hidden_states.dtype).max - 1000
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+        return hidden_states
 
 
 class IntegerCumsum(nn.Module):
@@ -192,9 +205,25 @@ def test_the_exporter_takes_the_model_with_the_patch_alone(apply: Any, tmp_path:
     example = (torch.tensor([[1, 1, 0]]),)
     with pytest.raises(ExportError, match="cannot be exported"):
         _exported(model, example, tmp_path, axes={})
-    apply("float minus an integer mask", IntegerMask)
+    apply("float minus an integer mask in XLNetModel.forward", IntegerMask)
     assert torch.equal(Quantizer(backend="tensorrt-rtx").proxy(model)(*example), model(*example))
     assert _exported(model, example, tmp_path, axes={}).exists()
+
+
+def test_a_guard_against_overflow_is_in_a_half_file_with_the_patch_alone(apply: Any, tmp_path: Path) -> None:
+    model, values = OverflowGuard().eval(), torch.randn(2, 16)
+    options: dict[str, Any] = {"opset": 20, "dtype": torch.float16, "axes": {}}
+    with pytest.raises(ExportError, match="data-dependent"):
+        export_onnx(Quantizer(backend="tensorrt-rtx").proxy(model), tmp_path / "m.onnx", (values,), **options)
+    apply("overflow guard of BartEncoderLayer", OverflowGuard)
+    proxy = Quantizer(backend="tensorrt-rtx").proxy(model)
+    assert torch.equal(proxy(values), model(values))
+    engine = load_engine("onnxruntime", export_onnx(proxy, tmp_path / "m.onnx", (values,), **options))
+    with torch.no_grad():
+        model.half()
+        for given in (values.half(), values.half() * 20000):
+            (found,) = engine({engine.input_names[0]: given.numpy()}).values()
+            np.testing.assert_allclose(found, model(given).numpy(), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Mask constants that FP16 can add to.
 
 Masks are made with the lowest number of the float type. In FP16 that is -65504, and a score below -16 added to it is
--inf; a row of nothing but -inf is NaN after softmax. -30000 masks as well, exp(-30000) being 0 in every float type.
+-inf; a row of nothing but -inf is NaN after softmax. -30000 masks as well, exp(-30000) being 0 in every float type. What
+bounds other values (Clip, Max, Min) is no mask and stays.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import scalar
 from quantizer.proxy.regions import MASK
 
 __all__ = ["ClampMasks"]
+
+_BOUNDED = frozenset({"Clip", "Max", "Min"})
 
 
 class ClampMasks:
@@ -29,6 +33,12 @@ class ClampMasks:
         for value in found:
             shape = value.const_value.shape
             clamped = np.full(tuple(shape), MASK, dtype=np.float16)
+            others = [use for use in value.uses() if use[0].op_type not in _BOUNDED]
+            if len(others) < len(list(value.uses())):
+                mask = add_constant(model, f"{value.name}_clamped", clamped, value.dtype)
+                for reader, index in others:
+                    reader.replace_input_with(index, mask)
+                continue
             replacement = onnx_ir.tensor(clamped, name=value.name)
             producer = value.producer()
             if producer is None:
@@ -51,5 +61,14 @@ def _too_low(model: Any) -> list[Any]:
     return [
         value
         for value in constants
-        if value.dtype == onnx_ir.DataType.FLOAT16 and (number := scalar(value)) is not None and number < MASK
+        if value.dtype == onnx_ir.DataType.FLOAT16
+        and (number := scalar(value)) is not None
+        and number < MASK
+        and not _is_bound(value)
     ]
+
+
+def _is_bound(value: Any) -> bool:
+    """Nobody reads it but those whom it bounds."""
+    readers = {reader.op_type for reader, _ in value.uses()}
+    return bool(readers) and readers <= _BOUNDED and not value.is_graph_output()
