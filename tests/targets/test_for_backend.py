@@ -196,17 +196,18 @@ def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
     first = Quantizer(backend="tensorrt")
     first.calibrate(model, [x], progress=False)
     for name in profiles.names():
-        other, own = first.for_backend(name), Quantizer(backend=name)
-        own.calibrate(model, [x], progress=False)
+        other = first.for_backend(name)
         frozen = other.quantize(model)
         other.export(frozen, tmp_path / f"{name}.onnx", x)
-        own.export(own.quantize(model), tmp_path / "own.onnx", x)
-        assert (tmp_path / f"{name}.onnx").read_bytes() == (tmp_path / "own.onnx").read_bytes()
         if name in CPU:
             pytest.importorskip(name, reason=f"needs quantizer[{name}]")
             engine = load_engine(name, tmp_path / f"{name}.onnx")
             (got,) = engine({engine.input_names[0]: x.numpy()}).values()
             assert _decibels(got, frozen(x).detach().numpy()) > 30, name
+    own = Quantizer(backend="onnxruntime")
+    own.calibrate(model, [x], progress=False)
+    own.export(own.quantize(model), tmp_path / "own.onnx", x)
+    assert (tmp_path / "own.onnx").read_bytes() == (tmp_path / "onnxruntime.onnx").read_bytes()
 
 
 def test_minilm_calibrated_once(tmp_path: Path) -> None:
@@ -239,4 +240,5 @@ def test_minilm_calibrated_once(tmp_path: Path) -> None:
 
 def _decibels(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
     """How far the expected signal is above the difference."""
-    return float(10 * np.log10(np.square(expected).sum() / np.square(found - expected).sum()))
+    noise = max(float(np.square(found - expected).sum()), 1e-30)
+    return float(10 * np.log10(np.square(expected).sum() / noise))
