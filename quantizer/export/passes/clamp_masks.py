@@ -1,8 +1,8 @@
 """Mask constants that FP16 can add to.
 
 Masks are made with the lowest number of the float type. In FP16 that is -65504, and a score below -16 added to it is
--inf; a row of nothing but -inf is NaN after softmax. -30000 masks as well, exp(-30000) being 0 in every float type. What
-bounds other values (Clip, Max, Min) is no mask and stays.
+-inf; a row of nothing but -inf is NaN after softmax. -30000 masks as well, exp(-30000) being 0 in every float type.
+What bounds other values (Clip, Max, Min) is no mask and stays.
 """
 
 from __future__ import annotations

@@ -1,0 +1,135 @@
+"""A quantized einsum that is a product of matrices is written as one.
+
+Engines compute an Einsum with floats, whatever stands before it; a MatMul behind two DQs in low precision. Legend, by
+labels: k is summed over, m the first operand's own, n the second's, the others are batch labels of both.
+
+    Einsum(a, b) = Transpose(Transpose(a)[batch, m, k] @ Transpose(b)[batch, k, n])
+
+Without batch labels the first operand may have several labels of its own. What else an einsum says (two sums, an outer
+product, a sum over one operand, a length that the graph does not tell to be the same) stays an Einsum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any
+
+__all__ = ["EinsumToMatMul"]
+
+_OWN = ((True, False), (False, True))
+"""Whether the first and the second operand have a label that is the first's own, and one that is the second's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """Inputs of the MatMul with the axes that each is read in, and the axes of its output."""
+
+    operands: tuple[tuple[Any, tuple[int, ...]], tuple[Any, tuple[int, ...]]]
+    output: tuple[int, ...]
+
+
+class EinsumToMatMul:
+    """``Einsum(DQ, DQ)`` becomes ``MatMul`` between the transpositions that it needs."""
+
+    def requires(self, model: Any) -> str | None:
+        return None
+
+    def run(self, model: Any) -> int:
+        changed = 0
+        for node in list(model.graph):
+            product = _product(node)
+            if product is not None:
+                _carry_out(model, node, product)
+                changed += 1
+        return changed
+
+    def ensures(self, model: Any) -> str | None:
+        left = [node.name for node in model.graph if _product(node) is not None]
+        return f"a quantized product of matrices is still an Einsum: {left[0]}" if left else None
+
+
+def _product(node: Any) -> _Product | None:
+    """The MatMul that an Einsum is; None for any other node."""
+    if node.op_type != "Einsum" or len(node.inputs) != 2 or not any(map(_is_quantized, node.inputs)):
+        return None
+    read = _labels(node)
+    if read is None:
+        return None
+    (first, second), output = read
+    sides = [(node.inputs[0], first), (node.inputs[1], second)]
+    rows, columns = ([label for label in output if (label in first, label in second) == of] for of in _OWN)
+    if len(columns) != 1 or (len(rows) == 1 and output[-1] in rows):
+        # A MatMul takes several labels on the left alone, and writes those of the right as the last axis.
+        sides, rows, columns = sides[::-1], columns, rows
+    (a, left), (b, right) = sides
+    batch = [label for label in output if label in left and label in right]
+    summed = [label for label in left if label in right and label not in output]
+    known = len(set(left)) == len(left) and len(set(right)) == len(right) and len(set(output)) == len(output)
+    if not known or {*left, *right} != {*output, *summed} or not _same_length(a, b, left, right, summed):
+        return None
+    if len(summed) != 1 or len(columns) != 1 or not rows or (len(rows) > 1 and batch):
+        return None
+    written = [*batch, *rows, *columns]
+    return _Product(
+        operands=(
+            (a, tuple(left.index(label) for label in [*batch, *rows, *summed])),
+            (b, tuple(right.index(label) for label in [*batch, *summed, *columns])),
+        ),
+        output=tuple(written.index(label) for label in output),
+    )
+
+
+def _is_quantized(value: Any) -> bool:
+    producer = None if value is None else value.producer()
+    return producer is not None and producer.op_type == "DequantizeLinear"
+
+
+def _labels(node: Any) -> tuple[list[str], str] | None:
+    """The labels of both operands and of the output, with a capital letter for each axis that dots stand for."""
+    equation = node.attributes["equation"].as_string().replace(" ", "")
+    inputs, arrow, output = equation.partition("->")
+    names = inputs.split(",")
+    if not arrow or len(names) != 2 or any(value.shape is None for value in node.inputs):
+        return None
+    covered = {
+        len(value.shape) - len(name.replace("...", ""))
+        for name, value in zip(names, node.inputs, strict=True)
+        if "..." in name
+    }
+    free = "".join(letter for letter in ascii_uppercase if letter not in equation)
+    if len(covered) > 1:
+        return None
+    dots = free[: covered.pop()] if covered else ""
+    return [name.replace("...", dots) for name in names], output.replace("...", dots)
+
+
+def _same_length(a: Any, b: Any, left: str, right: str, labels: list[str]) -> bool:
+    return all(a.shape[left.index(label)] == b.shape[right.index(label)] for label in labels)
+
+
+def _carry_out(model: Any, node: Any, product: _Product) -> None:
+    import onnx_ir
+
+    def inserted(operator: str, inputs: list[Any], shape: list[Any], perm: tuple[int, ...] | None = None) -> Any:
+        attributes = [] if perm is None else [onnx_ir.AttrInt64s("perm", perm)]
+        made = onnx_ir.Node("", operator, inputs, attributes)
+        made.metadata_props.update(node.metadata_props)
+        made.outputs[0].shape, made.outputs[0].type = onnx_ir.Shape(shape), node.outputs[0].type
+        model.graph.insert_before(node, made)
+        return made.outputs[0]
+
+    def turned(value: Any, perm: tuple[int, ...]) -> Any:
+        if perm == tuple(range(len(perm))):
+            return value
+        return inserted("Transpose", [value], [value.shape[axis] for axis in perm], perm)
+
+    last = node.outputs[0]
+    written: list[Any] = [None] * len(product.output)
+    for place, axis in enumerate(product.output):
+        written[axis] = last.shape[place] if last.shape is not None else None
+    result = inserted("MatMul", [turned(value, perm) for value, perm in product.operands], written)
+    result = turned(result, product.output)
+    result.name = last.name
+    last.replace_all_uses_with(result, replace_graph_outputs=True)
+    model.graph.remove(node, safe=True)

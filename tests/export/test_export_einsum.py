@@ -1,0 +1,156 @@
+"""Einsums of quantized operands: those that are products of matrices become MatMul, the others stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.export.passes.base import run_passes
+from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
+
+onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
+reference = pytest.importorskip("onnx.reference", reason="exporting needs quantizer[onnx]")
+
+SIZES = {"b": 2, "h": 3, "m": 4, "s": 5, "k": 6, "n": 7, "c": 6, ".": 2}
+
+
+def einsum(equation: str, shapes: tuple[str, str], *, quantized: bool = True) -> Any:
+    """A graph of one Einsum, whose operands come through Q/DQ."""
+    pair = "{0}q = QuantizeLinear ({0}, s) {0}d = DequantizeLinear ({0}q, s)"
+    nodes = " ".join(pair.format(name) for name in "ab") if quantized else "ad = Identity (a) bd = Identity (b)"
+    text = (
+        f'<ir_version: 10, opset_import: ["" : 20]> g (float[{shapes[0]}] a, float[{shapes[1]}] b) => (float y)'
+        f'{{ {nodes} y = Einsum <equation = "{equation}"> (ad, bd) }}'
+    )
+    proto = onnx.parser.parse_model(text)
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(0.02, np.float32), "s"))
+    return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+
+
+def shapes_of(equation: str) -> tuple[str, str]:
+    terms = equation.replace(" ", "").partition("->")[0].replace("...", "..").split(",")
+    first, second = (",".join(str(SIZES[label]) for label in term) for term in terms)
+    return first, second
+
+
+def computed(model: Any, shapes: tuple[str, str]) -> np.ndarray[Any, Any]:
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    generator = np.random.default_rng(0)
+    given = {
+        name: generator.normal(size=[int(size) for size in shape.split(",")]).astype(np.float32)
+        for name, shape in zip("ab", shapes, strict=True)
+    }
+    (result,) = reference.ReferenceEvaluator(proto).run(None, given)
+    return np.asarray(result)
+
+
+@pytest.mark.parametrize(
+    ("equation", "transposes"),
+    [
+        ("mk,kn->mn", 0),
+        ("mk,nk->mn", 1),
+        ("bmk,bnk->bmn", 1),
+        ("bmk,bnk->bnm", 1),
+        ("bhmk,bhkn->bhmn", 0),
+        ("bmhk,bnhk->bhmn", 2),
+        ("bhmn,bnhk->bmhk", 2),
+        ("bmk,kn->bmn", 0),
+        ("kn,bmk->bmn", 0),
+        ("bmk,kn->nbm", 1),
+        ("mk,bkn->bmn", 3),
+        ("...mk,...kn->...mn", 0),
+        ("...mk,...nk -> ...nm", 1),
+        ("b...k,kn->b...n", 0),
+    ],
+)
+def test_a_product_of_matrices_becomes_one(equation: str, transposes: int) -> None:
+    shapes = shapes_of(equation)
+    expected = computed(einsum(equation, shapes), shapes)
+    model = einsum(equation, shapes)
+    run_passes(model, [EinsumToMatMul()])
+    operators = [node.op_type for node in model.graph]
+    assert "Einsum" not in operators
+    assert operators.count("MatMul") == 1
+    assert operators.count("Transpose") <= transposes
+    found = computed(model, shapes)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("mk,k->m", None),
+        ("mk,n->mkn", None),
+        ("bmk,bmk->bm", None),
+        ("mck,ckn->mn", None),
+        ("mk,sn->mn", None),
+        ("mk,kn", None),
+        ("mm,mn->mn", ("4,4", "4,7")),
+        ("mk,kn->mn", ("4,6", "1,7")),
+        ("mk,kn->mn", ("4,K", "L,7")),
+        ("bmsk,bkn->bmsn", None),
+        ("bmk,bkns->bmns", None),
+        ("bmk,b...kn->b...mn", None),
+    ],
+)
+def test_what_else_it_says_stays(equation: str, shapes: tuple[str, str] | None) -> None:
+    model = einsum(equation, shapes or shapes_of(equation))
+    run_passes(model, [EinsumToMatMul()])
+    assert [node.op_type for node in model.graph][-1] == "Einsum"
+
+
+def test_floats_are_left_alone() -> None:
+    model = einsum("mk,kn->mn", ("4,6", "6,7"), quantized=False)
+    run_passes(model, [EinsumToMatMul()])
+    assert [node.op_type for node in model.graph][-1] == "Einsum"
+
+
+class Heads(nn.Module):
+    """Attention of two heads, written with einsums, and a projection by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.mix = nn.Parameter(torch.randn(32, 32) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (layer(x).unflatten(-1, (2, 16)) for layer in (self.query, self.key, self.value))
+        weights = (torch.einsum("bqhd,bkhd->bhqk", query, key) / 4.0).softmax(-1)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
+        return torch.einsum("bqi,oi->bqo", mixed, self.mix)
+
+
+@pytest.mark.parametrize("backend", ["openvino", "tensorrt-rtx"])
+def test_a_model_of_einsums_is_exported_as_products(backend: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+    pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    from quantizer.engines import load_engine
+    from quantizer.export import export_onnx
+    from quantizer.export.check import check_file
+
+    torch.manual_seed(0)
+    model, x = Heads().eval(), torch.randn(2, 16, 32)
+    quantizer = Quantizer(backend=backend)
+    quantizer.calibrate(model, [x], progress=False)
+    frozen = quantizer.quantize(model)
+    path = quantizer.export(frozen, tmp_path / "model.onnx", x)
+    operators = [node.op_type for node in onnx.load(path).graph.node]
+    assert "Einsum" not in operators
+    assert operators.count("MatMul") == 6
+    assert list(check_file(path, backend)) == []
+    exact = export_onnx(frozen, tmp_path / "exact.onnx", (x,), opset=21, dtype=torch.float32)
+    engine = load_engine("onnxruntime", exact)
+    (found,) = engine({engine.input_names[0]: x.numpy()}).values()
+    expected = frozen(x).detach().numpy()
+    assert np.square(found - expected).sum() < 1e-3 * np.square(expected).sum()
