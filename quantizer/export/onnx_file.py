@@ -75,7 +75,7 @@ def export_onnx(
             raise ExportError(f"opset={opset}: {what} ({name}) needs opset {_least_opset(quantizer)} or later")
     # A copy is converted, and put in eval mode: in place it would change what the caller holds.
     regions = regions or Regions()
-    exported = convert_floats(copy.deepcopy(model).eval(), dtype, regions)
+    exported = convert_floats(_copied(model, dtype, regions).eval(), dtype, regions)
     args, keywords = _split(example, regions.io_dtype(dtype))
     names = _output_names(model, example)
     _name_inputs(exported, keywords)
@@ -108,6 +108,17 @@ def _require(package: str) -> None:
         __import__(package)
     except ImportError as error:
         raise MissingDependencyError(package, "onnx") from error
+
+
+def _copied(model: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module:
+    """A copy with tensors of its own, but for those that are large and stay as they are: of them one is enough."""
+    kept: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, OperandQuantizer) and module.stored is not None:
+            kept[id(module.stored)] = module.stored
+        if not regions.applies_to(dtype):
+            kept.update((id(p), p) for p in module._parameters.values() if p is not None and p.dtype == dtype)
+    return copy.deepcopy(model, kept)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
