@@ -95,7 +95,7 @@ def minilm_on_sst2() -> Case:
         name="MiniLM, SST-2 dev",
         model=model,
         calibration=batches,
-        measured=batches[:2],
+        measured=batches,
         share=0.05,
         report=report,
         example=task.example(),
