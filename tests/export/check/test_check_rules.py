@@ -674,6 +674,13 @@ def test_the_mended_graph_has_no_finding(case: Case, tmp_path: Path) -> None:
     assert not found, "\n".join(map(str, found))
 
 
+def test_what_bounds_values_is_no_mask(tmp_path: Path) -> None:
+    g = linear()
+    g.nodes[-1].output[0] = "product"
+    g.nodes.append(onnx.helper.make_node("Clip", ["product", g.number(-64504), g.number(64504)], [g.outputs[0].name]))
+    assert not check_file(g.save(tmp_path / "m.onnx"), "tensorrt")
+
+
 def test_every_rule_has_a_case() -> None:
     elsewhere = {"external-data"}  # its files are those of test_check_files.py
     assert {case.rule for case in CASES} | elsewhere == set(rules.names())

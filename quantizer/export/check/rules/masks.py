@@ -17,7 +17,8 @@ from quantizer.proxy.regions import MASK
 
 __all__ = ["mask_range"]
 
-_ADDED = ("Add", "Sub", "Where", "Mul", "Cast", "Expand", "ConstantOfShape", "Max", "Clip", "CastLike")
+# What only bounds other values (Clip, Max) is no mask.
+_ADDED = ("Add", "Sub", "Where", "Mul", "Cast", "Expand", "ConstantOfShape", "CastLike")
 
 
 @rules.add("mask-range")
