@@ -85,6 +85,11 @@ class Calibration:
         """Whether a batch came since it began; of several ranks, whether one may have come to any of them."""
         return ranks() > 1 or self._observation.batches > self._began_with
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any rank has seen a batch, or took up what an earlier calibration saw."""
+        return self.observation().batches > 0
+
     def resume(self) -> None:
         """More data is to come, for one rank or for all of them."""
         self._gathered = None

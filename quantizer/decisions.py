@@ -59,8 +59,8 @@ class Decisions:
         other.plan()
         if other.scales_replaced:
             raise CalibrationError(
-                "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales(): make "
-                "the Quantizer of the other backend first, and load the scales into both"
+                "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales() or "
+                "qat(): make the Quantizer of the other backend first, and load the scales into both"
             )
         self._earlier = other.seen()
         if self._earlier is None:
@@ -128,6 +128,11 @@ class Decisions:
                 "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
             )
         return self.calibration.plan()
+
+    @property
+    def decided(self) -> bool:
+        """Whether there is a plan."""
+        return self._loaded is not None or (self.calibration is not None and self.calibration.has_any)
 
     def products(self) -> tuple[CountedProduct, ...]:
         """What torch computed in calibration."""

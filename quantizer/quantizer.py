@@ -14,7 +14,6 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.amp import Amp
-from quantizer.amp import frozen
 from quantizer.batches import run_batches
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
@@ -26,7 +25,6 @@ from quantizer.histograms import histogram_of
 from quantizer.interop import transformers_patches as _patches
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
-from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
 from quantizer.proxy.plan import Plan
@@ -34,7 +32,6 @@ from quantizer.proxy.ranks import ranks
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.scales import scales_of
 from quantizer.proxy.scales import with_scales
-from quantizer.proxy.simulate import is_simulation
 from quantizer.proxy.simulate import simulate
 from quantizer.proxy.state import load_state
 from quantizer.proxy.state import save_state
@@ -49,8 +46,7 @@ from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
 from quantizer.settings import refuse_formats
 from quantizer.settings import refused_sites
-from quantizer.settings import warn_of_float32
-from quantizer.targets import profile
+from quantizer.trainable import Scales
 from quantizer.views import Coverage
 from quantizer.views import Ranges
 
@@ -153,7 +149,7 @@ class Quantizer:
         """
         self._served.take(model)
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        self._served.amp = Amp(model, self._served.decisions.plan(), measure, granularity, loss, wrapped)
+        self._served.amp = Amp(model, self._served.decided(), measure, granularity, loss, wrapped)
         return self._served.amp.proxy
 
     def fallback(
@@ -212,14 +208,32 @@ class Quantizer:
         """Undo ``fallback``: every group is quantized again as calibration decided."""
         self._served.fallback = None
 
+    def qat(self, model: nn.Module, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
+        """A proxy to train: it rounds as the engine will, and gradients pass through the rounding.
+
+        It shares its parameters with the model: training it trains the model, which nothing else here does. What
+        ``fallback`` put back is trained in float. ``quantize(model)`` then takes what was learned.
+
+        Args:
+            model: the float model; the proxy is in its train or eval mode.
+            scales: ``fixed`` (those of calibration; where there was none, of the first batches that come) or
+                ``learned`` (parameters of the proxy, trained with the weights).
+            copy: train a copy; ``quantize(model)`` gives what the copy learned, and the model stays as it is.
+
+        Raises:
+            ProxyError: ``model`` is a proxy, such as a frozen one: train what this gives, and quantize afterwards.
+            CalibrationError: ``scales="learned"`` and nothing was calibrated yet.
+            ConfigError: there is no such kind of scales.
+        """
+        return self._served.train(model, scales, own=copy)
+
     def quantize(self, model: nn.Module) -> nn.Module:
         """The frozen proxy: ranges fixed, weights held as integers, in eval mode.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        self._served.take(model)
-        return frozen(model, self._served.plan())
+        return self._served.frozen(model)
 
     def for_backend(self, name: str) -> Quantizer:
         """A quantizer for another backend, from this one's calibration: no data is needed again.
@@ -276,8 +290,8 @@ class Quantizer:
             CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
         """
         decisions = self._served.decisions
-        decisions.replace(with_scales(decisions.plan(), scales, float_dtype(self.config)))
-        self._served.amp = None
+        decisions.replace(with_scales(self._served.decided(), scales, float_dtype(self.config)))
+        self._served.amp = self._served.trainable = None
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -301,27 +315,10 @@ class Quantizer:
                 every integer input is ``sequence``, or ``NAME_sequence`` where it has another length in the example.
 
         Raises:
-            ProxyError: ``quant_model`` is the float model, or the proxy of ``calib()`` or ``amp()``.
+            ProxyError: ``quant_model`` is the float model, or the proxy of ``calib()``, ``amp()`` or ``qat()``.
             ExportError: the model cannot be exported, or the file cannot be written.
         """
-        from quantizer.export import export_onnx
-        from quantizer.export import least_opset
-
-        working = self._served.is_working_proxy(quant_model) or is_simulation(quant_model)
-        if not is_proxy(quant_model) or working:
-            raise ProxyError("export() takes the model that quantize() returned")
-        target, regions = profile(self.config.backend), self._served.decisions.regions()
-        warn_of_float32(self.config, regions)
-        return export_onnx(
-            quant_model,
-            Path(path),
-            example,
-            opset=opset or max(target.opset, least_opset(quant_model)),
-            dtype=float_dtype(self.config),
-            regions=regions,
-            axes=dynamic_axes,
-            unsigned=target.unsigned_activations,
-        )
+        return self._served.export(quant_model, Path(path), example, opset, dynamic_axes)
 
     def build(
         self,
@@ -359,14 +356,14 @@ class Quantizer:
             CalibrationError: there is nothing to save yet.
             QuantizerError: the folder cannot be written.
         """
-        decisions, fallback = self._served.decisions, self._served.fallback
+        plan, decisions, fallback = self._served.settle(), self._served.decisions, self._served.fallback
         document = {
             "config": self.config.model_dump(mode="json"),
             "scales_replaced": decisions.scales_replaced,
             "fallback": None if fallback is None else fallback.document(),
             "regions": decisions.regions().plain(),
         }
-        return save_state(folder, decisions.plan(), decisions.products(), document, decisions.seen())
+        return save_state(folder, plan, decisions.products(), document, decisions.seen())
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:

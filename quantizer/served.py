@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from typing import get_args
 
 from torch import nn
 
 from quantizer.amp import Amp
+from quantizer.amp import frozen
 from quantizer.config import QuantizerConfig
 from quantizer.decisions import Decisions
+from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
 from quantizer.errors import SensitivityError
 from quantizer.proxy.build import SkippedSource
@@ -17,10 +23,16 @@ from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
+from quantizer.proxy.simulate import is_simulation
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
 from quantizer.sensitivity_view import Sensitivity
+from quantizer.settings import float_dtype
+from quantizer.settings import warn_of_float32
 from quantizer.source.operator_patches import OperatorPatch
+from quantizer.targets import profile
+from quantizer.trainable import Scales
+from quantizer.trainable import Trainable
 from quantizer.views import Coverage
 
 __all__ = ["Served"]
@@ -33,12 +45,15 @@ class Served:
         decisions: what calibration decided.
         amp: what measures; None: nothing yet.
         fallback: what was put back; None: nothing.
+        trainable: what is trained; None: nothing.
     """
 
     def __init__(self, config: QuantizerConfig) -> None:
         self.decisions = Decisions(config)
         self.amp: Amp | None = None
         self.fallback: Fallback | None = None
+        self.trainable: Trainable | None = None
+        self._config = config
         self._model: weakref.ref[nn.Module] | None = None
         self._skipped: list[SkippedSource] = []
         self._patches: tuple[OperatorPatch, ...] = ()
@@ -71,9 +86,10 @@ class Served:
         Raises:
             CalibrationError: see ``Decisions.follow``.
         """
+        other.settle()
         self.decisions.follow(other.decisions)
         if other.fallback is not None:
-            self._carried = other.fallback, other.decisions.plan(), backend
+            self._carried = other.fallback, other.decided(), backend
         model = None if other._model is None else other._model()
         if model is not None:
             self.take(model)
@@ -83,22 +99,84 @@ class Served:
         self.take(model)
         if resume:
             return self.decisions.resume(model, self._skipped)
-        self.amp = self.fallback = None
+        self.amp = self.fallback = self.trainable = None
         self._carried = None
         return self.decisions.calibrate(model, self._skipped)
 
+    def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
+        """The proxy that is trained; see ``Quantizer.qat``."""
+        self.take(model)
+        if scales not in get_args(Scales):
+            raise ConfigError(f"qat(scales={scales!r}): expected {' or '.join(map(repr, get_args(Scales)))}")
+        if self.trainable is not None or self.decisions.decided:
+            groups = {} if self.fallback is None else self.fallback.reasons()
+            self.trainable = Trainable(model, self.decided(), groups, scales, own=own)
+            return self.trainable.proxy
+        trainable = Trainable(model, None, {}, scales, own=own)
+        trainable.calibrate_first(self.calibrate(model, resume=False), self.decisions.plan)
+        self.trainable = trainable
+        return trainable.proxy
+
+    def frozen(self, model: nn.Module) -> nn.Module:
+        """The frozen proxy of a model, or of the copy of it that was trained."""
+        self.take(model)
+        return frozen(model if self.trainable is None else self.trainable.model, self.plan())
+
+    def decided(self) -> Plan:
+        """What calibration decided or training learned, with what was put back."""
+        if self.trainable is None:
+            return self.decisions.plan()
+        return self.trainable.plan(float_dtype(self._config))
+
+    def settle(self) -> Plan:
+        """What counts from now on, whatever comes of the training."""
+        if self.trainable is not None:
+            self.decisions.replace(self.decided())
+        return self.decisions.plan()
+
     def plan(self) -> Plan:
-        """What calibration decided, less what was put back."""
-        plan = self.decisions.plan()
+        """What was decided, less what was put back."""
+        plan = self.decided()
         return plan if self.fallback is None else put_back(plan, self.fallback.reasons())
 
     def is_working_proxy(self, proxy: nn.Module) -> bool:
-        """Whether it is one of those that calibrate and measure."""
-        return any(proxy is stage.proxy for stage in (self.decisions.calibration, self.amp) if stage is not None)
+        """Whether it is one of those that calibrate, measure and train."""
+        return any(
+            proxy is stage.proxy
+            for stage in (self.decisions.calibration, self.amp, self.trainable)
+            if stage is not None
+        )
+
+    def export(
+        self,
+        quant_model: nn.Module,
+        path: Path,
+        example: Any,
+        opset: int | None,
+        axes: Mapping[str, Mapping[int, str]] | None,
+    ) -> Path:
+        """Write a frozen proxy as ONNX for the target; see ``Quantizer.export``."""
+        from quantizer.export import export_onnx
+        from quantizer.export import least_opset
+
+        if not is_proxy(quant_model) or self.is_working_proxy(quant_model) or is_simulation(quant_model):
+            raise ProxyError("export() takes the model that quantize() returned")
+        target, regions = profile(self._config.backend), self.decisions.regions()
+        warn_of_float32(self._config, regions)
+        return export_onnx(
+            quant_model,
+            path,
+            example,
+            opset=opset or max(target.opset, least_opset(quant_model)),
+            dtype=float_dtype(self._config),
+            regions=regions,
+            axes=axes,
+            unsigned=target.unsigned_activations,
+        )
 
     def coverage(self) -> Coverage:
         """Every site found, and every product that calibration saw."""
-        decided, final = self.decisions.plan(), self.plan()
+        decided, final = self.decided(), self.plan()
         back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
         regions = self.decisions.regions()
         return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches, regions)

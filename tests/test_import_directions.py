@@ -31,7 +31,7 @@ ORDER = (
     ("histogram_view",),
     ("ranges",),
     ("calibration",),
-    ("decisions", "amp", "stages"),
+    ("decisions", "amp", "trainable", "stages"),
     ("served", "tuning"),
     ("pipeline", "quantizer", "qat_calibrate", "conversion"),
     ("cli",),

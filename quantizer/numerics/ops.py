@@ -29,6 +29,7 @@ from torch import Tensor
 
 from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
 
 __all__ = ["dequantize", "fake_quantize", "quantize"]
@@ -120,24 +121,57 @@ def _(x: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """A byte a value where only x is trained; x itself where its scale is."""
     x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point = inputs
-    ctx.save_for_backward(x, scale, zero_point)
+    ctx.learns = ctx.needs_input_grad[1]
+    if ctx.learns:
+        ctx.save_for_backward(x, scale, zero_point)
+    elif ctx.needs_input_grad[0]:
+        ctx.save_for_backward(_inside(*_unclipped(x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point)))
+
+
+def _unclipped(
+    x: Tensor, scale: Tensor, dtype: str, axis: int | None, block_size: int | None, zero_point: Tensor | None
+) -> tuple[Tensor, QType]:
+    """What clamp meets, in blocks, and its format: FP8 is clamped before it is rounded, an integer afterwards."""
+    kind = qtype(dtype)
+    steps = torch.div(in_blocks(x.float(), axis, block_size), beside(scale, x.dim(), axis, block_size))
+    if not kind.is_float:
+        steps = steps.round_()
+    if zero_point is not None:
+        steps = steps.add_(beside(zero_point, x.dim(), axis, block_size))
+    return steps, kind
+
+
+def _inside(steps: Tensor, kind: QType) -> Tensor:
+    return (steps >= kind.qmin) & (steps <= kind.qmax)
 
 
 def _straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """Rounding passes the gradient on, clipping stops it (Bengio et al. 2013, arXiv:1308.3432)."""
+    if ctx.learns:
+        return _with_learned_scale(ctx, gradient)
+    inside = ctx.saved_tensors[0] if ctx.saved_tensors else None
+    return None if inside is None else gradient * inside.reshape(gradient.shape), None, None, None, None, None
+
+
+def _with_learned_scale(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of the scale too: q - x / s where nothing was clipped, and q where it was (LSQ, Esser et al. 2020,
+    arXiv:1902.08153, equation 3; q without its zero point).
+    """
     x, scale, zero_point = ctx.saved_tensors
-    kind = qtype(ctx.dtype)
     where = (x.dim(), ctx.axis, ctx.block_size)
-    steps = torch.div(in_blocks(x.float(), ctx.axis, ctx.block_size), beside(scale, *where))
-    # What clamp meets: FP8 is clamped before it is rounded, an integer afterwards.
-    if not kind.is_float:
-        steps = steps.round_()
+    inside = _inside(*_unclipped(x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point))
+    rounded = in_blocks(_steps(x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point), ctx.axis, ctx.block_size)
     if zero_point is not None:
-        steps = steps.add_(beside(zero_point, *where))
-    inside = (steps >= kind.qmin) & (steps <= kind.qmax)
-    return gradient * inside.reshape(x.shape), None, None, None, None, None
+        rounded = rounded - beside(zero_point, *where)
+    exact = in_blocks(x.float(), ctx.axis, ctx.block_size) / beside(scale, *where)
+    slope = (rounded - exact.where(inside, 0.0)) * in_blocks(gradient.float(), ctx.axis, ctx.block_size)
+    shape = beside(scale, *where).shape
+    summed = slope.sum_to_size(shape) if shape else slope.sum()
+    passed = gradient * inside.reshape(x.shape) if ctx.needs_input_grad[0] else None
+    return passed, summed.reshape(scale.shape).to(scale.dtype), None, None, None, None
 
 
-fake_quantize.register_autograd(_straight_through, setup_context=_keep_operands)
+fake_quantize.register_autograd(_straight_through, setup_context=_keep_for_backward)

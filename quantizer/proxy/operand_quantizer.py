@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.numerics import ops
+from quantizer.numerics.learning import trained_scale
 from quantizer.numerics.qtype import qtype
 
 __all__ = ["OperandQuantizer"]
@@ -27,6 +28,8 @@ class OperandQuantizer(nn.Module):
         zero_point: uint8 [], the step of 0.0 of an asymmetric format; None: 0.
         factor: float [K] along ``factor_axis``, what the operand is multiplied by before it is rounded; None: nothing.
         stored: the weight's steps once it is frozen; None for an activation.
+        learns: the scale is a parameter.
+        of_samples: what is rounded has a first axis of samples; a weight has none.
         handed_over: the host's parameter is gone and its ``weight`` reads from here, so the operand that arrives is
             already the dequantized weight.
     """
@@ -39,6 +42,8 @@ class OperandQuantizer(nn.Module):
         self.block_size: int | None = None
         self.factor_axis = -1
         self.handed_over = False
+        self.learns = False
+        self.of_samples = False
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
         self.register_buffer("factor", None)
@@ -73,6 +78,12 @@ class OperandQuantizer(nn.Module):
         self.factor = factor.detach().clone()
         self.factor_axis = axis
         self.enabled = True
+
+    def learn_scale(self, parameter: nn.Parameter, *, of_samples: bool) -> None:
+        """Train the scale: ``parameter``, of its shape, takes its place."""
+        del self._buffers["scale"]
+        self.register_parameter("scale", parameter)
+        self.learns, self.of_samples = True, of_samples
 
     def reset(self) -> None:
         """Back to passing the operand through, without a range."""
@@ -117,7 +128,11 @@ class OperandQuantizer(nn.Module):
         x = self._multiplied(x)
         if self.scale is None:
             return x
-        return ops.fake_quantize(x, self.scale, self.dtype, self.axis, self.block_size, self.zero_point)
+        scale = self.scale
+        if self.learns:
+            sharing = x.shape[0] if self.of_samples else scale.numel()
+            scale = trained_scale(scale, x.numel() // sharing, qtype(self.dtype).qmax)
+        return ops.fake_quantize(x, scale, self.dtype, self.axis, self.block_size, self.zero_point)
 
     def _multiplied(self, x: Tensor) -> Tensor:
         return x if self.factor is None else x * self._shaped_factor(x)

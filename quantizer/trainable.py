@@ -1,0 +1,109 @@
+"""The stage behind ``Quantizer.qat``: one proxy that rounds its operands and is trained."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+from typing import Literal
+
+import torch
+from torch import nn
+
+from quantizer.errors import CalibrationError
+from quantizer.proxy.build import build_proxy
+from quantizer.proxy.freeze import apply_plan
+from quantizer.proxy.freeze import switch_on
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.plan import put_back
+from quantizer.proxy.scales import with_scales
+from quantizer.qat import learn_scales
+from quantizer.qat import learned_scales
+
+__all__ = ["FIRST_BATCHES", "Scales", "Trainable"]
+
+logger = logging.getLogger(__name__)
+
+FIRST_BATCHES = 8
+"""Batches that ranges come from where nothing was calibrated."""
+
+Scales = Literal["fixed", "learned"]
+
+
+class Trainable:
+    """A model in training.
+
+    Args:
+        model: the float model.
+        plan: what was decided; None: nothing yet, see ``calibrate_first``.
+        groups: what was put back, with reasons.
+        scales: ``fixed`` or ``learned``.
+        own: train a copy, and leave the model alone.
+
+    Attributes:
+        model: whose parameters are trained.
+        proxy: rounds its operands; its parameters are the model's, and learned scales besides.
+
+    Raises:
+        CalibrationError: scales cannot be learned before there are any.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan | None, groups: Mapping[str, str], scales: Scales, *, own: bool
+    ) -> None:
+        self.model = copy.deepcopy(model) if own else model
+        self.proxy = build_proxy(self.model, eager_attention=True)
+        self._plan = plan
+        self._learns = scales == "learned"
+        if plan is None:
+            if self._learns:
+                raise CalibrationError(
+                    "scales='learned' starts from calibrated ones, and nothing was calibrated yet: run data through "
+                    "calib(model), or call calibrate(model, batches), before qat()"
+                )
+            return
+        self._trained = put_back(plan, groups)
+        self._apply(self._trained)
+        if self._learns:
+            learn_scales(self.proxy, self._trained)
+
+    def calibrate_first(self, observing: nn.Module, decided: Callable[[], Plan]) -> None:
+        """Take ranges from the first batches that come: each goes through ``observing`` before it is rounded.
+
+        Args:
+            observing: the proxy of a calibration of the same model.
+            decided: the plan after what was seen so far.
+        """
+        logger.warning("qat(): nothing was calibrated, so ranges come from the first %d batches", FIRST_BATCHES)
+        seen = 0
+
+        def observe(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            nonlocal seen
+            with torch.no_grad():
+                observing(*args, **keywords)
+            self._plan = decided()
+            self._apply(self._plan)
+            seen += 1
+            if seen == FIRST_BATCHES:
+                handle.remove()
+                logger.info("qat(): ranges are those of the first %d batches", FIRST_BATCHES)
+
+        handle = self.proxy.register_forward_pre_hook(observe, with_kwargs=True)
+
+    def plan(self, scale_dtype: torch.dtype) -> Plan:
+        """What was decided before the training, with the scales that were learned, as ``scale_dtype`` holds them.
+
+        Raises:
+            CalibrationError: no batch came yet, and nothing was calibrated before; or a learned scale is no number.
+        """
+        if self._plan is None:
+            raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
+        if not self._learns:
+            return self._plan
+        return with_scales(self._plan, learned_scales(self.proxy, self._trained), scale_dtype)
+
+    def _apply(self, plan: Plan) -> None:
+        apply_plan(self.proxy, plan)
+        switch_on(self.proxy, plan)

@@ -1,0 +1,211 @@
+"""``qat()``: what is trained, what comes of it, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from helpers import ConvNet
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.errors import CalibrationError
+from quantizer.errors import ProxyError
+from quantizer.proxy.build import sites_of
+
+
+class Twice(nn.Module):
+    """Two linears that read one tensor, a product of two activations, and a residual add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.last = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = (self.query(x) @ self.key(x).transpose(-1, -2)).softmax(-1) @ x
+        return self.last(mixed) + x
+
+
+def data(seed: int = 1) -> Tensor:
+    return torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def calibrated(model: nn.Module, **config: Any) -> Quantizer:
+    quantizer = Quantizer(backend="openvino", sites={"residual_add": True}, **config)
+    quantizer.calibrate(model, [data()], progress=False)
+    return quantizer
+
+
+def train(proxy: nn.Module, steps: int = 5, lr: float = 0.01) -> list[float]:
+    """Teach the proxy to give zeros; the losses."""
+    optimizer = torch.optim.SGD(proxy.parameters(), lr=lr)
+    losses = []
+    for step in range(steps):
+        loss = proxy(data(step)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("scales", ["fixed", "learned"])
+def test_before_a_step_it_is_the_frozen_model(scales: Any) -> None:
+    model = Twice().eval()
+    quantizer = calibrated(model)
+    frozen, proxy = quantizer.quantize(model), quantizer.qat(model, scales=scales)
+    assert not proxy.training
+    assert torch.equal(proxy(data(2)), frozen(data(2)))
+    assert not torch.equal(proxy(data(2)), model(data(2)))
+
+
+@pytest.mark.parametrize("scales", ["fixed", "learned"])
+def test_training_the_proxy_trains_the_model(scales: Any) -> None:
+    model = Twice().train()
+    quantizer = calibrated(model)
+    before = copy.deepcopy(model.state_dict())
+    ranges = {name: scale.clone() for name, scale in quantizer.scales().items()}
+    proxy = quantizer.qat(model, scales=scales)
+    assert proxy.training
+    losses = train(proxy)
+    assert losses[-1] < losses[0]
+    # A softmax does not see what the key's bias adds to all scores of a row.
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(before[name], value)}
+    assert changed >= set(before) - {"key.bias"}
+    assert {id(p) for p in model.parameters()} <= {id(p) for p in proxy.parameters()}
+    frozen, proxy = quantizer.quantize(model), proxy.eval()
+    assert torch.equal(frozen(data(9)), proxy(data(9)))
+    moved = [name for name, scale in quantizer.scales().items() if not torch.equal(scale, ranges[name])]
+    assert len(moved) == (len(ranges) if scales == "learned" else 0)
+
+
+def test_a_copy_is_trained_and_the_model_left_alone() -> None:
+    model = Twice().train()
+    quantizer = calibrated(model)
+    before, frozen = copy.deepcopy(model.state_dict()), quantizer.quantize(model)
+    proxy = quantizer.qat(model, copy=True)
+    train(proxy)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    trained = quantizer.quantize(model)
+    assert torch.equal(trained(data(9)), proxy.eval()(data(9)))
+    assert not torch.equal(trained(data(9)), frozen(data(9)))
+
+
+def test_what_was_learned_is_saved(tmp_path: Any) -> None:
+    model = Twice().eval()
+    quantizer = calibrated(model)
+    train(quantizer.qat(model, scales="learned"))
+    expected = quantizer.quantize(model)(data(9))
+    loaded = Quantizer.load(quantizer.save(tmp_path / "saved"))
+    assert torch.equal(loaded.quantize(model)(data(9)), expected)
+
+
+def test_operands_of_one_tensor_learn_one_scale() -> None:
+    model = Twice().eval()
+    quantizer = calibrated(model)
+    proxy = quantizer.qat(model, scales="learned")
+    sites = {site.path: site for site in sites_of(proxy)}
+    query, key = (sites[f"{name}.forward.linear_0"].quantizer_of("input") for name in ("query", "key"))
+    assert query.scale is key.scale
+    train(proxy, steps=2)
+    scales = quantizer.scales()
+    assert torch.equal(scales["query.forward.linear_0.input"], scales["key.forward.linear_0.input"])
+
+
+def test_what_fallback_put_back_is_trained_in_float() -> None:
+    model = Twice().eval()
+    quantizer = calibrated(model)
+    amp = quantizer.amp(model)
+    amp(data())
+    chosen = quantizer.fallback(amp, num=2)
+    proxy = quantizer.qat(model)
+    train(proxy, steps=2)
+    assert torch.equal(quantizer.quantize(model)(data(9)), proxy(data(9)))
+    assert quantizer.chosen_fallback is chosen
+    quantizer.clear_fallback()
+    assert not torch.equal(quantizer.quantize(model)(data(9)), proxy(data(9)))
+
+
+def test_without_calibration_the_first_batches_give_the_ranges(caplog: pytest.LogCaptureFixture) -> None:
+    model = Twice().eval()
+    first, other = Quantizer(backend="openvino"), Quantizer(backend="openvino")
+    with caplog.at_level(logging.WARNING, logger="quantizer"):
+        proxy = first.qat(model)
+    assert "nothing was calibrated, so ranges come from the first 8 batches" in caplog.text
+    batches = [data(seed) for seed in range(8)]
+    for batch in batches:
+        proxy(batch)
+    other.calibrate(model, batches, progress=False)
+    later = data(50) * 100
+    assert torch.equal(proxy(later), other.quantize(model)(later))
+    assert torch.equal(first.quantize(model)(later), other.quantize(model)(later))
+    with pytest.raises(CalibrationError, match=r"before qat\(\)"):
+        Quantizer().qat(model, scales="learned")
+
+
+def test_nothing_trained_and_nothing_calibrated() -> None:
+    model = Twice().eval()
+    quantizer = Quantizer()
+    quantizer.qat(model)
+    with pytest.raises(CalibrationError, match="nothing was calibrated"):
+        quantizer.quantize(model)
+
+
+def test_proxies_are_not_trained() -> None:
+    model = Twice().eval()
+    quantizer = calibrated(model)
+    with pytest.raises(ProxyError, match="pass the float model"):
+        quantizer.qat(quantizer.quantize(model))
+    proxy = quantizer.qat(model)
+    with pytest.raises(ProxyError, match=r"export\(\) takes the model that quantize\(\) returned"):
+        quantizer.export(proxy, "model.onnx", data())
+
+
+def test_a_scale_that_a_step_made_negative_comes_back() -> None:
+    model = Twice().eval()
+    quantizer = calibrated(model)
+    proxy = quantizer.qat(model, scales="learned")
+    name = "last.forward.linear_0.input"
+    site = next(site for site in sites_of(proxy) if name.startswith(site.path))
+    scale = site.quantizer_of("input").scale
+    assert scale is not None
+    with torch.no_grad():
+        scale.fill_(-1.0)
+    output = proxy(data())
+    assert bool(torch.isfinite(output).all())
+    (output - model(data()).detach()).square().mean().backward()
+    assert scale.grad is not None
+    assert bool(torch.isfinite(scale.grad))
+    with pytest.raises(CalibrationError, match="a scale is positive and finite"):
+        quantizer.quantize(model)
+
+
+def test_checkpointing_and_autocast() -> None:
+    model = Twice().train()
+    quantizer = calibrated(model)
+    proxy = quantizer.qat(model, scales="learned")
+    parameters = list(proxy.parameters())
+    plain = torch.autograd.grad(proxy(data()).square().mean(), parameters)
+    again = torch.utils.checkpoint.checkpoint(proxy, data(), use_reentrant=False)
+    for one, two in zip(plain, torch.autograd.grad(again.square().mean(), parameters), strict=True):
+        assert torch.equal(one, two)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = proxy(data()).square().mean()
+    for one, two in zip(plain, torch.autograd.grad(loss, parameters), strict=True):
+        assert torch.isfinite(two).all()
+        if one.numel() > 1 and one.norm() > 1e-6:
+            assert torch.nn.functional.cosine_similarity(one.flatten(), two.flatten(), dim=0) > 0.9
+
+
+def test_convolutions() -> None:
+    model, x = ConvNet().train(), torch.randn(2, 3, 16, 16)
+    quantizer = Quantizer(backend="openvino")
+    quantizer.calibrate(model, [x], progress=False)
+    proxy = quantizer.qat(model, scales="learned")
+    proxy(x).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in proxy.parameters())
