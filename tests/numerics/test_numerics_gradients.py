@@ -1,0 +1,128 @@
+"""Gradients of ``fake_quantize`` against float64 references of the straight-through estimator and of LSQ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantizer.numerics import ops
+from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.learning import trained_scale
+from quantizer.numerics.qtype import qtype
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: str
+    axis: int | None = None
+    block_size: int | None = None
+    zero_point: int | None = None
+    shape: tuple[int, ...] = ()
+
+
+CASES = [
+    Case("int8"),
+    Case("int8", axis=0, shape=(6,)),
+    Case("int8", axis=1, shape=(8,)),
+    Case("int4", axis=1, block_size=4, shape=(6, 2)),
+    Case("fp8"),
+    Case("fp8", axis=0, shape=(6,)),
+    Case("uint8", zero_point=100),
+    Case("uint8", zero_point=0),
+]
+
+
+def reference(x: Tensor, scale: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """x and the scale as leaves in float64, and the rounded values, whose gradients torch derives."""
+    kind = qtype(case.dtype)
+    x, scale = x.double().requires_grad_(), scale.double().requires_grad_()
+    beside = scale
+    if case.block_size is not None:
+        beside = scale.unsqueeze(2)
+    elif case.axis is not None:
+        beside = scale.reshape(-1, 1) if case.axis == 0 else scale
+    steps = in_blocks(x, case.axis, case.block_size) / beside
+    zero = case.zero_point or 0
+    if kind.is_float:
+        inside = steps.clamp(kind.qmin, kind.qmax)
+        rounded = inside.detach().float().to(kind.storage).double()
+        steps = inside + (rounded - inside).detach()
+    else:
+        steps = steps + (steps.round() - steps).detach()
+        steps = steps.clamp(kind.qmin - zero, kind.qmax - zero)
+    return x, scale, (steps * beside).reshape(x.shape)
+
+
+def example(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(6, 8, generator=generator) * 3, torch.randn(6, 8, generator=generator)
+    # About a third of the values are clipped.
+    scale = (torch.rand(case.shape, generator=generator) + 1) * 2 / qtype(case.dtype).qmax
+    zero = None if case.zero_point is None else torch.tensor(case.zero_point, dtype=torch.uint8)
+    return x, scale, weights, zero
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_those_of_the_references(case: Case) -> None:
+    x, scale, weights, zero = example(case)
+    exact_x, exact_scale, exact = reference(x, scale, case)
+    (exact * weights.double()).sum().backward()
+    learned_x, learned_scale = x.clone().requires_grad_(), scale.clone().requires_grad_()
+    result = ops.fake_quantize(learned_x, learned_scale, case.dtype, case.axis, case.block_size, zero)
+    (result * weights).sum().backward()
+    fixed_x = x.clone().requires_grad_()
+    (ops.fake_quantize(fixed_x, scale, case.dtype, case.axis, case.block_size, zero) * weights).sum().backward()
+    assert exact_x.grad is not None
+    assert exact_scale.grad is not None
+    assert 0 < int((exact_x.grad == 0).sum()) < x.numel()
+    for found in (learned_x.grad, fixed_x.grad):
+        assert found is not None
+        assert torch.equal(found.double(), exact_x.grad)
+    assert learned_scale.grad is not None
+    torch.testing.assert_close(learned_scale.grad.double(), exact_scale.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_scale_alone_can_be_trained(case: Case) -> None:
+    x, scale, weights, zero = example(case)
+    _, exact_scale, exact = reference(x, scale, case)
+    (exact * weights.double()).sum().backward()
+    learned = scale.clone().requires_grad_()
+    (ops.fake_quantize(x, learned, case.dtype, case.axis, case.block_size, zero) * weights).sum().backward()
+    assert learned.grad is not None
+    assert exact_scale.grad is not None
+    torch.testing.assert_close(learned.grad.double(), exact_scale.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_inputs_keep_their_type() -> None:
+    x, scale = torch.randn(6, 8).bfloat16().requires_grad_(), torch.tensor(0.01).requires_grad_()
+    ops.fake_quantize(x, scale).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+    assert scale.grad is not None
+    assert scale.grad.dtype == torch.float32
+
+
+def test_what_backward_keeps_of_a_fixed_scale_is_a_byte_a_value() -> None:
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    x = torch.randn(6, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        ops.fake_quantize(x, torch.tensor(0.01))
+    assert [(tensor.dtype, tensor.numel()) for tensor in kept] == [(torch.bool, 48)]
+
+
+def test_the_gradient_of_a_trained_scale_is_divided() -> None:
+    scale = torch.tensor([0.5, -1.0], requires_grad=True)
+    trained = trained_scale(scale, values=50, qmax=127)
+    assert trained.tolist() == [0.5, torch.finfo(torch.float32).smallest_normal]
+    (trained * torch.tensor([3.0, 4.0])).sum().backward()
+    assert scale.grad is not None
+    torch.testing.assert_close(scale.grad, torch.tensor([3.0, 4.0]) / (50 * 127) ** 0.5)
