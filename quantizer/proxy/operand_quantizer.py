@@ -28,7 +28,7 @@ class OperandQuantizer(nn.Module):
         zero_point: uint8 [], the step of 0.0 of an asymmetric format; None: 0.
         factor: float [K] along ``factor_axis``, what the operand is multiplied by before it is rounded; None: nothing.
         stored: the weight's steps once it is frozen; None for an activation.
-        learns: the scale is a parameter.
+        change: a parameter of the scale's shape where the scale is trained: it is ``scale * exp(change)``; None: fixed.
         of_samples: what is rounded has a first axis of samples; a weight has none.
         handed_over: the host's parameter is gone and its ``weight`` reads from here, so the operand that arrives is
             already the dequantized weight.
@@ -42,16 +42,17 @@ class OperandQuantizer(nn.Module):
         self.block_size: int | None = None
         self.factor_axis = -1
         self.handed_over = False
-        self.learns = False
         self.of_samples = False
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
+        self.register_parameter("change", None)
         self.register_buffer("factor", None)
         self.register_buffer("stored", None)
         self.scale: Tensor | None
         self.zero_point: Tensor | None
         self.factor: Tensor | None
         self.stored: Tensor | None
+        self.change: nn.Parameter | None
 
     def set_scale(
         self,
@@ -79,11 +80,14 @@ class OperandQuantizer(nn.Module):
         self.factor_axis = axis
         self.enabled = True
 
-    def learn_scale(self, parameter: nn.Parameter, *, of_samples: bool) -> None:
-        """Train the scale: ``parameter``, of its shape, takes its place."""
-        del self._buffers["scale"]
-        self.register_parameter("scale", parameter)
-        self.learns, self.of_samples = True, of_samples
+    def learn_scale(self, change: nn.Parameter, *, of_samples: bool) -> None:
+        """Train the scale: from now on it is multiplied by exp(change), change [*] of its shape and 0 at first."""
+        self.change, self.of_samples = change, of_samples
+
+    def current_scale(self) -> Tensor:
+        """The scale with what it learned."""
+        assert self.scale is not None
+        return self.scale if self.change is None else self.scale * self.change.detach().exp()
 
     def reset(self) -> None:
         """Back to passing the operand through, without a range."""
@@ -129,9 +133,9 @@ class OperandQuantizer(nn.Module):
         if self.scale is None:
             return x
         scale = self.scale
-        if self.learns:
+        if self.change is not None:
             sharing = x.shape[0] if self.of_samples else scale.numel()
-            scale = trained_scale(scale, x.numel() // sharing, qtype(self.dtype).qmax)
+            scale = trained_scale(scale, self.change, x.numel() // sharing, qtype(self.dtype).qmax)
         return ops.fake_quantize(x, scale, self.dtype, self.axis, self.block_size, self.zero_point)
 
     def _multiplied(self, x: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """Scales that are trained with the weights (LSQ, Esser et al. 2020, arXiv:1902.08153).
 
-The scales of a proxy become parameters, and take their start from calibration. Operands that read one tensor share one
-parameter, as they share one Q in the exported file.
+Each is multiplied by the exponential of a parameter that starts at 0. Operands that read one tensor share a parameter,
+as they share one Q in the exported file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from torch import nn
 
@@ -20,11 +21,11 @@ __all__ = ["learn_scales", "learned_scales"]
 
 
 def learn_scales(proxy: nn.Module, plan: Plan) -> None:
-    """Make a parameter of every scale that the plan uses; the proxy has the plan's scales already."""
+    """Train every scale that the plan uses; the proxy has the plan's scales already."""
     shared: dict[tuple[str, str, bool], nn.Parameter] = {}
     for _, operand, quantizer in _scaled(proxy, plan):
         assert quantizer.scale is not None
-        parameter = nn.Parameter(quantizer.scale.detach().clone())
+        parameter = nn.Parameter(torch.zeros_like(quantizer.scale))
         if operand.range_group is not None:
             key = operand.range_group, operand.dtype, operand.smooth is not None
             parameter = shared.setdefault(key, parameter)
@@ -33,11 +34,7 @@ def learn_scales(proxy: nn.Module, plan: Plan) -> None:
 
 def learned_scales(proxy: nn.Module, plan: Plan) -> Mapping[str, Tensor]:
     """The scales as they are now, by ``SITE.OPERAND``."""
-    found = {}
-    for name, _, quantizer in _scaled(proxy, plan):
-        assert quantizer.scale is not None
-        found[name] = quantizer.scale.detach().clone()
-    return found
+    return {name: quantizer.current_scale().clone() for name, _, quantizer in _scaled(proxy, plan)}
 
 
 def _scaled(proxy: nn.Module, plan: Plan) -> list[tuple[str, OperandPlan, OperandQuantizer]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -120,9 +121,10 @@ def test_what_backward_keeps_of_a_fixed_scale_is_a_byte_a_value() -> None:
 
 
 def test_the_gradient_of_a_trained_scale_is_divided() -> None:
-    scale = torch.tensor([0.5, -1.0], requires_grad=True)
-    trained = trained_scale(scale, values=50, qmax=127)
-    assert trained.tolist() == [0.5, torch.finfo(torch.float32).smallest_normal]
+    start, change = torch.tensor([0.5, 0.25]), torch.tensor([0.0, 1.0], requires_grad=True)
+    trained = trained_scale(start, change, values=50, qmax=127)
+    torch.testing.assert_close(trained.detach(), torch.tensor([0.5, 0.25 * math.e]))
+    assert trained[0].item() == 0.5
     (trained * torch.tensor([3.0, 4.0])).sum().backward()
-    assert scale.grad is not None
-    torch.testing.assert_close(scale.grad, torch.tensor([3.0, 4.0]) / (50 * 127) ** 0.5)
+    assert change.grad is not None
+    torch.testing.assert_close(change.grad, torch.tensor([1.5, math.e]) / (50 * 127) ** 0.5)
