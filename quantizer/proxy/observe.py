@@ -353,7 +353,9 @@ class Observation:
         """Why an add does not join two branches of the network.
 
         A residual add has two computed operands of one shape, at least one of them made by a weighted product, and
-        not both by the same one (a rotary embedding adds two halves of one projection).
+        not both by the same one (a rotary embedding adds two halves of one projection). What a product of two
+        activations gives are scores, and what is added to them is a position's bias: an engine that fuses attention
+        adds both as floats.
         """
         first, second = (self.provenance.origin(tensor) for tensor in tensors)
         if tensors[0].shape != tensors[1].shape:
@@ -364,6 +366,8 @@ class Observation:
             return "no operand of the add comes from a weighted product"
         if first == second:
             return "both operands of the add come from one product"
+        if any(origin is not None and origin.kind == "product" for origin in (first, second)):
+            return "an operand of the add comes from a product of two activations, as scores do"
         return None
 
     def _measure(self, site: Site, call: Call, record: SiteRecord) -> None:

@@ -261,3 +261,24 @@ def test_an_add_of_a_mask_is_no_residual(residual: bool | str) -> None:
     assert not entry.quantized
     assert entry.reason == "it adds a mask: beside its lowest number no step is left for the other values"
     assert not any(operand.quantized for operand in entry.operands)
+
+
+class Biased(nn.Module):
+    """Attention whose scores get a bias that a linear layer makes, as ProphetNet's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.bias = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(-1, -2) / 6
+        return (scores + self.bias(x)).softmax(-1)
+
+
+def test_a_bias_of_scores_is_no_residual() -> None:
+    quantizer = Quantizer(backend="tensorrt", sites={"residual_add": True})
+    quantizer.calibrate(Biased(), [torch.randn(2, 16, 32)], progress=False)
+    entry = quantizer.plan["forward.add_0"]
+    assert not entry.quantized
+    assert entry.reason == "an operand of the add comes from a product of two activations, as scores do"
