@@ -333,6 +333,18 @@ def test_a_bound_is_no_mask(added: bool) -> None:
     np.testing.assert_array_equal(given, expected.astype(np.float16))
 
 
+def test_a_mask_of_several_numbers() -> None:
+    mask = np.array([[0, -65504, -np.inf], [0, 0, -65504], [0, 0, 0]], np.float16)
+    model = graph("float16[3,3] x", "float16[3,3] y", "y = Add (x, mask)", mask=mask)
+    run_passes(model, [ClampMasks()])
+    x = np.full((3, 3), -1000, np.float16)
+    (given,) = computed(model, x=x)
+    np.testing.assert_array_equal(given, x + np.where(mask < 0, np.float16(-30000), mask))
+    weights = graph("float16[3,3] x", "float16[3,3] y", "y = MatMul (x, mask)", mask=mask)
+    assert unchanged(weights, ClampMasks())
+    np.testing.assert_array_equal(weights.graph.initializers["mask"].const_value.numpy(), mask)
+
+
 # -- what nobody reads -------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,8 @@
 
 Masks are made with the lowest number of the float type. In FP16 that is -65504, and a score below -16 added to it is
 -inf; a row of nothing but -inf is NaN after softmax. -30000 masks as well, exp(-30000) being 0 in every float type.
-What bounds other values (Clip, Max, Min) is no mask and stays.
+What bounds other values (Clip, Max, Min) is no mask and stays. A mask of several numbers, such as a causal one, has
+zeros beside its lowest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quantizer.export.passes.base import add_constant
+from quantizer.export.passes.base import floats
 from quantizer.export.passes.base import scalar
 from quantizer.proxy.regions import MASK
 
@@ -20,8 +22,11 @@ __all__ = ["ClampMasks"]
 _BOUNDED = frozenset({"Clip", "Max", "Min"})
 
 
+_MASKING = frozenset({"Add", "Expand", "Sub", "Unsqueeze", "Where"})
+
+
 class ClampMasks:
-    """Half-precision scalar constants below ``MASK`` become ``MASK``."""
+    """Half-precision constants below ``MASK`` become ``MASK``: numbers, and those in tensors that are masks."""
 
     def requires(self, model: Any) -> str | None:
         return None
@@ -31,8 +36,7 @@ class ClampMasks:
 
         found = list(_too_low(model))
         for value in found:
-            shape = value.const_value.shape
-            clamped = np.full(tuple(shape), MASK, dtype=np.float16)
+            clamped = np.maximum(value.const_value.numpy(), np.float16(MASK))
             others = [use for use in value.uses() if use[0].op_type not in _BOUNDED]
             if len(others) < len(list(value.uses())):
                 mask = add_constant(model, f"{value.name}_clamped", clamped, value.dtype)
@@ -58,14 +62,17 @@ def _too_low(model: Any) -> list[Any]:
 
     constants = [*model.graph.initializers.values()]
     constants += [node.outputs[0] for node in model.graph if node.op_type == "Constant"]
-    return [
-        value
-        for value in constants
-        if value.dtype == onnx_ir.DataType.FLOAT16
-        and (number := scalar(value)) is not None
-        and number < MASK
-        and not _is_bound(value)
-    ]
+    return [value for value in constants if value.dtype == onnx_ir.DataType.FLOAT16 and _lowest(value) < MASK]
+
+
+def _lowest(value: Any) -> float:
+    """The lowest number of a constant; 0 where it is no mask."""
+    number = scalar(value)
+    if number is not None:
+        return 0.0 if _is_bound(value) else number
+    readers = {reader.op_type for reader, _ in value.uses()}
+    held = floats(value) if readers and readers <= _MASKING else None
+    return 0.0 if held is None or not (held == 0).any() else float(held.min())
 
 
 def _is_bound(value: Any) -> bool:
