@@ -295,7 +295,11 @@ class _Run:
         config = self.config
         example = task.example()
         dynamic = {"batch": config.export.dynamic.batch, "sequence": config.export.dynamic.sequence}
-        options = BuildOptions(dynamic=dynamic, compute_capability=config.engine.compute_capability)
+        options = BuildOptions(
+            dynamic=dynamic,
+            compute_capability=config.engine.compute_capability,
+            inference_precision=config.engine.inference_precision,
+        )
         backend = config.quantizer.backend
         paths = {"float": self.target / "float.onnx", "engine": self.target / "model.onnx"}
         with self._stage("export"):

@@ -139,8 +139,8 @@ def refuse_run(config: RunConfig) -> None:
     """Refuse what a run's target cannot do, before anything is loaded.
 
     Raises:
-        ConfigError: formats that the target or the opset has not, or a compute capability that it does not build for
-            or that has not the formats; all of them are listed.
+        ConfigError: formats that the target or the opset has not, an inference precision that it cannot be told, or a
+            compute capability that it does not build for or that has not the formats; all of them are listed.
     """
     target = profile(config.quantizer.backend)
     default, rules = _default(config.quantizer), _format_rules(config.quantizer)
@@ -157,6 +157,9 @@ def refuse_run(config: RunConfig) -> None:
     for capability in [wanted] if isinstance(wanted, str) else wanted:
         reason = target.capability_reason(capability, names)
         problems += [] if reason is None else [f"engine.compute_capability: {reason}"]
+    if config.engine.inference_precision is not None:
+        reason = target.precision_reason(config.engine.inference_precision)
+        problems += [] if reason is None else [f"engine.inference_precision: {reason}"]
     if problems:
         raise ConfigError(problems)
 

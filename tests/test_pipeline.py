@@ -451,6 +451,10 @@ def test_a_file_system_that_nobody_can_write_to(
         ("data.evaluation.name=nonsense", "unknown data set 'nonsense'"),
         ("quantizer.exclude.names=[nonsense]", "nonsense"),
         ("engine.compute_capability=sm89", "which has no compute capability; leave 'sm89' out"),
+        (
+            "{quantizer: {backend: onnxruntime}, engine: {inference_precision: bfloat16}}",
+            "engine.inference_precision: onnxruntime computes in the types of the ONNX file; leave 'bfloat16' out",
+        ),
     ],
 )
 def test_what_a_run_cannot_have(at: Path, capsys: pytest.CaptureFixture[str], word: str, message: str) -> None:

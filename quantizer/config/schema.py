@@ -82,6 +82,11 @@ class EngineConfig(Section):
         description="GPUs that the engine is built for ahead of time: 'sm89', or a list for several in one engine; "
         "null: the one in this machine.",
     )
+    inference_precision: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="What OpenVINO computes in where nothing is quantized; null: float32. Other backends take the "
+        "types of the ONNX file.",
+    )
     threads: int = Field(default=1, ge=1, description="CPU threads that the engine runs with.")
 
 

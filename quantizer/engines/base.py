@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from quantizer.engines.inspection import Inspection
 from quantizer.errors import EngineError
+from quantizer.targets import profile
 
 __all__ = [
     "Array",
@@ -95,6 +96,8 @@ class BuildOptions:
             (``{"batch": (1, 8, 32)}``). TensorRT needs it; engines on a CPU take any size and ignore it.
         compute_capability: the GPU generations to build for ahead of time (``sm89``, or several of them in one
             engine), with TensorRT-RTX; None builds one engine for all from compute capability 8.0 on.
+        inference_precision: what OpenVINO computes in where nothing is quantized, ``float32`` or ``bfloat16``; None:
+            float32. The types of other engines are those of the file.
         timing_cache: a file in which TensorRT keeps how fast kernels are on this GPU: read where it exists, written
             after the build. TensorRT-RTX has no such times.
         progress: told how far the build is.
@@ -105,6 +108,7 @@ class BuildOptions:
 
     dynamic: Mapping[str, Sequence[int]] = field(default_factory=dict)
     compute_capability: str | Sequence[str] | None = None
+    inference_precision: str | None = None
     timing_cache: Path | None = None
     progress: Progress | None = None
 
@@ -117,6 +121,16 @@ class BuildOptions:
                 )
         if self.compute_capability is not None and not self.capabilities:
             raise EngineError("compute_capability is an empty list: name at least one, such as sm89, or leave it out")
+
+    def refuse_precision(self, name: str) -> None:
+        """Refuse an ``inference_precision`` that the backend ``name`` cannot be told.
+
+        Raises:
+            EngineError: it is such.
+        """
+        reason = None if self.inference_precision is None else profile(name).precision_reason(self.inference_precision)
+        if reason is not None:
+            raise EngineError(f"inference_precision: {reason}")
 
     @property
     def capabilities(self) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 An engine file is OpenVINO's own export of the compiled model: one file, which loads faster than the ONNX file compiles.
 Like a TensorRT engine it belongs to the release and the kind of processor that made it; OpenVINO checks both when it
-loads one. (Its portable form, IR, is two files.)
+loads one. (Its portable form, IR, is two files.) The export does not say for which inference precision it was compiled,
+and has to be loaded with the same: a line at the file's end says it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,9 @@ from quantizer.errors import EngineError
 
 __all__ = ["OpenVINOBackend", "OpenVINOEngine"]
 
-_PRECISIONS = ("f32", "bf16")
+_PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
+_END = b"\nquantizer inference_precision "
+_LONGEST_END = 64
 
 
 class OpenVINOEngine:
@@ -78,71 +82,111 @@ class OpenVINOBackend:
             raise EngineError(
                 f"backend openvino builds for the CPU: leave out compute_capability {options.compute_capability!r}"
             )
+        options.refuse_precision(self.name)
+        precision = options.inference_precision or "float32"
         started = time.perf_counter()
         checked_onnx(onnx_path)
         checked_output(engine_path)
         ov = import_library("openvino", "openvino")
         if options.progress:
             options.progress(0.0, "compile")
-        blob = _compile(ov, onnx_path, _settings(1, "f32")).export_model()
-        with whole_file(engine_path) as part:
-            part.write_bytes(blob.getbuffer())
+        blob = _compile(ov, onnx_path, _settings(1, precision)).export_model()
+        with whole_file(engine_path) as part, part.open("wb") as stream:
+            stream.write(blob.getbuffer())
+            stream.write(_END + precision.encode() + b"\n")
         if options.progress:
             options.progress(1.0, "compile")
         return BuildResult(engine_path, engine_path.stat().st_size, time.perf_counter() - started)
 
-    def load(self, path: Path, *, threads: int = 1, precision: str = "f32") -> OpenVINOEngine:
-        """Load an engine file, or compile an ``.onnx`` file.
+    def load(self, path: Path, *, threads: int = 1) -> OpenVINOEngine:
+        """Load an engine file in the precision that it was built for, or compile an ``.onnx`` file for float32.
 
         Args:
             path: a file that ``build`` wrote, or one whose name ends in ``.onnx``.
             threads: threads of the CPU to run on.
-            precision: the type of the float rest, ``f32`` or ``bf16``.
         """
-        return OpenVINOEngine(_loaded(path, _settings(threads, precision)))
+        return OpenVINOEngine(_loaded(path, threads))
 
     def inspect(
         self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file, with its counters on."""
-        compiled = _loaded(path, {**_settings(threads, "f32"), "PERF_COUNT": True})
+        compiled = _loaded(path, threads, {"PERF_COUNT": True})
         inputs = made_up_inputs(OpenVINOEngine(compiled).inputs, batch, sequence)
         layers = observed_layers(compiled, inputs)
         return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
 
 
 def _settings(threads: int, precision: str) -> dict[str, object]:
-    if precision not in _PRECISIONS:
-        raise EngineError(f"unknown precision {precision!r} for OpenVINO; known: {', '.join(_PRECISIONS)}")
     return {
         "INFERENCE_NUM_THREADS": threads,
         "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_PRECISION_HINT": _PRECISIONS[precision],
     }
 
 
-def _loaded(path: Path, settings: Mapping[str, object]) -> Any:
-    """The compiled model of an engine file, or of one whose name ends in ``.onnx``."""
+def _loaded(path: Path, threads: int, more: Mapping[str, object] = MappingProxyType({})) -> Any:
+    """The compiled model of an engine file, or of one whose name ends in ``.onnx``; ``more``: settings."""
     if path.suffix.lower() == ".onnx":
-        return _compile(import_library("openvino", "openvino"), checked_onnx(path), settings)
+        checked_onnx(path)
+        return _compile(import_library("openvino", "openvino"), path, {**_settings(threads, "float32"), **more})
     checked_engine(path)
     ov = import_library("openvino", "openvino")
+    blob, precision = _parts(path)
+    settings = {**_settings(threads, precision), **more}
     try:
-        return ov.Core().import_model(path.read_bytes(), "CPU", dict(settings))
+        compiled = ov.Core().import_model(blob, "CPU", settings)
     except RuntimeError as error:
         raise EngineError(
             f"{path} is not an engine that OpenVINO {ov.__version__.partition('-')[0]} can load here: "
             f"{_reason(error)} An engine belongs to the release and the kind of processor that built it: "
             "build it again from its ONNX file"
         ) from error
+    return _checked_precision(compiled, path, settings)
+
+
+def _parts(path: Path) -> tuple[bytes, str]:
+    """OpenVINO's export, and the inference precision that it was compiled for.
+
+    Raises:
+        EngineError: the file does not say.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        stream.seek(max(0, size - _LONGEST_END))
+        _, _, word = stream.read().rpartition(_END)
+        precision = word.removesuffix(b"\n").decode("latin-1")
+        if precision not in _PRECISIONS or not word.endswith(b"\n"):
+            raise EngineError(
+                f"{path} is not an engine of backend openvino, or is cut short: it does not end with the precision "
+                "that it was built for; build it again from its ONNX file"
+            )
+        stream.seek(0)
+        return stream.read(size - len(_END) - len(word)), precision
 
 
 def _compile(ov: Any, onnx_path: Path, settings: Mapping[str, object]) -> Any:
     core = ov.Core()
     try:
-        return core.compile_model(core.read_model(str(onnx_path)), "CPU", dict(settings))
+        compiled = core.compile_model(core.read_model(str(onnx_path)), "CPU", dict(settings))
     except RuntimeError as error:
         raise EngineError(f"OpenVINO refused {onnx_path}: {refusal(onnx_path, _reason(error))}") from error
+    return _checked_precision(compiled, onnx_path, settings)
+
+
+def _checked_precision(compiled: Any, path: Path, settings: Mapping[str, object]) -> Any:
+    """``compiled``, when it computes in the precision that was asked for.
+
+    Raises:
+        EngineError: the CPU has none of it, for which OpenVINO takes another one without a word.
+    """
+    asked, got = settings["INFERENCE_PRECISION_HINT"], compiled.get_property("INFERENCE_PRECISION_HINT")
+    if got.get_type_name() != asked:
+        raise EngineError(
+            f"OpenVINO computes {path} in {got.get_type_name()} on this CPU, where {asked} was asked for: BF16 needs "
+            "AVX-512 or AMX; leave out inference_precision, or build on another machine"
+        )
+    return compiled
 
 
 def _spec(port: Any) -> TensorSpec:

@@ -59,6 +59,7 @@ class TensorRTBackend:
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Parse the ONNX file, build for ``options.dynamic`` and ``options.compute_capability``, write the engine."""
+        options.refuse_precision(self.name)
         started = time.perf_counter()
         checked_onnx(onnx_path)
         checked_output(engine_path)

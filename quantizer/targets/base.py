@@ -46,6 +46,8 @@ class TargetProfile:
             anyhow, while it reads the other operand as floats.
         attention: by format, with which sizes it is fused; formats without an entry have no limit.
         capabilities: the compute capabilities for which it builds ahead of time, without such a GPU (89: sm89).
+        inference_precisions: those that it is told to compute in where nothing is quantized; none: it takes the types
+            of the file.
         fp8_from: the first compute capability that has FP8; None: the target is no GPU, and has none.
         opset: the ONNX opset to write.
         unsigned_activations: where the same INT8 values are stored as UINT8 with zero point 128: nowhere, where they
@@ -63,6 +65,7 @@ class TargetProfile:
     one_sided_adds: bool = True
     attention: Mapping[str, AttentionLimits] = field(default_factory=dict)
     capabilities: frozenset[int] = frozenset()
+    inference_precisions: frozenset[FloatDtype] = frozenset()
     fp8_from: int | None = None
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
@@ -117,6 +120,14 @@ class TargetProfile:
         elif limits.sequence is not None and sequence > limits.sequence:
             found = f"a sequence of {sequence} is longer than {limits.sequence}"
         return None if found is None else f"{found}: {self.name} fuses no attention in {dtype} with it"
+
+    def precision_reason(self, precision: str) -> str | None:
+        """Why it cannot be told to compute in a type; None where it can."""
+        if not self.inference_precisions:
+            return f"{self.name} computes in the types of the ONNX file; leave {precision!r} out, or set fallback_dtype"
+        if precision not in self.inference_precisions:
+            return f"{precision!r} is unknown to {self.name}; expected {' or '.join(sorted(self.inference_precisions))}"
+        return None
 
     def capability_reason(self, capability: str, formats: Collection[str]) -> str | None:
         """Why no engine can be built for a compute capability; None where one can.

@@ -13,6 +13,7 @@ OPENVINO = profiles.add("openvino")(
         float_dtype="float32",
         site_kinds=frozenset({"linear", "conv", "matmul", "residual_add", "embedding"}),
         activation_dtypes=frozenset({"int8", "uint8"}),
+        inference_precisions=frozenset({"float32", "bfloat16"}),
         weight_dtypes=frozenset({"int8", "int4"}),
         # Its linear kernel is a tenth faster with U8 inputs; its fused attention takes S8 alone.
         unsigned_activations="weighted",

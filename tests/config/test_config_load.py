@@ -99,7 +99,11 @@ def test_faults_of_text_schema_and_overrides_come_together(write: Write) -> None
         ("engine: {compute_capability: []}", "engine.compute_capability: is an empty list; expected at least one"),
         ("engine: {compute_capability: [sm89, sm89]}", "engine.compute_capability: 'sm89' is listed twice"),
         ("engine: {compute_capability: [sm89, null]}", "expected a compute capability such as 'sm89', or a list"),
-        ("engine:", "engine: got null; expected a section with keys compute_capability, threads; leave the key out"),
+        ("engine: {inference_precision: bf16}", "got the text 'bf16'; expected 'float32', 'bfloat16' or null"),
+        (
+            "engine:",
+            "engine: got null; expected a section with keys compute_capability, inference_precision, threads; leave",
+        ),
         ("engine: 3", "engine: got the whole number 3; expected a section"),
         ("export: {dynamic: {batch: [1, 2]}}", r"export.dynamic.batch\[2\]: is missing; expected three whole numbers"),
         ("export: {dynamic: {batch: [1, 2, 3, 4]}}", "export.dynamic.batch: got a list of 4; expected three whole"),
