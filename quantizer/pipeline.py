@@ -299,6 +299,7 @@ class _Run:
             dynamic=dynamic,
             compute_capability=config.engine.compute_capability,
             inference_precision=config.engine.inference_precision,
+            strip_weights=config.engine.strip_weights,
         )
         backend = config.quantizer.backend
         paths = {"float": self.target / "float.onnx", "engine": self.target / "model.onnx"}

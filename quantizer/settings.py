@@ -160,6 +160,8 @@ def refuse_run(config: RunConfig) -> None:
     if config.engine.inference_precision is not None:
         reason = target.precision_reason(config.engine.inference_precision)
         problems += [] if reason is None else [f"engine.inference_precision: {reason}"]
+    if config.engine.strip_weights and (reason := target.stripping_reason()) is not None:
+        problems.append(f"engine.strip_weights: {reason}")
     if problems:
         raise ConfigError(problems)
 

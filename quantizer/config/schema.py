@@ -87,6 +87,10 @@ class EngineConfig(Section):
         description="What OpenVINO computes in where nothing is quantized; null: float32. Other backends take the "
         "types of the ONNX file.",
     )
+    strip_weights: bool = Field(
+        default=False,
+        description="Write TensorRT engines without weights: loading one reads them from the ONNX file beside it.",
+    )
     threads: int = Field(default=1, ge=1, description="CPU threads that the engine runs with.")
 
 

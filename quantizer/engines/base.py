@@ -98,6 +98,8 @@ class BuildOptions:
             engine), with TensorRT-RTX; None builds one engine for all from compute capability 8.0 on.
         inference_precision: what OpenVINO computes in where nothing is quantized, ``float32`` or ``bfloat16``; None:
             float32. The types of other engines are those of the file.
+        strip_weights: write an engine of TensorRT without its weights, which it takes when it is loaded from the ONNX
+            file. That has to be in the engine's folder, at either time.
         timing_cache: a file in which TensorRT keeps how fast kernels are on this GPU: read where it exists, written
             after the build. TensorRT-RTX has no such times.
         progress: told how far the build is.
@@ -109,6 +111,7 @@ class BuildOptions:
     dynamic: Mapping[str, Sequence[int]] = field(default_factory=dict)
     compute_capability: str | Sequence[str] | None = None
     inference_precision: str | None = None
+    strip_weights: bool = False
     timing_cache: Path | None = None
     progress: Progress | None = None
 
@@ -122,15 +125,18 @@ class BuildOptions:
         if self.compute_capability is not None and not self.capabilities:
             raise EngineError("compute_capability is an empty list: name at least one, such as sm89, or leave it out")
 
-    def refuse_precision(self, name: str) -> None:
-        """Refuse an ``inference_precision`` that the backend ``name`` cannot be told.
+    def check_for(self, name: str) -> None:
+        """Refuse what the backend ``name`` cannot be told.
 
         Raises:
-            EngineError: it is such.
+            EngineError: an ``inference_precision`` that it has not, or ``strip_weights`` where it keeps them.
         """
-        reason = None if self.inference_precision is None else profile(name).precision_reason(self.inference_precision)
+        target = profile(name)
+        reason = None if self.inference_precision is None else target.precision_reason(self.inference_precision)
         if reason is not None:
             raise EngineError(f"inference_precision: {reason}")
+        if self.strip_weights and (reason := target.stripping_reason()) is not None:
+            raise EngineError(f"strip_weights: {reason}")
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -161,7 +167,7 @@ class Backend(Protocol):
         """Where its engines run: ``cpu`` or ``cuda``."""
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
-        """Write ``engine_path``, one file that needs the ONNX file no more; whole, or not at all.
+        """Write ``engine_path``, one file that needs the ONNX file no more (but with ``strip_weights``); whole or absent.
 
         Raises:
             EngineError: the ONNX file is missing, broken or refused, or the engine cannot be written.

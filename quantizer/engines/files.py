@@ -10,11 +10,21 @@ from typing import BinaryIO
 from quantizer import files
 from quantizer.errors import EngineError
 
-__all__ = ["RTX_MAGIC", "checked_engine", "checked_onnx", "checked_output", "whole_file"]
+__all__ = [
+    "RTX_MAGIC",
+    "checked_engine",
+    "checked_onnx",
+    "checked_output",
+    "read_engine",
+    "whole_file",
+    "write_engine",
+]
 
 RTX_MAGIC = b"vtrt"
 """How an engine of TensorRT-RTX begins."""
 
+_NOTE = b"\nquantizer: "
+_LONGEST_NOTE = 1024
 # Fields of onnx.ModelProto that are messages, strings or numbers; field 7 is the graph.
 _MODEL_FIELDS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26})
 _GRAPH_FIELD = 7
@@ -109,3 +119,26 @@ def whole_file(path: Path) -> AbstractContextManager[Path]:
         EngineError: the system refused to write.
     """
     return files.whole_file(path, EngineError)
+
+
+def write_engine(path: Path, content: memoryview, note: str = "") -> None:
+    """Write what a library built; ``note``: what it does not keep and loading needs, as a line after it.
+
+    Raises:
+        EngineError: the system refused to write.
+    """
+    with whole_file(path) as part, part.open("wb") as stream:
+        stream.write(content)
+        stream.write(_NOTE + note.encode() + b"\n" if note else b"")
+
+
+def read_engine(path: Path) -> tuple[bytes, str]:
+    """What a library built, and the note after it; an empty one where there is none, or no whole one."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        stream.seek(max(0, size - _LONGEST_NOTE))
+        _, mark, note = stream.read().rpartition(_NOTE)
+        stream.seek(0)
+        if not mark or not note.endswith(b"\n"):
+            return stream.read(), ""
+        return stream.read(size - len(mark) - len(note)), note[:-1].decode(errors="replace")

@@ -100,7 +100,7 @@ class ONNXRuntimeBackend:
             raise EngineError(
                 f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
             )
-        options.refuse_precision(self.name)
+        options.check_for(self.name)
         started = time.perf_counter()
         checked_onnx(onnx_path)
         checked_output(engine_path)

@@ -27,7 +27,8 @@ from quantizer.engines.facts import run_note
 from quantizer.engines.files import checked_engine
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
-from quantizer.engines.files import whole_file
+from quantizer.engines.files import read_engine
+from quantizer.engines.files import write_engine
 from quantizer.engines.inputs import made_up_inputs
 from quantizer.engines.inspection import Inspection
 from quantizer.engines.openvino_inspect import observed_layers
@@ -39,8 +40,7 @@ from quantizer.errors import EngineError
 __all__ = ["OpenVINOBackend", "OpenVINOEngine"]
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
-_END = b"\nquantizer inference_precision "
-_LONGEST_END = 64
+_NOTE = "inference_precision "
 
 
 class OpenVINOEngine:
@@ -82,7 +82,7 @@ class OpenVINOBackend:
             raise EngineError(
                 f"backend openvino builds for the CPU: leave out compute_capability {options.compute_capability!r}"
             )
-        options.refuse_precision(self.name)
+        options.check_for(self.name)
         precision = options.inference_precision or "float32"
         started = time.perf_counter()
         checked_onnx(onnx_path)
@@ -91,9 +91,7 @@ class OpenVINOBackend:
         if options.progress:
             options.progress(0.0, "compile")
         blob = _compile(ov, onnx_path, _settings(1, precision)).export_model()
-        with whole_file(engine_path) as part, part.open("wb") as stream:
-            stream.write(blob.getbuffer())
-            stream.write(_END + precision.encode() + b"\n")
+        write_engine(engine_path, blob.getbuffer(), _NOTE + precision)
         if options.progress:
             options.progress(1.0, "compile")
         return BuildResult(engine_path, engine_path.stat().st_size, time.perf_counter() - started)
@@ -131,8 +129,14 @@ def _loaded(path: Path, threads: int, more: Mapping[str, object] = MappingProxyT
         checked_onnx(path)
         return _compile(import_library("openvino", "openvino"), path, {**_settings(threads, "float32"), **more})
     checked_engine(path)
+    blob, note = read_engine(path)
+    precision = note.removeprefix(_NOTE)
+    if precision == note or precision not in _PRECISIONS:
+        raise EngineError(
+            f"{path} is not an engine of backend openvino, or is cut short: it does not end with the precision "
+            "that it was built for; build it again from its ONNX file"
+        )
     ov = import_library("openvino", "openvino")
-    blob, precision = _parts(path)
     settings = {**_settings(threads, precision), **more}
     try:
         compiled = ov.Core().import_model(blob, "CPU", settings)
@@ -143,26 +147,6 @@ def _loaded(path: Path, threads: int, more: Mapping[str, object] = MappingProxyT
             "build it again from its ONNX file"
         ) from error
     return _checked_precision(compiled, path, settings)
-
-
-def _parts(path: Path) -> tuple[bytes, str]:
-    """OpenVINO's export, and the inference precision that it was compiled for.
-
-    Raises:
-        EngineError: the file does not say.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        stream.seek(max(0, size - _LONGEST_END))
-        _, _, word = stream.read().rpartition(_END)
-        precision = word.removesuffix(b"\n").decode("latin-1")
-        if precision not in _PRECISIONS or not word.endswith(b"\n"):
-            raise EngineError(
-                f"{path} is not an engine of backend openvino, or is cut short: it does not end with the precision "
-                "that it was built for; build it again from its ONNX file"
-            )
-        stream.seek(0)
-        return stream.read(size - len(_END) - len(word)), precision
 
 
 def _compile(ov: Any, onnx_path: Path, settings: Mapping[str, object]) -> Any:

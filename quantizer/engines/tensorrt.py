@@ -20,7 +20,7 @@ from quantizer.engines.files import RTX_MAGIC
 from quantizer.engines.files import checked_engine
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
-from quantizer.engines.files import whole_file
+from quantizer.engines.files import write_engine
 from quantizer.engines.inputs import made_up_inputs
 from quantizer.engines.inspection import Inspection
 from quantizer.engines.monitor import BuildMonitor
@@ -32,6 +32,9 @@ from quantizer.engines.refusal import named_node
 from quantizer.engines.registry import backends
 from quantizer.engines.tensorrt_cache import save_cache
 from quantizer.engines.tensorrt_cache import use_cache
+from quantizer.engines.tensorrt_refit import strip_weights
+from quantizer.engines.tensorrt_refit import stripping_hint
+from quantizer.engines.tensorrt_refit import weights_note
 from quantizer.engines.tensorrt_run import TensorRTEngine
 from quantizer.engines.tensorrt_run import TrtLog
 from quantizer.engines.tensorrt_run import trt_log
@@ -59,10 +62,11 @@ class TensorRTBackend:
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Parse the ONNX file, build for ``options.dynamic`` and ``options.compute_capability``, write the engine."""
-        options.refuse_precision(self.name)
+        options.check_for(self.name)
         started = time.perf_counter()
         checked_onnx(onnx_path)
         checked_output(engine_path)
+        note = weights_note(onnx_path, engine_path) if options.strip_weights else ""
         trt = self._import()
         capabilities = [self._capability(trt, name) for name in options.capabilities]
         self._check_cache(trt, options.timing_cache)
@@ -77,6 +81,8 @@ class TensorRTBackend:
             config.num_compute_capabilities = len(capabilities)
         for index, found in enumerate(capabilities):
             config.set_compute_capability(found, index)
+        if options.strip_weights:
+            strip_weights(trt, config)
         if options.timing_cache is not None:
             use_cache(config, options.timing_cache)
         parser = _parse(self.name, trt, network, log, onnx_path)
@@ -90,12 +96,11 @@ class TensorRTBackend:
         if plan is None:
             raise EngineError(
                 f"{self.name} could not build {onnx_path}: {log.reason()}{_named(trt, network, log)}"
-                f"{hint_for(log.reason())}"
+                f"{hint_for(log.reason())}{stripping_hint(log.reason()) if options.strip_weights else ''}"
             )
         # The network refers to weights that the parser owns.
         del parser
-        with whole_file(engine_path) as part:
-            part.write_bytes(memoryview(plan))
+        write_engine(engine_path, memoryview(plan), note)
         if options.timing_cache is not None:
             save_cache(config, options.timing_cache)
         if options.progress:

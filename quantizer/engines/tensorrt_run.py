@@ -15,8 +15,10 @@ from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
 from quantizer.engines.facts import RUNS
 from quantizer.engines.facts import WARMUP
+from quantizer.engines.files import read_engine
 from quantizer.engines.inspection import Layer
 from quantizer.engines.tensorrt_inspect import layers_from_json
+from quantizer.engines.tensorrt_refit import refit
 from quantizer.errors import EngineError
 
 __all__ = ["TensorRTEngine", "TrtLog", "trt_log", "trt_profiler"]
@@ -91,12 +93,15 @@ class TensorRTEngine:
         log = TrtLog()
         self._logger = trt_log(trt, log)
         self._runtime = trt.Runtime(self._logger)
-        self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        content, note = read_engine(path)
+        self._engine = self._runtime.deserialize_cuda_engine(content)
         if self._engine is None:
             raise EngineError(
                 f"{name} cannot load {path}: {log.reason()}; "
                 "an engine belongs to the release and the GPU generation that it was built for"
             )
+        if note or self._engine.refittable:
+            refit(trt, self._engine, self._logger, path, note)
         self._context = self._engine.create_execution_context()
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         is_input = {tensor: self._engine.get_tensor_mode(tensor) == trt.TensorIOMode.INPUT for tensor in names}

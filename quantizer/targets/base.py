@@ -129,6 +129,10 @@ class TargetProfile:
             return f"{precision!r} is unknown to {self.name}; expected {' or '.join(sorted(self.inference_precisions))}"
         return None
 
+    def stripping_reason(self) -> str | None:
+        """Why its engines cannot do without their weights; None where they can."""
+        return f"{self.name} keeps the weights in its engines; leave it out" if self.fp8_from is None else None
+
     def capability_reason(self, capability: str, formats: Collection[str]) -> str | None:
         """Why no engine can be built for a compute capability; None where one can.
 
