@@ -451,6 +451,7 @@ def test_a_file_system_that_nobody_can_write_to(
         ("data.evaluation.name=nonsense", "unknown data set 'nonsense'"),
         ("quantizer.exclude.names=[nonsense]", "nonsense"),
         ("engine.compute_capability=sm89", "which has no compute capability; leave 'sm89' out"),
+        ("engine.strip_weights=true", "engine.strip_weights: openvino keeps the weights in its engines; leave it out"),
         (
             "{quantizer: {backend: onnxruntime}, engine: {inference_precision: bfloat16}}",
             "engine.inference_precision: onnxruntime computes in the types of the ONNX file; leave 'bfloat16' out",

@@ -167,7 +167,7 @@ class Backend(Protocol):
         """Where its engines run: ``cpu`` or ``cuda``."""
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
-        """Write ``engine_path``, one file that needs the ONNX file no more (but with ``strip_weights``); whole or absent.
+        """Write ``engine_path``, whole or not at all; without ``strip_weights`` it needs the ONNX file no more.
 
         Raises:
             EngineError: the ONNX file is missing, broken or refused, or the engine cannot be written.

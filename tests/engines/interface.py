@@ -24,9 +24,10 @@ CALLED = {
         "create_network",
         "create_optimization_profile",
     ),
+    "BuilderFlag": ("REFIT_IDENTICAL", "STRIP_PLAN"),
     "DataType": ("FLOAT", "HALF", "INT8", "FP8"),
     "EngineInspector": ("execution_context", "get_engine_information"),
-    "IBuilderConfig": ("add_optimization_profile", "profiling_verbosity", "progress_monitor"),
+    "IBuilderConfig": ("add_optimization_profile", "profiling_verbosity", "progress_monitor", "set_flag"),
     "ICudaEngine": (
         "create_engine_inspector",
         "create_execution_context",
@@ -35,6 +36,7 @@ CALLED = {
         "get_tensor_name",
         "get_tensor_shape",
         "num_io_tensors",
+        "refittable",
     ),
     "IExecutionContext": (
         "execute_async_v3",
@@ -53,8 +55,10 @@ CALLED = {
     "LayerInformationFormat": ("JSON",),
     "NetworkDefinitionCreationFlag": ("STRONGLY_TYPED",),
     "OnnxParser": ("__init__", "get_error", "num_errors", "parse_from_file"),
+    "OnnxParserRefitter": ("__init__", "get_error", "num_errors", "refit_from_file"),
     "ParserError": ("desc", "node_name", "node_operator"),
     "ProfilingVerbosity": ("DETAILED",),
+    "Refitter": ("__init__", "get_missing_weights", "refit_cuda_engine"),
     "Runtime": ("__init__", "deserialize_cuda_engine"),
     "TensorIOMode": ("INPUT",),
 }

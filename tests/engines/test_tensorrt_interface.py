@@ -6,6 +6,7 @@ The interfaces of TensorRT 10.12 and 11.4 were recorded from the vendor's bindin
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,13 @@ from engines.interface import TIMED
 from engines.interface import interface
 
 from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
+from quantizer.engines.files import read_engine
+from quantizer.engines.files import write_engine
 from quantizer.engines.tensorrt import TensorRTBackend
 from quantizer.engines.tensorrt_cache import save_cache
 from quantizer.engines.tensorrt_cache import use_cache
+from quantizer.engines.tensorrt_refit import weights_note
 from quantizer.engines.tensorrt_run import TensorRTEngine
 from quantizer.errors import EngineError
 
@@ -116,7 +121,12 @@ class StandIn:
         self.execution_context: Any = None
         self.num_io_tensors = 2
 
+        self.refittable = False
+        self.filled = True
+
     def deserialize_cuda_engine(self, content: bytes) -> StandIn | None:
+        self.refittable = content == b"whole, but for its weights"
+        self.filled = not self.refittable
         return self if content.startswith(b"whole") else None
 
     def create_execution_context(self) -> StandIn:
@@ -147,6 +157,7 @@ class StandIn:
     def execute_async_v3(self, stream: int) -> bool:
         import ctypes
 
+        assert self.filled
         size = 4 * self.shape[0]
         x, y = ((ctypes.c_float * size).from_address(self.addresses[name]) for name in "xy")
         y[:] = [2 * value for value in x]
@@ -159,6 +170,29 @@ class StandIn:
         return json.dumps({"Layers": [entry]})
 
 
+class Refitter:
+    """Fills a stand-in from a file; one that holds "other weights" lacks some, one that holds "refused" is refused."""
+
+    def __init__(self, target: Any, logger: Any) -> None:
+        self.target = target
+        self.num_errors = 1
+        self.content = b""
+
+    def refit_from_file(self, model: str) -> bool:
+        self.target.content = Path(model).read_bytes()
+        return b"refused" not in self.target.content
+
+    def get_error(self, index: int) -> Any:
+        return SimpleNamespace(desc=lambda: f"error {index}")
+
+    def refit_cuda_engine(self) -> bool:
+        self.target.filled = b"other weights" not in self.content
+        return bool(self.target.filled)
+
+    def get_missing_weights(self) -> list[str]:
+        return ["layer.weight"]
+
+
 def stand_in() -> Any:
     class Base:
         ERROR = 1
@@ -168,6 +202,8 @@ def stand_in() -> Any:
         ILogger=Base,
         IProfiler=Base,
         Runtime=lambda logger: StandIn(),
+        Refitter=Refitter,
+        OnnxParserRefitter=Refitter,
         TensorIOMode=SimpleNamespace(INPUT="in"),
         LayerInformationFormat=SimpleNamespace(JSON="json"),
         nptype=lambda kind: kind,
@@ -202,6 +238,97 @@ def test_an_engine_of_another_release_or_gpu(tmp_path: Path) -> None:
     path.write_bytes(b"of another release")
     with pytest.raises(EngineError, match=r"tensorrt cannot load .*belongs to the release and the GPU generation"):
         TensorRTEngine("tensorrt", stand_in(), path)
+
+
+@pytest.fixture
+def stripped(tmp_path: Path) -> Path:
+    """An engine file without weights, beside the ONNX file that it takes them from."""
+    path, onnx = tmp_path / "model.engine", tmp_path / "model.onnx"
+    write_onnx(onnx, "weights")
+    write_engine(path, memoryview(b"whole, but for its weights"), weights_note(onnx, path))
+    return path
+
+
+def write_onnx(path: Path, content: str) -> None:
+    """What is read of an ONNX file before TensorRT: one graph, here of a text."""
+    path.write_bytes(b"\x3a" + bytes([len(content)]) + content.encode())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_weights_come_from_the_onnx_file(stripped: Path) -> None:
+    x = np.arange(4, dtype=np.float32).reshape(1, 4)
+    np.testing.assert_array_equal(TensorRTEngine("tensorrt", stand_in(), stripped)({"x": x})["y"], 2 * x)
+    content, note = read_engine(stripped)
+    assert content == b"whole, but for its weights"
+    assert note.startswith("weights ")
+    assert note.endswith(" model.onnx")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"built without its weights, and .*model\.onnx is not there: keep that file beside it"),
+        ("weights of another run", r"model\.onnx is not the file that it was built from \(its SHA-256 differs\)"),
+        ("refused", r"did not take its weights from .*model\.onnx: error 0"),
+        ("other weights", r"did not take all weights from .*model\.onnx; missing: layer\.weight"),
+    ],
+    ids=["missing", "another", "refused", "incomplete"],
+)
+def test_weights_that_do_not_come(stripped: Path, content: str | None, message: str) -> None:
+    onnx = stripped.with_suffix(".onnx")
+    onnx.unlink()
+    if content is not None:
+        write_onnx(onnx, content)
+    if content in ("refused", "other weights"):
+        # As if it had been built from this file.
+        write_engine(stripped, memoryview(b"whole, but for its weights"), weights_note(onnx, stripped))
+    with pytest.raises(EngineError, match=message):
+        TensorRTEngine("tensorrt", stand_in(), stripped)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_engine_that_does_not_say_where_its_weights_are(stripped: Path) -> None:
+    stripped.write_bytes(stripped.read_bytes()[:-1])
+    stand = stand_in()
+    whole = b"whole, but for its weights"
+    stand.Runtime = lambda logger: SimpleNamespace(
+        deserialize_cuda_engine=lambda content: StandIn().deserialize_cuda_engine(content[: len(whole)])
+    )
+    with pytest.raises(EngineError, match="takes its weights from an ONNX file and does not say from which"):
+        TensorRTEngine("tensorrt", stand, stripped)
+
+
+def test_the_weights_have_to_be_beside_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(EngineError, match="in its own folder, and it is in .*; build it beside its ONNX file"):
+        weights_note(tmp_path / "model.onnx", tmp_path / "elsewhere" / "model.engine")
+
+
+@rtx
+def test_stripping_calls_what_was_recorded_and_needs_a_gpu(
+    write_qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tensorrt_rtx_bindings
+
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("what is said without a GPU")
+    shutil.copy(write_qdq(np.float16).path, tmp_path / "model.onnx")
+    seen: set[str] = set()
+    backend = TensorRTBackend("tensorrt-rtx", ["tensorrt_rtx_bindings"])
+    monkeypatch.setattr(backend, "_import", lambda: Recorder(tensorrt_rtx_bindings, seen))
+    options = BuildOptions(dynamic=DYNAMIC, compute_capability="sm89", strip_weights=True)
+    with pytest.raises(EngineError, match="without a GPU it strips no weights: leave out strip_weights, or build"):
+        backend.build(tmp_path / "model.onnx", tmp_path / "model.engine", options)
+    assert {"BuilderFlag.STRIP_PLAN", "BuilderFlag.REFIT_IDENTICAL", "IBuilderConfig.set_flag"} <= seen
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
+def test_engines_of_a_cpu_keep_their_weights(name: str, qdq: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=f"strip_weights: {name} keeps the weights in its engines; leave it out"):
+        build_engine(name, qdq.path, tmp_path / "model.engine", BuildOptions(strip_weights=True))
 
 
 class Config:
