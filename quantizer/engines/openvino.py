@@ -40,6 +40,7 @@ from quantizer.errors import EngineError
 __all__ = ["OpenVINOBackend", "OpenVINOEngine"]
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
+_EMULATED = "this CPU has no BF16 instructions: OpenVINO emulates them, which is slower than float32"
 _NOTE = "inference_precision "
 
 
@@ -94,7 +95,13 @@ class OpenVINOBackend:
         write_engine(engine_path, blob.getbuffer(), _NOTE + precision)
         if options.progress:
             options.progress(1.0, "compile")
-        return BuildResult(engine_path, engine_path.stat().st_size, time.perf_counter() - started)
+        emulated = precision == "bfloat16" and "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        return BuildResult(
+            engine_path,
+            engine_path.stat().st_size,
+            time.perf_counter() - started,
+            (_EMULATED,) if emulated else (),
+        )
 
     def load(self, path: Path, *, threads: int = 1) -> OpenVINOEngine:
         """Load an engine file in the precision that it was built for, or compile an ``.onnx`` file for float32.

@@ -71,6 +71,18 @@ def test_bf16_is_what_runs_and_what_is_seen(bf16: Path, product: Path, tmp_path:
 
 
 @pytest.mark.usefixtures("bf16")
+def test_the_build_warns_where_bf16_is_emulated(product: Path, tmp_path: Path) -> None:
+    import openvino
+
+    native = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    warnings = build_engine("openvino", product, tmp_path / "model.engine", BF16).warnings
+    assert [warning.partition(":")[0] for warning in warnings] == (
+        [] if native else ["this CPU has no BF16 instructions"]
+    )
+    assert build_engine("openvino", product, tmp_path / "model.engine").warnings == ()
+
+
+@pytest.mark.usefixtures("bf16")
 def test_the_quantized_part_stays_int8(qdq: Any, tmp_path: Path) -> None:
     path = build_engine("openvino", qdq.path, tmp_path / "model.engine", BF16).path
     x = qdq.input(1, 3)
