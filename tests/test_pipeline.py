@@ -318,6 +318,19 @@ def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.count("not verified: an engine of tensorrt-rtx") == 3
 
 
+def test_a_bf16_rest_is_built_scored_and_seen(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "tiny.yaml", "engine.inference_precision=bfloat16", "--output", "out"]
+    if main(words) != 0:
+        error = capsys.readouterr().err
+        assert "in f32 on this CPU, where bf16 was asked for" in error
+        pytest.skip(error)
+    record = read_record(at / "out" / "report.json")
+    assert record.inspection is not None
+    assert {"int8", "bf16"} <= {share.precision for share in record.inspection.shares}
+    assert main(["show", "out/model.engine"]) == 0
+    assert "BF16" in capsys.readouterr().out.rpartition("model.engine")[2]
+
+
 def test_an_engine_that_lacks_the_precision_ends_the_run(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,7 +99,7 @@ def test_faults_of_text_schema_and_overrides_come_together(write: Write) -> None
         ("engine: {compute_capability: []}", "engine.compute_capability: is an empty list; expected at least one"),
         ("engine: {compute_capability: [sm89, sm89]}", "engine.compute_capability: 'sm89' is listed twice"),
         ("engine: {compute_capability: [sm89, null]}", "expected a compute capability such as 'sm89', or a list"),
-        ("engine: {inference_precision: bf16}", "got the text 'bf16'; expected 'float32', 'bfloat16' or null"),
+        ("engine: {inference_precision: bf16}", "got the text 'bf16'; expected 'float32' or 'bfloat16' or null"),
         (
             "engine:",
             "engine: got null; expected a section with keys compute_capability, inference_precision, strip_weights, "

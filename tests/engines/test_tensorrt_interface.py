@@ -301,7 +301,7 @@ def test_an_engine_that_does_not_say_where_its_weights_are(stripped: Path) -> No
 
 def test_the_weights_have_to_be_beside_the_engine(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(EngineError, match="in its own folder, and it is in .*; build it beside its ONNX file"):
+    with pytest.raises(EngineError, match=r"in its own folder, and it is in .*; build it beside its ONNX file"):
         weights_note(tmp_path / "model.onnx", tmp_path / "elsewhere" / "model.engine")
 
 
