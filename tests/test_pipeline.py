@@ -331,6 +331,14 @@ def test_a_bf16_rest_is_built_scored_and_seen(at: Path, capsys: pytest.CaptureFi
     assert "BF16" in capsys.readouterr().out.rpartition("model.engine")[2]
 
 
+def test_a_bf16_rest_is_not_for_every_engine(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["quantizer.backend=onnxruntime", "engine.inference_precision=bfloat16"]
+    assert main(["run", "tiny.yaml", *words, "--output", "out"]) == 1
+    message = "engine.inference_precision: onnxruntime computes in the types of the ONNX file; leave 'bfloat16' out"
+    assert message in capsys.readouterr().err
+    assert _left(at) == ["tiny.yaml"]
+
+
 def test_an_engine_that_lacks_the_precision_ends_the_run(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -465,10 +473,6 @@ def test_a_file_system_that_nobody_can_write_to(
         ("quantizer.exclude.names=[nonsense]", "nonsense"),
         ("engine.compute_capability=sm89", "which has no compute capability; leave 'sm89' out"),
         ("engine.strip_weights=true", "engine.strip_weights: openvino keeps the weights in its engines; leave it out"),
-        (
-            "{quantizer: {backend: onnxruntime}, engine: {inference_precision: bfloat16}}",
-            "engine.inference_precision: onnxruntime computes in the types of the ONNX file; leave 'bfloat16' out",
-        ),
     ],
 )
 def test_what_a_run_cannot_have(at: Path, capsys: pytest.CaptureFixture[str], word: str, message: str) -> None:
