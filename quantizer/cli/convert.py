@@ -61,6 +61,9 @@ the command ends well, and absent otherwise."""
         target.add_argument(
             "--compute-capability", metavar="SM", help="GPU for tensorrt-rtx to build for, such as sm89"
         )
+        target.add_argument(
+            "--inference-precision", metavar="TYPE", help="what openvino computes the rest in: float32 or bfloat16"
+        )
         target.add_argument("--threads", type=int, default=1, help="CPU threads to check and time with (default: 1)")
         target.add_argument(
             "--tolerance", metavar="DB", type=float, help="least SQNR against PyTorch (default: 30 quantized, 60 float)"

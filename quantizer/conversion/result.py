@@ -70,6 +70,7 @@ class BackendResult:
     backend: str
     float_dtype: str
     compute_capability: str | None
+    inference_precision: str | None
     quantization: QuantizationFacts | None
     signature: Signature
     onnx_bytes: int
@@ -106,6 +107,7 @@ def backend_config(facts: Facts, result: BackendResult) -> dict[str, Any]:
         "task": facts.task,
         "backend": result.backend,
         "compute_capability": result.compute_capability,
+        "inference_precision": result.inference_precision,
         "files": {"onnx": ONNX, "engine": ENGINE, "tokenizer": TOKENIZER},
         "inputs": [asdict(value) for value in result.signature.inputs],
         "outputs": [asdict(value) for value in result.signature.outputs],

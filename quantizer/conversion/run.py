@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from quantizer.conversion.check import Reference
+from quantizer.conversion.check import Tolerance
 from quantizer.conversion.check import check_batches
 from quantizer.conversion.check import check_engine
 from quantizer.conversion.check import reference_outputs
@@ -201,6 +202,7 @@ class _Run:
             backend=name,
             float_dtype=profile(name).float_dtype,
             compute_capability=self._capability(name),
+            inference_precision=self._precision(name),
             quantization=None
             if quantizer is None
             else quantization_facts(quantizer, str(self.asked.calibration), len(self.calibration)),
@@ -209,7 +211,7 @@ class _Run:
             engine_bytes=built.size_bytes,
             build_seconds=built.seconds,
             not_verified=None if seen else "not verified: built ahead of time, and there is no GPU here",
-            tolerance=str(tolerance(self.asked.tolerance, quantized is not None, float_dtype)),
+            tolerance=str(self._tolerance(name, quantized, float_dtype)),
             **seen,
         )
         write_json(folder / CONFIG, backend_config(self.facts, result))
@@ -242,7 +244,7 @@ class _Run:
     ) -> dict[str, Any]:
         """What is observed of an engine that runs here: the check, its latency and its score."""
         engine = load_engine(name, built.path, threads=self.asked.threads)
-        bound = tolerance(self.asked.tolerance, quantized is not None, float_dtype)
+        bound = self._tolerance(name, quantized, float_dtype)
         with self.stage("check the outputs against PyTorch"):
             plain = reference_outputs(self.model, self.check_batches, engine.output_names)
             expected: list[Reference] = plain
@@ -297,8 +299,20 @@ class _Run:
 
     def _build(self, name: str, onnx: Path, engine: Path) -> BuildResult:
         dynamic = {"batch": self.facts.batch, "sequence": self.facts.sequence}
-        options = BuildOptions(dynamic=dynamic, compute_capability=self._capability(name))
+        options = BuildOptions(
+            dynamic=dynamic, compute_capability=self._capability(name), inference_precision=self._precision(name)
+        )
         return build_shown(name, onnx, engine, options)
 
     def _capability(self, name: str) -> str | None:
         return self.asked.compute_capability if name == "tensorrt-rtx" else None
+
+    def _precision(self, name: str) -> str | None:
+        return self.asked.inference_precision if profile(name).inference_precisions else None
+
+    def _tolerance(self, name: str, quantized: nn.Module | None, float_dtype: torch.dtype) -> Tolerance:
+        """What the engine is held to; one that computes in half precision, though its file does not, as a half file."""
+        told = self._precision(name)
+        return tolerance(
+            self.asked.tolerance, quantized is not None, float_dtype if told is None else getattr(torch, told)
+        )

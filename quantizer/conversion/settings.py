@@ -49,6 +49,7 @@ class Conversion:
         batch_size: least, usual and most rows in a batch.
         seq_len: least, usual and most tokens in a row; None: 16, 128, 512, or less where the model has fewer positions.
         compute_capability: the GPU to build for ahead of time, with TensorRT-RTX.
+        inference_precision: what OpenVINO computes in where nothing is quantized; None: float32.
         tolerance: the least SQNR in dB of an engine's outputs against PyTorch's; None: what fits its types.
         threads: of the CPU, for engines and PyTorch.
         force: replace the folder if it exists.
@@ -72,6 +73,7 @@ class Conversion:
     batch_size: Sizes = BATCH_SIZES
     seq_len: Sizes | None = None
     compute_capability: str | None = None
+    inference_precision: str | None = None
     tolerance: float | None = None
     threads: int = 1
     force: bool = False
@@ -100,6 +102,13 @@ class Conversion:
             reason = profile(_AHEAD_OF_TIME).capability_reason(self.compute_capability, formats)
             if reason is not None:
                 yield f"--compute-capability: {reason}"
+
+        known = [profile(name) for name in self.backends if name in backends.names()]
+        if self.inference_precision is not None and known:
+            # One that takes the types of its file may stand beside one that is told.
+            reasons = [target.precision_reason(self.inference_precision) for target in known]
+            if None not in reasons:
+                yield f"--inference-precision: {reasons[0]}"
 
     def _quantization(self) -> Iterator[str]:
         if not self.quantization:

@@ -223,6 +223,19 @@ def test_the_usual_sizes_are_lowered_to_the_positions(convert: Callable[..., tup
     assert _read(tmp_path / "out" / "openvino" / "config.json")["dimensions"]["sequence"] == [16, 64, 64]
 
 
+def test_a_bf16_rest(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    status, error = convert("--inference-precision", "bfloat16", *SIZES, "-o", "out")
+    if "where bf16 was asked for" in error:
+        pytest.skip(error)
+    assert (status, error) == (0, "")
+    config = _read(tmp_path / "out" / "openvino" / "config.json")
+    assert config["inference_precision"] == "bfloat16"
+    assert config["float_dtype"] == "float32"
+    # Float32 is held to 60 dB, which an engine in BF16 cannot reach.
+    assert config["verified"] == "outputs agree with PyTorch's: SQNR of 30 dB or more; see checks"
+    assert max(check["sqnr_db"] for check in config["checks"]) < 60
+
+
 def test_what_cannot_run_here_is_not_called_verified(
     convert: Callable[..., tuple[int, str]], exports: Exports, tmp_path: Path
 ) -> None:
@@ -327,6 +340,11 @@ BAD = {
     ),
     "format": ((*DATA, "--dtype", "fp8"), "--dtype fp8: openvino does not compute in it; expected int8 or uint8"),
     "capability": (("--compute-capability", "sm89"), "--compute-capability sm89 is for --backend tensorrt-rtx"),
+    "precision": (
+        ("--backend", "onnxruntime", "--inference-precision", "bfloat16"),
+        "--inference-precision: onnxruntime computes in the types of the ONNX file; leave 'bfloat16' out",
+    ),
+    "unknown precision": (("--inference-precision", "int8"), "--inference-precision: 'int8' is unknown to openvino"),
     "no capability": (
         ("--backend", "tensorrt-rtx", "--compute-capability", "ada"),
         "--compute-capability ada: expected one such as sm89",
