@@ -2,8 +2,9 @@
 
     python benchmarks/engine_speed.py [ROUNDS]
 
-MiniLM, one thread, twelve shapes; each shape has ROUNDS rounds, fewer where a round takes seconds. Then where the time
-of OpenVINO's engines goes, by its own counters, and what each file scores on all of STS-B dev, paired with float.
+MiniLM, one thread, twelve shapes; each shape has ROUNDS rounds, fewer where a round takes seconds. ONNX Runtime's own
+files run in its sessions as it makes them; that of its dynamic quantization also as one of our engines. Then where the
+time of OpenVINO's engines goes, by its own counters, and what each file scores on all of STS-B dev, paired with float.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from common import minilm
 from common import stsb
 from peers import nncf_model
 
+from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
 from quantizer.engines.openvino_inspect import observed_layers
@@ -33,11 +36,12 @@ from quantizer.tasks import Run
 from quantizer.tasks import Task
 
 SHAPES = tuple((batch, sequence) for batch in (1, 8, 32) for sequence in (16, 64, 128, 512))
-COUNTED = (8, 128)
-"""The shape at which time is told by kind of layer."""
+COUNTED = ((8, 128), (32, 512))
+"""The shapes at which time is told by kind of layer."""
 BASE, DYNAMIC, NNCF = "ONNX Runtime FP32", "ONNX Runtime, quantize_dynamic", "OpenVINO, NNCF INT8"
 OURS, EVERY, OURS_ORT = "ours, OpenVINO", "ours, OpenVINO, every site", "ours, ONNX Runtime"
-PAIRS = ((OURS, BASE), (OURS, NNCF), (EVERY, NNCF), (OURS_ORT, BASE), (OURS_ORT, DYNAMIC))
+REBUILT = "ONNX Runtime, quantize_dynamic, our engine"
+PAIRS = ((OURS, BASE), (OURS, NNCF), (EVERY, NNCF), (OURS_ORT, BASE), (OURS_ORT, DYNAMIC), (OURS_ORT, REBUILT))
 _TOKENS = 2048
 """Tokens up to which a shape gets all rounds."""
 
@@ -91,13 +95,34 @@ def files(model: torch.nn.Module, task: Task, folder: Path) -> dict[str, Path]:
     return paths
 
 
+def plain_session(path: Path) -> Engine:
+    """ONNX Runtime as its manual runs a file, on one thread."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names, outputs = [given.name for given in session.get_inputs()], [made.name for made in session.get_outputs()]
+    return lambda arrays: dict(zip(outputs, session.run(outputs, {name: arrays[name] for name in names}), strict=True))
+
+
 def loaded(paths: dict[str, Path]) -> dict[str, Engine]:
     """All of them on one thread."""
-    engines: dict[str, Engine] = {"OpenVINO FP32": load_engine("openvino", paths[BASE], threads=1)}
-    for name, path in paths.items():
-        backend = "openvino" if name in (OURS, EVERY) else "onnxruntime"
-        engines[name] = openvino_engine(path) if name == NNCF else load_engine(backend, path, threads=1)
-    return engines
+
+    def built(name: str) -> Engine:
+        engine = build_engine("onnxruntime", paths[name], paths[name].with_suffix(".engine"), BuildOptions()).path
+        return load_engine("onnxruntime", engine, threads=1)
+
+    return {
+        BASE: plain_session(paths[BASE]),
+        "OpenVINO FP32": load_engine("openvino", paths[BASE], threads=1),
+        DYNAMIC: plain_session(paths[DYNAMIC]),
+        REBUILT: built(DYNAMIC),
+        NNCF: openvino_engine(paths[NNCF]),
+        EVERY: load_engine("openvino", paths[EVERY], threads=1),
+        OURS: load_engine("openvino", paths[OURS], threads=1),
+        OURS_ORT: built(OURS_ORT),
+    }
 
 
 def speed(engines: dict[str, Engine], task: Task, rounds: int) -> None:
@@ -131,9 +156,8 @@ def _end(ratios: list[float], choose: Callable[[list[float]], float]) -> tuple[f
     return choose(ratios), SHAPES[ratios.index(choose(ratios))]
 
 
-def counters(paths: dict[str, Path], task: Task) -> None:
+def counters(paths: dict[str, Path], task: Task, batch: int, sequence: int) -> None:
     """Time by kind of layer and precision, as OpenVINO counts it."""
-    batch, sequence = COUNTED
     arrays = {name: np.asarray(tensor) for name, tensor in task.random_batch(batch, sequence).items()}
     columns: dict[str, dict[str, float]] = {}
     for name in (NNCF, OURS, EVERY):
@@ -177,7 +201,8 @@ def main(rounds: int) -> None:
         paths = files(model, task, Path(folder))
         engines = loaded(paths)
         speed(engines, task, rounds)
-        counters(paths, task)
+        for batch, sequence in COUNTED:
+            counters(paths, task, batch, sequence)
         accuracy(engines, task)
 
 

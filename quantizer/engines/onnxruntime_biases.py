@@ -1,0 +1,62 @@
+"""Biases as part of the products that they are added to, in a file that ONNX Runtime has optimized.
+
+Its ``MatMulIntegerToFloat`` takes a bias, which ONNX Runtime gives it for dynamic quantization and not for Q/DQ. An Add
+reads and writes all that the product has just written: MiniLM at 8 x 128 takes 12% longer with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+__all__ = ["fuse_biases"]
+
+_PRODUCT = "MatMulIntegerToFloat"
+_BIAS = 6
+"""Which of its inputs is the bias."""
+
+
+def fuse_biases(path: Path) -> int:
+    """Give each product of an ONNX file its bias, in place; how many got one.
+
+    Only an Add of a constant of one axis that alone reads what the product gives.
+    """
+    import onnx
+
+    model = onnx.load(path)
+    graph = model.graph
+    reads = Counter(name for node in graph.node for name in node.input)
+    reads.update(output.name for output in graph.output)
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    products = {node.output[0]: node for node in graph.node if node.op_type == _PRODUCT and reads[node.output[0]] == 1}
+    fused = []
+    for node in graph.node:
+        product, bias = _parts(node, products, shapes)
+        if product is None:
+            continue
+        inputs = [*product.input, *[""] * (_BIAS - len(product.input)), bias]
+        del product.input[:]
+        product.input.extend(inputs)
+        product.output[0] = node.output[0]
+        fused.append(node)
+    for node in fused:
+        graph.node.remove(node)
+    if fused:
+        onnx.save(model, path)
+    return len(fused)
+
+
+def _parts(node: Any, products: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> tuple[Any, str]:
+    """The product and the bias that a node adds; None where it does anything else."""
+    if node.op_type != "Add":
+        return None, ""
+    for value, other in (node.input, reversed(node.input)):
+        product = products.get(value)
+        if (
+            product is not None
+            and len(product.input) <= _BIAS
+            and shapes.get(other) == shapes.get(product.input[1], ())[1:]
+        ):
+            return product, other
+    return None, ""
