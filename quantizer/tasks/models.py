@@ -139,9 +139,9 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
     reads = _reads(config)
     if not reads:
         raise TaskError(
-            f"model source {source!r}: {architecture or config.model_type} has no vocabulary, so it reads no text, and "
-            f"transformers has no classifier of images of its kind; the tasks {', '.join(tasks.names())} are for models "
-            "of text and classifiers of images"
+            f"model source {source!r}: {architecture or config.model_type} has no vocabulary, so it reads no text, "
+            "and transformers has no classifier of images of its kind; there is nothing else that the tasks "
+            f"{', '.join(tasks.names())} read"
         )
     if task is not None and tasks[task].reads not in reads:
         fitting = ", ".join(name for name in tasks.names() if tasks[name].reads in reads)
