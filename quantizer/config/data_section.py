@@ -38,7 +38,7 @@ class DatasetConfig(Section):
     name: Text = Field(description="Name of a registered data set, such as 'stsb-csv' or 'vader'.")
     path: Text | None = Field(
         default=None,
-        description="File or folder that holds the rows, where the data set is read from one. A relative path is resolved "
+        description="File or folder that holds the rows, where the data set reads one. A relative path is resolved "
         "against the current directory, not against the YAML file.",
     )
     split: Text | None = Field(default=None, description="Name of the split, where the data set has several.")

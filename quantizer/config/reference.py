@@ -61,8 +61,8 @@ _TAIL = """\
 
 `text-csv`, `sst2-text` and `vader` fit the tasks `sequence-classification` and `embedding-classification`; `stsb-csv`
 fits `sentence-similarity`; `image-folder` and `image-csv` fit `image-classification`, with the names that the model has
-for its classes, or their numbers, as labels. Subsets of `vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`,
-`nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document.
+for its classes, or their numbers, as labels. Subsets of `vader`: `tweets`, `movieReviewSnippets`,
+`amazonReviewSnippets`, `nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document.
 
 The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.
 Rows that a search was scored on flatter its choice: `tuning` may hold no row of `evaluation`, which is an error.

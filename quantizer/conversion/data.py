@@ -117,8 +117,8 @@ def read_labelled(source: DataSource | None, option: str) -> list[Row]:
     if source.name is None:
         named = f"text-csv:{source.path.with_suffix('.csv').name}" if source.holds == "text" else "image-csv:labels.csv"
         raise TaskError(
-            f"{option} {source}: {source.holds}s alone cannot be scored; expected NAME:PATH with labelled rows, such as "
-            f"{named} (data sets: {', '.join(datasets.names())})"
+            f"{option} {source}: {source.holds}s alone cannot be scored; expected NAME:PATH with labelled rows, such "
+            f"as {named} (data sets: {', '.join(datasets.names())})"
         )
     return load_rows(source.name, path=source.path)
 

@@ -101,8 +101,8 @@ class BackendResult:
 def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> QuantizationFacts:
     """What a calibrated quantizer quantizes."""
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
-    rows = [row for row in coverage if not row.quiet]
-    every, quantized = (Counter(row.kind for row in some) for some in (rows, [row for row in rows if row.quantized]))
+    told = [row for row in coverage if not row.quiet]
+    every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
     return QuantizationFacts(
         dtype=quantizer.config.dtype,
         sites={kind: (quantized[kind], count) for kind, count in every.items()},

@@ -124,8 +124,8 @@ def _facts(asked: Conversion, name: str) -> Facts:
     if reads == "image":
         if asked.seq_len is not None:
             raise TaskError(
-                f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for images, which have no tokens; leave "
-                "it out (their size is the one that the model's image processor makes)"
+                f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for images, which have no tokens; "
+                "leave it out (their size is the one that the model's image processor makes)"
             )
         return facts(sequence=None)
     most = checkpoint.positions
