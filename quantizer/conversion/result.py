@@ -15,6 +15,7 @@ from quantizer.conversion.folder import processor_folder
 from quantizer.conversion.measure import ShapeLatency
 from quantizer.conversion.settings import Sizes
 from quantizer.export.signature import Signature
+from quantizer.proxy.plan import NEVER_RAN
 from quantizer.quantizer import Quantizer
 from quantizer.report import Score
 from quantizer.report import collect_versions
@@ -56,7 +57,7 @@ class QuantizationFacts:
 
     Attributes:
         dtype: the number format.
-        sites: by kind, how many are quantized and how many there are.
+        sites: by kind, how many are quantized and how many ran in calibration.
         multiply_adds: the share of them in low precision; None: nothing was counted.
         put_back: groups of sites that went back to float.
         reason: why these, where a search chose them.
@@ -101,7 +102,7 @@ class BackendResult:
 def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> QuantizationFacts:
     """What a calibrated quantizer quantizes."""
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
-    told = [row for row in coverage if not row.quiet]
+    told = [row for row in coverage if not row.quiet and row.reason != NEVER_RAN]
     every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
     return QuantizationFacts(
         dtype=quantizer.config.dtype,
