@@ -65,16 +65,18 @@ from quantizer.settings import refuse_run
 from quantizer.stages import Stages
 from quantizer.stages import bar
 from quantizer.stages import build_shown
+from quantizer.stages import engine_inputs
 from quantizer.stages import runner
 from quantizer.stages import score_record
 from quantizer.stages import scores_kept
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
+from quantizer.tasks import batch_shape
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
+from quantizer.tasks import load_processor
 from quantizer.tasks import load_rows
-from quantizer.tasks import load_tokenizer
 from quantizer.tuning import TuningScore
 
 __all__ = ["inspect", "run"]
@@ -146,6 +148,9 @@ class _Run:
             model, task = self._model_and_task()
             calibration, evaluation = _rows(config.data.calibration), _rows(config.data.evaluation)
             head, tuning = _rows(config.data.head), _rows(config.data.tuning)
+        # A label that the model has no class for is told now, and not after minutes of calibration.
+        for rows in filter(None, (evaluation, tuning)):
+            task.targets(rows)
         quantizer = Quantizer(config.quantizer)
         if head:
             with self._stage("fit the head on float embeddings"), bar("head") as progress:
@@ -207,7 +212,7 @@ class _Run:
         task = build_task(
             config.model.task,
             model,
-            load_tokenizer(config.model.source),
+            load_processor(config.model.source, config.model.task),
             max_length=config.model.max_length,
             batch_size=config.data.batch_size,
             # A shorter batch would fall below the engine's range.
@@ -336,13 +341,12 @@ class _Run:
         if not engines:
             return None
         batch = task.random_batch(report.latency_batch, report.latency_sequence)
-        arrays = {name: tensor.numpy() for name, tensor in batch.items()}
         with self._stage("measure latency"):
-            calls = {name: partial(engine, arrays) for name, engine in engines.items()}
+            calls = {name: partial(engine, engine_inputs(engine, batch)) for name, engine in engines.items()}
             seconds = interleaved_latency(calls, rounds=_LATENCY_ROUNDS)
         return Latency(
             batch=report.latency_batch,
-            sequence=report.latency_sequence,
+            sequence=batch_shape(batch)[1],
             threads=self.config.engine.threads,
             engines=latency_entries({name: [1000 * s for s in times] for name, times in seconds.items()}),
         )

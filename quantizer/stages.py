@@ -16,12 +16,14 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.engines import Array
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import build_engine
 from quantizer.report import Score
 from quantizer.report import Stage
+from quantizer.tasks import Batch
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -29,7 +31,7 @@ from quantizer.tasks import Task
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Stages", "bar", "build_shown", "runner", "score_record", "scores_kept"]
+__all__ = ["Stages", "bar", "build_shown", "engine_inputs", "runner", "score_record", "scores_kept"]
 
 
 class Stages:
@@ -87,8 +89,12 @@ def runner(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], obj
     """One way to call a model or an engine on a batch of tensors."""
     if isinstance(model, nn.Module):
         return lambda batch: model(**batch)
-    names = model.input_names
-    return lambda batch: model({name: batch[name].numpy() for name in names})
+    return lambda batch: model(engine_inputs(model, batch))
+
+
+def engine_inputs(engine: Engine, batch: Batch) -> dict[str, Array]:
+    """A batch as the arrays that an engine takes: a half-precision engine takes images in half precision."""
+    return {spec.name: batch[spec.name].numpy().astype(spec.dtype, copy=False) for spec in engine.inputs}
 
 
 def score_record(

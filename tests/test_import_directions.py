@@ -77,6 +77,7 @@ ROOMS = {
     "onnxscript": {"export"},
     "onnx_ir": {"export"},
     "transformers": {"tasks", "interop"},
+    "PIL": {"tasks"},
     "sklearn": {"tasks", "interop"},
     "scipy": {"tasks", "interop"},
     "datasets": {"tasks", "interop"},

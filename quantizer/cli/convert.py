@@ -26,19 +26,21 @@ examples:
       --compute-capability sm89 --batch-size 1 8 32 --seq-len 16 128 512 -o converted/my-model
   quantizer convert -m my-model --quantization --calibration text-csv:train.csv \\
       --max-drop 0.002 --tuning text-csv:dev.csv --evaluation text-csv:test.csv
+  quantizer convert -m my-vit --quantization --calibration photos --evaluation image-folder:labelled
 
-Data is a plain file of texts (.txt with one a line, .csv or .jsonl with a column of them) or NAME:FILE with labels:
-text-csv (a header  text,label), sst2-text (label text) or stsb-csv (sentence,sentence,score).
+Data is a plain file of texts (.txt with one a line, .csv or .jsonl with a column of them), a folder of images, or
+NAME:PATH with labels: text-csv (a header  text,label), sst2-text (label text), stsb-csv (sentence,sentence,score),
+image-folder (a folder with one of images a class) or image-csv (a header  path,label).
 
-The folder holds one for each backend, with model.onnx, model.engine, tokenizer/ and config.json; it is complete when
-the command ends well, and absent otherwise."""
+The folder holds one for each backend, with model.onnx, model.engine, tokenizer/ or processor/, and config.json; it is
+complete when the command ends well, and absent otherwise."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("-m", "--model", required=True, help="a folder that save_pretrained() wrote, or a hub name")
         parser.add_argument("--task", help="what the model is for (default: told from the checkpoint)")
         parser.add_argument("--quantization", action="store_true", help="quantize; without it the float model is built")
         data = parser.add_argument_group("data")
-        data.add_argument("--calibration", metavar="DATA", help="texts like those that the model will see")
+        data.add_argument("--calibration", metavar="DATA", help="texts or images like those that the model will see")
         data.add_argument("--rows", type=int, help="rows that calibrate (default: 128); the output check takes others")
         data.add_argument("--column", default="text", help="the texts' column in .csv and .jsonl (default: text)")
         data.add_argument(
@@ -55,7 +57,7 @@ the command ends well, and absent otherwise."""
             "which runs on any x86 CPU, so that what it builds is checked here)",
         )
         target.add_argument("--dtype", help="int8 or fp8 (default: int8)")
-        for option, kind in (("--batch-size", "rows in a batch"), ("--seq-len", "tokens in a row")):
+        for option, kind in (("--batch-size", "rows in a batch"), ("--seq-len", "tokens in a row of text")):
             sizes = "1 8 32" if option == "--batch-size" else "16 128 512, or less where the model takes less"
             target.add_argument(option, nargs=3, type=int, metavar=_THREE, help=f"{kind} (default: {sizes})")
         target.add_argument(

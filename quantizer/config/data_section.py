@@ -21,13 +21,15 @@ class ModelConfig(Section):
         description="A local folder, a hub name, or 'package:NAME/FOLDER' for a folder inside an installed package. "
         "A relative folder is resolved against the current directory, not against the YAML file."
     )
-    task: Literal["sentence-similarity", "embedding-classification", "sequence-classification"] = Field(
-        description="What the model's output is used for; decides the metric."
-    )
+    task: Literal[
+        "sentence-similarity", "embedding-classification", "sequence-classification", "image-classification"
+    ] = Field(description="What the model's output is used for; decides the metric.")
     attention: Literal["eager", "sdpa"] = Field(
         default="eager", description="Attention implementation that the float model is loaded with."
     )
-    max_length: int = Field(default=128, ge=1, description="Longer inputs are cut to this many tokens.")
+    max_length: int = Field(
+        default=128, ge=1, description="Longer texts are cut to this many tokens; images have none."
+    )
 
 
 class DatasetConfig(Section):
@@ -36,7 +38,7 @@ class DatasetConfig(Section):
     name: Text = Field(description="Name of a registered data set, such as 'stsb-csv' or 'vader'.")
     path: Text | None = Field(
         default=None,
-        description="File that holds the rows, where the data set is read from a file. A relative path is resolved "
+        description="File or folder that holds the rows, where the data set reads one. A relative path is resolved "
         "against the current directory, not against the YAML file.",
     )
     split: Text | None = Field(default=None, description="Name of the split, where the data set has several.")

@@ -55,11 +55,14 @@ _TAIL = """\
 | `text-csv` | labelled texts: a CSV file with the header `text,label`, labels from 0 | `path` |
 | `sst2-text` | labelled texts: lines of `label text` | `path` |
 | `stsb-csv` | pairs of sentences with a score: `sentence,sentence,score` lines without a header | `path` |
+| `image-folder` | labelled images: a folder with one folder of images a class, in an order that mixes them | `path` |
+| `image-csv` | labelled images: a CSV file with the header `path,label`, paths from its own folder on | `path` |
 | `vader` | labelled texts, fetched once by pip into a cache, hash checked | `subset`, `split` |
 
 `text-csv`, `sst2-text` and `vader` fit the tasks `sequence-classification` and `embedding-classification`; `stsb-csv`
-fits `sentence-similarity`. Subsets of `vader`: `tweets`, `movieReviewSnippets`, `amazonReviewSnippets`,
-`nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document.
+fits `sentence-similarity`; `image-folder` and `image-csv` fit `image-classification`, with the names that the model has
+for its classes, or their numbers, as labels. Subsets of `vader`: `tweets`, `movieReviewSnippets`,
+`amazonReviewSnippets`, `nytEditorialSnippets`; its splits `head`, `calibration` and `evaluation` share no document.
 
 The report is always scored on all rows of `evaluation`, and calibrated on all rows of `calibration`: keep them apart.
 Rows that a search was scored on flatter its choice: `tuning` may hold no row of `evaluation`, which is an error.

@@ -44,7 +44,7 @@ class DynamicConfig(Section):
     """Sizes of the dynamic axes, as [min, opt, max]."""
 
     batch: AxisRange = Field(default=(1, 8, 32), description="Rows in a batch.")
-    sequence: AxisRange = Field(default=(16, 128, 512), description="Tokens in a row.")
+    sequence: AxisRange = Field(default=(16, 128, 512), description="Tokens in a row of text; images have none.")
 
 
 class ExportConfig(Section):
@@ -103,7 +103,9 @@ class ReportConfig(Section):
         AfterValidator(some_and_unique),
     ] = Field(default=("json", "html"), description="Files to write.")
     latency_batch: int = Field(default=8, ge=1, description="Rows in a batch when latency is measured.")
-    latency_sequence: int = Field(default=128, ge=1, description="Tokens in a row when latency is measured.")
+    latency_sequence: int = Field(
+        default=128, ge=1, description="Tokens in a row of text when latency is measured; images have none."
+    )
     bootstrap: int = Field(default=1000, ge=1, description="Resamples behind each confidence interval.")
 
 

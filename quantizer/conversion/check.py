@@ -24,11 +24,11 @@ from quantizer.engines import Engine
 from quantizer.errors import EngineError
 from quantizer.stages import runner
 from quantizer.tasks import Batch
-from quantizer.tasks import Task
+from quantizer.tasks import batch_shape
 from quantizer.tasks.metrics import mean_cosine
 from quantizer.tasks.metrics import sqnr_db
 
-__all__ = ["OutputCheck", "Reference", "Tolerance", "check_batches", "check_engine", "reference_outputs", "tolerance"]
+__all__ = ["OutputCheck", "Reference", "Tolerance", "check_engine", "reference_outputs", "tolerance"]
 
 QUANTIZED_DB = 30.0
 """Enough for a quantized model in any case."""
@@ -42,7 +42,6 @@ FLOAT_DB = 60.0
 """Float32 has 24 bits: 144 dB for one rounding."""
 
 _EDGE_ROWS = 4
-_CHARACTERS_PER_TOKEN = 8
 
 Outputs = dict[str, npt.NDArray[np.float32]]
 
@@ -53,7 +52,7 @@ class OutputCheck:
 
     Attributes:
         batch: rows of the shape.
-        sequence: tokens of it.
+        sequence: tokens of it; None: rows are images.
         output: name of the output.
         sqnr_db: power of the output that it is held to, over that of the difference; None: there is no difference.
         float_db: the same to the float model's output.
@@ -62,7 +61,7 @@ class OutputCheck:
     """
 
     batch: int
-    sequence: int
+    sequence: int | None
     output: str
     sqnr_db: float | None
     float_db: float | None
@@ -121,14 +120,6 @@ def tolerance(asked: float | None, quantized: bool, float_dtype: torch.dtype) ->
     return Tolerance(FLOAT_DB if float_dtype == torch.float32 else HALF_DB)
 
 
-def check_batches(task: Task, texts: Sequence[str], shapes: Iterable[tuple[int, int]]) -> list[Batch]:
-    """A batch [B x S] of each shape, every second row filled with text to the end, the others padded.
-
-    Without texts its tokens are random.
-    """
-    return [_filled(task, texts, *shape) if texts else _random(task, *shape) for shape in shapes]
-
-
 def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequence[str]) -> list[Reference]:
     """Run a model on the first and the last rows of each batch: those in between are computed alike."""
     references = []
@@ -159,11 +150,12 @@ def check_engine(
     for reference, plain in zip(expected, of_float, strict=True):
         given = _by_name(runner(engine)(reference.inputs), engine.output_names)
         for name, wanted in reference.outputs.items():
-            batch, sequence = next(iter(reference.inputs.values())).shape
+            batch, sequence = batch_shape(reference.inputs)
             got, right, float_right = (
                 _read(values, reference) for values in (given[name][list(reference.rows)], wanted, plain.outputs[name])
             )
-            where = f"{engine.name} engine, batch {batch} x sequence {sequence}, output {name!r}"
+            tokens = "" if sequence is None else f" x sequence {sequence}"
+            where = f"{engine.name} engine, batch {batch}{tokens}, output {name!r}"
             if not np.isfinite(got).all():
                 raise EngineError(f"{where}: it holds NaN or infinite values, and PyTorch's does not")
             check = OutputCheck(
@@ -216,23 +208,3 @@ def _by_name(result: Any, names: Sequence[str]) -> Outputs:
 
 def _array(value: Any) -> npt.NDArray[np.float32]:
     return np.asarray(value.detach().cpu().float() if isinstance(value, torch.Tensor) else value, dtype=np.float32)
-
-
-def _filled(task: Task, texts: Sequence[str], batch: int, sequence: int) -> Batch:
-    rows = []
-    for row in range(batch):
-        words = texts[row % len(texts)]
-        taken = 1
-        while row % 2 == 0 and len(words) < sequence * _CHARACTERS_PER_TOKEN:
-            words = f"{words} {texts[(row + taken) % len(texts)]}"
-            taken += 1
-        rows.append(words)
-    return task.inputs.exact(rows, sequence)
-
-
-def _random(task: Task, batch: int, sequence: int) -> Batch:
-    made = task.random_batch(batch, sequence)
-    for values, padding in (("input_ids", task.inputs.tokenizer.pad_token_id), ("attention_mask", 0)):
-        if values in made:
-            made[values][1::2, (sequence + 1) // 2 :] = padding
-    return made

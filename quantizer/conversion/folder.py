@@ -2,7 +2,8 @@
 
 model.onnx     the graph
 model.engine   the engine that was built from it
-tokenizer/     what turns texts into its inputs
+tokenizer/     what turns texts into its inputs, or
+processor/     what turns images into them
 config.json    names, types and shapes, labels, lengths, and how it was made
 """
 
@@ -18,63 +19,81 @@ from quantizer.engines import Array
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
-from quantizer.tasks import load_tokenizer
+from quantizer.tasks import Sample
+from quantizer.tasks import load_processor
+from quantizer.tasks import read_image
+from quantizer.tasks import tasks
 
-__all__ = ["CONFIG", "ENGINE", "ONNX", "TOKENIZER", "Converted", "load_converted", "write_json"]
+__all__ = ["CONFIG", "ENGINE", "ONNX", "Converted", "load_converted", "processor_folder", "write_json"]
 
 CONFIG = "config.json"
 ENGINE = "model.engine"
 ONNX = "model.onnx"
-TOKENIZER = "tokenizer"
 FORMAT = 1
 """Of config.json; counted up when a reader has to change."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """An engine with its tokenizer, loaded from its folder alone.
+    """An engine with its tokenizer or image processor, loaded from its folder alone.
 
     Attributes:
         config: what config.json says.
         engine: ready to run.
-        tokenizer: a transformers tokenizer.
+        processor: a transformers tokenizer, or an image processor.
     """
 
     config: dict[str, Any]
     engine: Engine
-    tokenizer: Any
+    processor: Any
 
-    def inputs(self, texts: Sequence[str]) -> dict[str, Array]:
-        """The engine's inputs for some texts: padded to the longest, within the lengths that it was built for."""
-        shortest, _, longest = self.config["dimensions"]["sequence"]
-        options = {"truncation": True, "return_tensors": "np"}
-        encoded = self.tokenizer(list(texts), padding="longest", max_length=longest, **options)
-        if encoded["input_ids"].shape[1] < shortest:
-            encoded = self.tokenizer(list(texts), padding="max_length", max_length=shortest, **options)
+    def inputs(self, samples: Sequence[Sample]) -> dict[str, Array]:
+        """The engine's inputs for some texts, or files of images.
+
+        Texts are padded to the longest, within the lengths that it was built for.
+        """
+        if self._reads == "image":
+            encoded = self.processor([read_image(Path(sample)) for sample in samples], return_tensors="np")
+        else:
+            encoded = self._tokens(samples)
         return {spec.name: encoded[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
 
-    def __call__(self, texts: Sequence[str]) -> dict[str, Array]:
-        """The engine's outputs for some texts.
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:
+        """The engine's outputs for some texts, or files of images.
 
         Raises:
-            QuantizerError: more texts than it was built for.
+            QuantizerError: more of them than it was built for, or an image that cannot be read.
         """
         fewest, _, most = self.config["dimensions"]["batch"]
-        if not fewest <= len(texts) <= most:
-            raise QuantizerError(f"{len(texts)} texts at once, and this engine was built for {fewest} to {most}")
-        return self.engine(self.inputs(texts))
+        if not fewest <= len(samples) <= most:
+            raise QuantizerError(
+                f"{len(samples)} {self._reads}s at once, and this engine was built for {fewest} to {most}"
+            )
+        return self.engine(self.inputs(samples))
 
-    def labels(self, texts: Sequence[str]) -> list[str]:
-        """The label of each text, of a classifier.
+    def labels(self, samples: Sequence[Sample]) -> list[str]:
+        """The label of each text or image, of a classifier.
 
         Raises:
-            QuantizerError: it is none, or there are more texts than it was built for.
+            QuantizerError: it is none, or it cannot be called with these.
         """
         names = self.config["labels"]
         if not names:
             raise QuantizerError(f"{self.config['name']} is no classifier: call it for its outputs instead")
-        logits = self(texts)["logits"]
+        logits = self(samples)["logits"]
         return [names[int(index)] for index in logits.argmax(axis=-1)]
+
+    def _tokens(self, texts: Sequence[Sample]) -> Any:
+        shortest, _, longest = self.config["dimensions"]["sequence"]
+        options = {"truncation": True, "return_tensors": "np"}
+        encoded = self.processor(list(texts), padding="longest", max_length=longest, **options)
+        if encoded["input_ids"].shape[1] < shortest:
+            encoded = self.processor(list(texts), padding="max_length", max_length=shortest, **options)
+        return encoded
+
+    @property
+    def _reads(self) -> str:
+        return tasks[self.config["task"]].reads
 
 
 def load_converted(folder: str | Path, *, threads: int = 1) -> Converted:
@@ -91,7 +110,7 @@ def load_converted(folder: str | Path, *, threads: int = 1) -> Converted:
     path = Path(folder)
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        backend, written = config["backend"], config["format"]
+        backend, written, task = config["backend"], config["format"], config["task"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise QuantizerError(
             f"{path} holds no {CONFIG} that can be read ({type(error).__name__}: {error}); expected a folder "
@@ -99,9 +118,13 @@ def load_converted(folder: str | Path, *, threads: int = 1) -> Converted:
         ) from error
     if written != FORMAT:
         raise QuantizerError(f"{path / CONFIG} has format {written}, expected {FORMAT}: convert the model again")
-    return Converted(
-        config, load_engine(backend, path / ENGINE, threads=threads), load_tokenizer(str(path / TOKENIZER))
-    )
+    processor = load_processor(str(path / processor_folder(task)), task)
+    return Converted(config, load_engine(backend, path / ENGINE, threads=threads), processor)
+
+
+def processor_folder(task: str) -> str:
+    """The name of the folder of what makes a task's inputs."""
+    return "processor" if tasks[task].reads == "image" else "tokenizer"
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -15,7 +15,9 @@ from torch import nn
 from quantizer.engines import Engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import medians
+from quantizer.stages import engine_inputs
 from quantizer.tasks import Batch
+from quantizer.tasks import batch_shape
 
 __all__ = ["ShapeLatency", "measure_latency"]
 
@@ -28,12 +30,14 @@ class ShapeLatency:
     """Median milliseconds of each call at one shape.
 
     Attributes:
+        batch: rows of the shape.
+        sequence: tokens of it; None: rows are images.
         rounds: how many calls of each the median is of.
         milliseconds: by name.
     """
 
     batch: int
-    sequence: int
+    sequence: int | None
     rounds: int
     milliseconds: dict[str, float]
 
@@ -53,15 +57,14 @@ def measure_latency(models: Mapping[str, nn.Module | Engine], batch: Batch, thre
         once = sum(seconds[0] for seconds in interleaved_latency(calls, rounds=1, warmup=0).values())
         rounds = min(max(int(_SECONDS / once), 1), _MOST_ROUNDS)
         taken = interleaved_latency(calls, rounds=rounds, warmup=0)
-    shape = next(iter(batch.values())).shape
-    return ShapeLatency(shape[0], shape[1], rounds, {name: 1000 * value for name, value in medians(taken).items()})
+    return ShapeLatency(*batch_shape(batch), rounds, {name: 1000 * value for name, value in medians(taken).items()})
 
 
 def _call(model: nn.Module | Engine, batch: Batch) -> Callable[[], object]:
     if isinstance(model, nn.Module):
         return torch.no_grad()(partial(model, **batch))
     # An engine is called as a server calls it: with arrays.
-    return partial(model, {name: batch[name].numpy() for name in model.input_names})
+    return partial(model, engine_inputs(model, batch))
 
 
 @contextmanager

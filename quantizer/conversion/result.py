@@ -11,10 +11,11 @@ from quantizer.conversion.check import OutputCheck
 from quantizer.conversion.folder import ENGINE
 from quantizer.conversion.folder import FORMAT
 from quantizer.conversion.folder import ONNX
-from quantizer.conversion.folder import TOKENIZER
+from quantizer.conversion.folder import processor_folder
 from quantizer.conversion.measure import ShapeLatency
 from quantizer.conversion.settings import Sizes
 from quantizer.export.signature import Signature
+from quantizer.proxy.plan import NEVER_RAN
 from quantizer.quantizer import Quantizer
 from quantizer.report import Score
 from quantizer.report import collect_versions
@@ -25,14 +26,29 @@ __all__ = ["BackendResult", "Facts", "QuantizationFacts", "backend_config", "qua
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is so for every backend: the model, and the sizes that engines are built for."""
+    """What is so for every backend: the model, and the sizes that engines are built for.
+
+    Attributes:
+        labels: the name of each class, of a classifier.
+        sequence: least, usual and most tokens of a row; None: rows are images.
+    """
 
     name: str
     source: str
     task: str
     labels: tuple[str, ...]
     batch: Sizes
-    sequence: Sizes
+    sequence: Sizes | None
+
+    @property
+    def dimensions(self) -> dict[str, Sizes]:
+        """The sizes of each dynamic dimension by its name in the ONNX file."""
+        return {"batch": self.batch} if self.sequence is None else {"batch": self.batch, "sequence": self.sequence}
+
+    @property
+    def shapes(self) -> list[tuple[int, int | None]]:
+        """Rows and tokens of the least, the usual and the largest shape, each of them once."""
+        return list(dict.fromkeys(zip(self.batch, self.sequence or (None, None, None), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +57,12 @@ class QuantizationFacts:
 
     Attributes:
         dtype: the number format.
-        sites: by kind, how many are quantized and how many there are.
+        sites: by kind, how many are quantized and how many ran in calibration.
         multiply_adds: the share of them in low precision; None: nothing was counted.
         put_back: groups of sites that went back to float.
         reason: why these, where a search chose them.
         calibration: where the ranges come from.
-        texts: how many of them.
+        rows: how many texts or images of it.
     """
 
     dtype: str
@@ -55,7 +71,7 @@ class QuantizationFacts:
     put_back: tuple[str, ...]
     reason: str | None
     calibration: str
-    texts: int
+    rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +99,11 @@ class BackendResult:
     scores: tuple[Score, ...] = ()
 
 
-def quantization_facts(quantizer: Quantizer, calibration: str, texts: int) -> QuantizationFacts:
+def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> QuantizationFacts:
     """What a calibrated quantizer quantizes."""
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
-    rows = [row for row in coverage if not row.quiet]
-    every, quantized = (Counter(row.kind for row in some) for some in (rows, [row for row in rows if row.quantized]))
+    told = [row for row in coverage if not row.quiet and row.reason != NEVER_RAN]
+    every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
     return QuantizationFacts(
         dtype=quantizer.config.dtype,
         sites={kind: (quantized[kind], count) for kind, count in every.items()},
@@ -95,7 +111,7 @@ def quantization_facts(quantizer: Quantizer, calibration: str, texts: int) -> Qu
         put_back=() if chosen is None else chosen.groups,
         reason=None if chosen is None else fallback_reason(chosen),
         calibration=calibration,
-        texts=texts,
+        rows=rows,
     )
 
 
@@ -108,11 +124,11 @@ def backend_config(facts: Facts, result: BackendResult) -> dict[str, Any]:
         "backend": result.backend,
         "compute_capability": result.compute_capability,
         "inference_precision": result.inference_precision,
-        "files": {"onnx": ONNX, "engine": ENGINE, "tokenizer": TOKENIZER},
+        "files": {"onnx": ONNX, "engine": ENGINE, (processor := processor_folder(facts.task)): processor},
         "inputs": [asdict(value) for value in result.signature.inputs],
         "outputs": [asdict(value) for value in result.signature.outputs],
-        "dimensions": {"batch": list(facts.batch), "sequence": list(facts.sequence)},
-        "max_length": facts.sequence[2],
+        "dimensions": {name: list(sizes) for name, sizes in facts.dimensions.items()},
+        "max_length": None if facts.sequence is None else facts.sequence[2],
         "labels": list(facts.labels),
         "float_dtype": result.float_dtype,
         "quantization": None if result.quantization is None else asdict(result.quantization),

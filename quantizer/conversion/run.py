@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,16 @@ from torch import nn
 
 from quantizer.conversion.check import Reference
 from quantizer.conversion.check import Tolerance
-from quantizer.conversion.check import check_batches
 from quantizer.conversion.check import check_engine
 from quantizer.conversion.check import reference_outputs
 from quantizer.conversion.check import tolerance
-from quantizer.conversion.data import Texts
+from quantizer.conversion.data import Samples
 from quantizer.conversion.data import read_calibration
 from quantizer.conversion.data import read_labelled
 from quantizer.conversion.folder import CONFIG
 from quantizer.conversion.folder import ENGINE
 from quantizer.conversion.folder import ONNX
-from quantizer.conversion.folder import TOKENIZER
+from quantizer.conversion.folder import processor_folder
 from quantizer.conversion.folder import write_json
 from quantizer.conversion.measure import ShapeLatency
 from quantizer.conversion.measure import measure_latency
@@ -64,13 +64,16 @@ from quantizer.targets import profile
 from quantizer.tasks import Predictions
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
-from quantizer.tasks import load_tokenizer
+from quantizer.tasks import load_processor
 from quantizer.tasks import read_checkpoint
+from quantizer.tasks import tasks
+from quantizer.tasks import text_files
 from quantizer.tuning import TuningScore
 
 __all__ = ["convert"]
 
 _AMP_BATCHES = 4
+_CALIBRATION = {"text": f"a file of texts ({', '.join(text_files)})", "image": "a folder of images"}
 _RESAMPLES = 1000
 
 
@@ -101,24 +104,37 @@ def _facts(asked: Conversion, name: str) -> Facts:
     """What the checkpoint says, with what was asked.
 
     Raises:
-        TaskError: its task cannot be told, or it has fewer positions than asked for.
+        TaskError: its task cannot be told, does not fit it or the data, or has no such lengths.
     """
-    checkpoint = read_checkpoint(asked.model)
+    checkpoint = read_checkpoint(asked.model, asked.task)
     task = asked.task or checkpoint.task
     if task not in convertible_tasks():
         raise TaskError(
             f"model source {asked.model!r}: its architecture is {checkpoint.architecture or 'not said'}, which does "
             f"not tell the task; give --task with one of {', '.join(convertible_tasks())}"
         )
+    reads = tasks[task].reads
+    if asked.calibration is not None and asked.calibration.holds not in (None, reads):
+        raise TaskError(
+            f"--calibration {asked.calibration} is of {asked.calibration.holds}s, and task {task} is for {reads}s: "
+            f"give {_CALIBRATION[reads]}"
+        )
+    labels = checkpoint.labels if tasks[task].output_name == "logits" else ()
+    facts = partial(Facts, name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size)
+    if reads == "image":
+        if asked.seq_len is not None:
+            raise TaskError(
+                f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for images, which have no tokens; "
+                "leave it out (their size is the one that the model's image processor makes)"
+            )
+        return facts(sequence=None)
     most = checkpoint.positions
     if asked.seq_len is not None and most is not None and asked.seq_len[2] > most:
         raise TaskError(
             f"--seq-len {' '.join(map(str, asked.seq_len))}: the model has {most} positions; lower the last number to "
             f"{most} or less"
         )
-    sequence = asked.seq_len or _lowered(SEQUENCE_LENGTHS, most)
-    labels = checkpoint.labels if task == "sequence-classification" else ()
-    return Facts(name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size, sequence=sequence)
+    return facts(sequence=asked.seq_len or _lowered(SEQUENCE_LENGTHS, most))
 
 
 def _lowered(sizes: Sizes, most: int | None) -> Sizes:
@@ -130,7 +146,7 @@ class _Run:
     """One conversion in progress; ``target`` is the folder that is being filled."""
 
     def __init__(
-        self, asked: Conversion, facts: Facts, data: Texts | None, target: Path, scores: Path, console: Console
+        self, asked: Conversion, facts: Facts, data: Samples | None, target: Path, scores: Path, console: Console
     ) -> None:
         self.asked = asked
         self.facts = facts
@@ -142,19 +158,16 @@ class _Run:
         self.evaluation = read_labelled(asked.evaluation, "--evaluation")
         with self.stage("load the model"):
             self.model = load_model(asked.model, facts.task)
-            self.tokenizer = load_tokenizer(asked.model)
-        self.task = build_task(
-            facts.task,
-            self.model,
-            self.tokenizer,
-            max_length=facts.sequence[2],
-            batch_size=facts.batch[1],
-            min_length=facts.sequence[0],
-        )
+            self.processor = load_processor(asked.model, facts.task)
+            sizes = facts.sequence
+            lengths = {} if sizes is None else {"min_length": sizes[0], "max_length": sizes[2]}
+            self.task = build_task(facts.task, self.model, self.processor, batch_size=facts.batch[1], **lengths)
+        # A label that the model has no class for is told now, and not after minutes of calibration.
+        for rows in filter(None, (self.tuning, self.evaluation)):
+            self.task.targets(rows)
         self.calibration, held_out = ([], []) if data is None else data.of(self.task)
-        self.batches = self.task.text_batches(self.calibration)
-        shapes = list(dict.fromkeys(zip(facts.batch, facts.sequence, strict=True)))
-        self.check_batches = check_batches(self.task, held_out or self.calibration, shapes)
+        self.batches = self.task.sample_batches(self.calibration)
+        self.check_batches = [self.task.inputs.filled(held_out or self.calibration, *shape) for shape in facts.shapes]
         self.float_predictions: Predictions | None = None
 
     def carry_out(self) -> list[BackendResult]:
@@ -177,7 +190,7 @@ class _Run:
         """A quantizer for each backend, all of them from one calibration."""
         first, *others = self.asked.backends
         quantizer = Quantizer(backend=first, dtype=self.asked.dtype or "int8")
-        with self.stage(f"calibrate on {len(self.calibration)} texts"):
+        with self.stage(f"calibrate on {len(self.calibration)} {self.task.reads}s"):
             quantizer.calibrate(self.model, self.batches)
             quantizer.save(self.target / "quantizer")
         return {first: quantizer, **{name: quantizer.for_backend(name) for name in others}}
@@ -196,7 +209,7 @@ class _Run:
                 quantizer.export(quantized, folder / ONNX, self.task.example())
         with self.stage("build the engine"):
             built = self._build(name, folder / ONNX, folder / ENGINE)
-        self.tokenizer.save_pretrained(folder / TOKENIZER)
+        self.processor.save_pretrained(folder / processor_folder(self.facts.task))
         seen = self._seen(name, built, quantized, float_dtype, scratch) if runs_here(name) else {}
         result = BackendResult(
             backend=name,
@@ -298,9 +311,10 @@ class _Run:
         export_onnx(self.model, path, self.task.example(), opset=target.opset, dtype=dtype)
 
     def _build(self, name: str, onnx: Path, engine: Path) -> BuildResult:
-        dynamic = {"batch": self.facts.batch, "sequence": self.facts.sequence}
         options = BuildOptions(
-            dynamic=dynamic, compute_capability=self._capability(name), inference_precision=self._precision(name)
+            dynamic=self.facts.dimensions,
+            compute_capability=self._capability(name),
+            inference_precision=self._precision(name),
         )
         return build_shown(name, onnx, engine, options)
 

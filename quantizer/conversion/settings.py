@@ -47,7 +47,8 @@ class Conversion:
         tuning: labelled rows for ``max_drop``.
         evaluation: labelled rows that everything is scored on at the end.
         batch_size: least, usual and most rows in a batch.
-        seq_len: least, usual and most tokens in a row; None: 16, 128, 512, or less where the model has fewer positions.
+        seq_len: least, usual and most tokens in a row of text; None: 16, 128, 512, or less where the model has fewer
+            positions.
         compute_capability: the GPU to build for ahead of time, with TensorRT-RTX.
         inference_precision: what OpenVINO computes in where nothing is quantized; None: float32.
         tolerance: the least SQNR in dB of an engine's outputs against PyTorch's; None: what fits its types.
@@ -118,13 +119,14 @@ class Conversion:
                     yield f"{option} {value} is used with --quantization only; add that, or leave this out"
         elif self.calibration is None:
             yield (
-                "--quantization needs data to calibrate on, and --calibration is missing: give 100 or more texts like "
-                "those that the model will see, such as --calibration texts.txt with one a line"
+                "--quantization needs data to calibrate on, and --calibration is missing: give 100 or more texts or "
+                "images like those that the model will see, such as --calibration texts.txt with one a line, or a "
+                "folder of images"
             )
         if self.max_drop is not None and self.tuning is None:
             yield (
                 f"--max-drop {self.max_drop} is a drop of the task's score, and there is nothing to score on: give "
-                "labelled rows, such as --tuning text-csv:dev.csv"
+                "labelled rows, such as --tuning text-csv:dev.csv or image-folder:dev"
             )
         if self.max_drop is None and self.tuning is not None:
             yield f"--tuning {self.tuning} is used by --max-drop only; leave it out, or name it --evaluation"

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quantizer.conversion.check import OutputCheck
+from quantizer.conversion.measure import ShapeLatency
 from quantizer.conversion.result import BackendResult
 from quantizer.conversion.result import Facts
 from quantizer.conversion.result import QuantizationFacts
@@ -30,7 +32,7 @@ def print_result(result: BackendResult, console: Console) -> None:
         table.add_column(title, justify="left" if title == "output" else "right", no_wrap=title == "output")
     for check in result.checks:
         far = [_decibels(value) for value in (check.sqnr_db, check.float_db, check.proxy_float_db)]
-        table.add_row(f"{check.batch} x {check.sequence}", Text(check.output), *far, f"{check.cosine:.4f}")
+        table.add_row(_shape(check), Text(check.output), *far, f"{check.cosine:.4f}")
     console.print(table)
     console.print("latency in ms, median of rounds that take turns")
     table = _table()
@@ -40,7 +42,7 @@ def print_result(result: BackendResult, console: Console) -> None:
     for shape in result.latency:
         times = [shape.milliseconds[name] for name in names]
         speed = text.times(times[-2] / times[-1])
-        table.add_row(f"{shape.batch} x {shape.sequence}", *(f"{t:.2f}" for t in times), speed, str(shape.rounds))
+        table.add_row(_shape(shape), *(f"{t:.2f}" for t in times), speed, str(shape.rounds))
     console.print(table)
 
 
@@ -54,6 +56,10 @@ def print_summary(facts: Facts, results: Sequence[BackendResult], folder: Path, 
         console.print(Text(f"{facts.name} for {result.backend}", style="bold"))
         for line in lines:
             console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _shape(of: OutputCheck | ShapeLatency) -> str:
+    return f"batch {of.batch}" if of.sequence is None else f"{of.batch} x {of.sequence}"
 
 
 def _decibels(value: float | None) -> str:
@@ -86,7 +92,7 @@ def _costs(result: BackendResult) -> str:
     usual = result.latency[len(result.latency) // 2]
     before, after = list(usual.milliseconds.values())[-2:]
     against = "the float engine" if result.quantization else "PyTorch"
-    return f"{size}, {text.times(before / after)} as fast as {against} at {usual.batch} x {usual.sequence}"
+    return f"{size}, {text.times(before / after)} as fast as {against} at {_shape(usual)}"
 
 
 def _scores(results: Sequence[BackendResult]) -> Table:

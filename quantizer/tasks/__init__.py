@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from quantizer.tasks import embedding_classification
+from quantizer.tasks import image_classification
 from quantizer.tasks import sentence_similarity
 from quantizer.tasks import sequence_classification
+from quantizer.tasks.datasets import Image
 from quantizer.tasks.datasets import Pair
 from quantizer.tasks.datasets import Row
 from quantizer.tasks.datasets import Text
 from quantizer.tasks.datasets import datasets
 from quantizer.tasks.datasets import load_rows
+from quantizer.tasks.datasets import read_images
 from quantizer.tasks.datasets import read_texts
 from quantizer.tasks.datasets import text_files
+from quantizer.tasks.image_inputs import read_image
+from quantizer.tasks.inputs import Sample
+from quantizer.tasks.inputs import batch_shape
+from quantizer.tasks.models import load_image_processor
 from quantizer.tasks.models import load_model
+from quantizer.tasks.models import load_processor
 from quantizer.tasks.models import load_tokenizer
 from quantizer.tasks.models import read_checkpoint
 from quantizer.tasks.models import resolve_source
@@ -27,15 +35,20 @@ from quantizer.tasks.task import tasks
 
 __all__ = [
     # rows
+    "Image",
     "Pair",
     "Row",
     "Text",
     "datasets",
     "load_rows",
+    "read_image",
+    "read_images",
     "read_texts",
     "text_files",
     # models
+    "load_image_processor",
     "load_model",
+    "load_processor",
     "load_tokenizer",
     "read_checkpoint",
     "resolve_source",
@@ -44,12 +57,15 @@ __all__ = [
     "Predictions",
     "Progress",
     "Run",
+    "Sample",
     "Task",
+    "batch_shape",
     "build_task",
     "first_output",
     "tasks",
     # one file each
     "embedding_classification",
+    "image_classification",
     "sentence_similarity",
     "sequence_classification",
 ]

@@ -17,6 +17,7 @@ from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.inputs import Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
 from quantizer.tasks.metrics import label_flips
@@ -47,7 +48,7 @@ class EmbeddingClassification(Task):
     head: Any = None
     """The fitted ``sklearn.linear_model.LogisticRegression``, or ``None``."""
 
-    def texts(self, rows: Sequence[Row]) -> list[str]:
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
         return [row.text for row in rows_of_kind(rows, Text, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:

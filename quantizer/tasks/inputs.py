@@ -1,26 +1,59 @@
-"""Batches for a model: tokenised texts, random tokens, and an example for export.
+"""Batches for a model: of samples, filled to a size, random, and an example for export. Here of texts.
 
-Shapes: B sequences in a batch, S tokens.
+Shapes: B rows in a batch, S tokens.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from typing import Protocol
 from typing import TypeAlias
 
 import torch
 
 from quantizer.errors import TaskError
 
-__all__ = ["Batch", "TextInputs"]
+__all__ = ["EXAMPLE_ROWS", "Batch", "Inputs", "Sample", "TextInputs", "batch_shape"]
 
 Batch: TypeAlias = dict[str, torch.Tensor]
-"""The model's inputs by name, each int64 [B x S]."""
+"""The model's inputs by name: of texts each int64 [B x S], of images float32 [B x channels x height x width]."""
+Sample: TypeAlias = str | Path
+"""What one row of a batch is made of: a text, or the file of an image."""
 
 EXAMPLE_ROWS = 2
 EXAMPLE_TOKENS = 16
+_CHARACTERS_PER_TOKEN = 8
+
+
+def batch_shape(batch: Batch) -> tuple[int, int | None]:
+    """Rows of a batch, and its tokens; None: it is of images."""
+    first = next(iter(batch.values()))
+    return first.shape[0], first.shape[1] if first.dim() == 2 else None
+
+
+class Inputs(Protocol):
+    """Makes batches with the same inputs for the float model, a proxy and an engine."""
+
+    names: tuple[str, ...]
+    """The names of the inputs in every batch."""
+
+    def order(self, samples: Sequence[Any]) -> list[int]:
+        """In which order samples share batches with the least padding."""
+
+    def batch(self, samples: Sequence[Any]) -> Batch:
+        """One batch of samples."""
+
+    def filled(self, samples: Sequence[Any], rows: int, sequence: int | None) -> Batch:
+        """A batch of exactly so many rows and tokens; without samples it is random."""
+
+    def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
+        """Random values, nothing masked; see ``Task.random_batch``."""
+
+    def example(self, samples: Sequence[Any]) -> Batch:
+        """A batch of two; see ``Task.example``."""
 
 
 class TextInputs:
@@ -54,7 +87,11 @@ class TextInputs:
         known = [name for name in names if name in accepted]
         self.names: tuple[str, ...] = tuple(known if "input_ids" in known else names)
 
-    def tokenize(self, texts: Sequence[str], min_length: int | None = None) -> Batch:
+    def order(self, texts: Sequence[str]) -> list[int]:
+        """By length: texts of like length share a batch."""
+        return sorted(range(len(texts)), key=lambda at: (len(texts[at]), at))
+
+    def batch(self, texts: Sequence[str], min_length: int | None = None) -> Batch:
         """One batch [B x S], S the length of its longest text, or ``min_length`` if that is more."""
         shortest = min_length or self.min_length
         options = {"truncation": True, "return_tensors": "pt"}
@@ -63,20 +100,31 @@ class TextInputs:
             encoded = self.tokenizer(list(texts), padding="max_length", max_length=shortest, **options)
         return {name: encoded[name] for name in self.names if name in encoded}
 
-    def exact(self, texts: Sequence[str], length: int) -> Batch:
-        """One batch [B x length]: longer texts are cut, shorter ones padded."""
-        self._check_length(length, "length")
+    def filled(self, texts: Sequence[str], rows: int, sequence: int | None) -> Batch:
+        """A batch [rows x sequence], every second row filled with text to the end, the others cut or padded.
+
+        Without texts its tokens are random.
+        """
+        tokens = self._tokens(sequence)
+        if not texts:
+            made = self.random(rows, tokens)
+            self._pad(made, slice(1, None, 2), (tokens + 1) // 2)
+            return made
         encoded = self.tokenizer(
-            list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+            [_long(texts, row, tokens) if row % 2 == 0 else texts[row % len(texts)] for row in range(rows)],
+            padding="max_length",
+            truncation=True,
+            max_length=tokens,
+            return_tensors="pt",
         )
         return {name: encoded[name] for name in self.names if name in encoded}
 
-    def random(self, batch: int, sequence: int, seed: int = 0) -> Batch:
-        """Random ordinary tokens [batch x sequence], nothing masked; see ``Task.random_batch``."""
-        self._check_length(sequence, "sequence")
+    def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
+        """Random ordinary tokens [rows x sequence], nothing masked; see ``Task.random_batch``."""
+        tokens = self._tokens(sequence)
         special = set(self.tokenizer.all_special_ids)
         ordinary = torch.tensor([token for token in range(self.vocabulary) if token not in special])
-        picked = torch.randint(len(ordinary), (batch, sequence), generator=torch.Generator().manual_seed(seed))
+        picked = torch.randint(len(ordinary), (rows, tokens), generator=torch.Generator().manual_seed(seed))
         fill = {"input_ids": ordinary[picked], "attention_mask": torch.ones_like(picked)}
         return {name: fill[name] if name in fill else torch.zeros_like(picked) for name in self.names}
 
@@ -84,14 +132,34 @@ class TextInputs:
         """A batch of two [2 x S] with S at least 16 where the model allows it; see ``Task.example``."""
         tokens = min(max(EXAMPLE_TOKENS, self.min_length), self.max_length)
         if texts:
-            return self.tokenize([texts[0], texts[1 % len(texts)]], min_length=tokens)
+            return self.batch([texts[0], texts[1 % len(texts)]], min_length=tokens)
         batch = self.random(EXAMPLE_ROWS, tokens)
         # Half of the second row is padding, so that a trace sees a mask that masks something.
-        batch["input_ids"][1, tokens // 2 :] = self.tokenizer.pad_token_id
-        if "attention_mask" in batch:
-            batch["attention_mask"][1, tokens // 2 :] = 0
+        self._pad(batch, slice(1, 2), tokens // 2)
         return batch
+
+    def _pad(self, batch: Batch, rows: slice, start: int) -> None:
+        """Make padding of what stands in some rows from a token on."""
+        for name, padding in (("input_ids", self.tokenizer.pad_token_id), ("attention_mask", 0)):
+            if name in batch:
+                batch[name][rows, start:] = padding
+
+    def _tokens(self, sequence: int | None) -> int:
+        if sequence is None:
+            raise TaskError("a batch of texts was asked for without a number of tokens: give 'sequence'")
+        self._check_length(sequence, "sequence")
+        return sequence
 
     def _check_length(self, length: int, what: str) -> None:
         if self.max_positions is not None and length > self.max_positions:
             raise TaskError(f"{what}={length}, but the model has {self.max_positions} positions: lower it")
+
+
+def _long(texts: Sequence[str], row: int, tokens: int) -> str:
+    """The text of a row with those after it, until it surely has so many tokens."""
+    words = texts[row % len(texts)]
+    taken = 1
+    while len(words) < tokens * _CHARACTERS_PER_TOKEN:
+        words = f"{words} {texts[(row + taken) % len(texts)]}"
+        taken += 1
+    return words

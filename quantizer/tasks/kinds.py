@@ -11,7 +11,7 @@ from quantizer.tasks.datasets.rows import Row
 __all__ = ["rows_of_kind"]
 
 Kind = TypeVar("Kind")
-DATASETS = {"Pair": "'stsb-csv'", "Text": "'sst2-text', 'text-csv', 'vader'"}
+DATASETS = {"Image": "'image-folder', 'image-csv'", "Pair": "'stsb-csv'", "Text": "'sst2-text', 'text-csv', 'vader'"}
 
 
 def rows_of_kind(rows: Sequence[Row], kind: type[Kind], task: str) -> list[Kind]:

@@ -1,4 +1,7 @@
-"""Models and tokenizers that a run names: a local folder, a folder inside an installed package, or a hub name."""
+"""Models, tokenizers and image processors that a run names.
+
+Each is a local folder, a folder inside an installed package, or a hub name.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +19,19 @@ import torch
 
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
+from quantizer.tasks.classification import class_names
+from quantizer.tasks.image_inputs import require_pillow
 from quantizer.tasks.task import tasks
 
-__all__ = ["Checkpoint", "load_model", "load_tokenizer", "read_checkpoint", "resolve_source"]
+__all__ = [
+    "Checkpoint",
+    "load_image_processor",
+    "load_model",
+    "load_processor",
+    "load_tokenizer",
+    "read_checkpoint",
+    "resolve_source",
+]
 
 PACKAGE_PREFIX = "package:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -66,11 +80,12 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
 
     Raises:
         ConfigError: no task has this name.
-        TaskError: the model cannot be loaded, or its checkpoint lacks weights that the task needs.
+        TaskError: the model cannot be loaded, reads something else, or lacks weights that the task needs.
         MissingDependencyError: transformers is not installed.
     """
     entry = tasks[task]
     where = resolve_source(source)
+    read_checkpoint(source, task)
     auto_class = getattr(_transformers(), entry.auto_class)
     with _explained(source, "model"), _no_progress_bar():
         model, loaded = auto_class.from_pretrained(
@@ -105,25 +120,62 @@ class Checkpoint:
     labels: tuple[str, ...]
 
 
-def read_checkpoint(source: str) -> Checkpoint:
+def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
     """Read the config of a model.
 
+    Args:
+        source: see ``resolve_source``.
+        task: what it shall be used for; None: anything.
+
     Raises:
-        TaskError: there is none, or it is of a model that does not read text.
+        ConfigError: no task has this name.
+        TaskError: there is none, or the model reads neither text nor images, or not what the task reads.
         MissingDependencyError: transformers is not installed.
     """
     where = resolve_source(source)
     with _explained(source, "config"):
         config: Any = _transformers().AutoConfig.from_pretrained(where)
     architecture = next(iter(config.architectures or ()), None)
-    if getattr(config, "vocab_size", None) is None:
+    reads = _reads(config)
+    if not reads:
         raise TaskError(
-            f"model source {source!r}: {architecture or config.model_type} has no vocabulary, so it reads no text; "
-            f"the tasks {', '.join(tasks.names())} are for models of text"
+            f"model source {source!r}: {architecture or config.model_type} has no vocabulary, so it reads no text, "
+            "and transformers has no classifier of images of its kind; there is nothing else that the tasks "
+            f"{', '.join(tasks.names())} read"
         )
-    task = _task_of(architecture, config.model_type)
-    labels = tuple(str(config.id2label[index]) for index in sorted(config.id2label)) if config.id2label else ()
-    return Checkpoint(architecture, task, getattr(config, "max_position_embeddings", None), labels)
+    if task is not None and tasks[task].reads not in reads:
+        fitting = ", ".join(name for name in tasks.names() if tasks[name].reads in reads)
+        raise TaskError(
+            f"model source {source!r}: {architecture or config.model_type} reads {' and '.join(reads)}, and task "
+            f"{task!r} is for {tasks[task].reads}: choose another checkpoint, or one of the tasks {fitting}"
+        )
+    known = _task_of(architecture, config.model_type, reads)
+    return Checkpoint(architecture, known, getattr(config, "max_position_embeddings", None), class_names(config))
+
+
+def load_processor(source: str, task: str) -> Any:
+    """What turns samples into the model's inputs: a tokenizer, or an image processor.
+
+    Raises:
+        ConfigError: no task has this name.
+        TaskError: there is none, or it does not fit.
+        MissingDependencyError: a package that it needs is not installed.
+    """
+    return load_image_processor(source) if tasks[task].reads == "image" else load_tokenizer(source)
+
+
+def load_image_processor(source: str) -> Any:
+    """The image processor that comes with a model.
+
+    Raises:
+        TaskError: there is none.
+        MissingDependencyError: transformers or Pillow is not installed.
+    """
+    where = resolve_source(source)
+    require_pillow()
+    with _explained(source, "image processor"):
+        # The same pixels in calibration and in a server, whether torchvision is installed there or not.
+        return _transformers().AutoImageProcessor.from_pretrained(where, backend="pil")
 
 
 def load_tokenizer(source: str) -> Any:
@@ -141,17 +193,33 @@ def load_tokenizer(source: str) -> Any:
     return tokenizer
 
 
-def _task_of(architecture: str | None, model_type: str) -> str | None:
+def _reads(config: Any) -> tuple[str, ...]:
+    """What a model of this config may read: "text", "image", both or neither."""
+    images = config.model_type in _auto().MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    # Some models of images are pretrained on visual words, and have a vocabulary of these.
+    words = not images or config.model_type in _auto().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    text = words and getattr(config, "vocab_size", None) is not None
+    return (("text",) if text else ()) + (("image",) if images else ())
+
+
+def _task_of(architecture: str | None, model_type: str, reads: Sequence[str]) -> str | None:
     """The task whose transformers class makes this architecture; a task with a head of its own is never told."""
-    known: Any = importlib.import_module("transformers.models.auto.modeling_auto")
     names = {
-        "AutoModel": known.MODEL_MAPPING_NAMES,
-        "AutoModelForSequenceClassification": known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModel": _auto().MODEL_MAPPING_NAMES,
+        "AutoModelForImageClassification": _auto().MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForSequenceClassification": _auto().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     }
     for task in tasks.names():
-        if not tasks[task].needs_head and names.get(tasks[task].auto_class, {}).get(model_type) == architecture:
+        made = names[tasks[task].auto_class].get(model_type, ())
+        fits = tasks[task].reads in reads and not tasks[task].needs_head
+        if fits and architecture in ((made,) if isinstance(made, str) else made):
             return task
     return None
+
+
+def _auto() -> Any:
+    """Which class transformers has for which kind of model and task."""
+    return importlib.import_module("transformers.models.auto.modeling_auto")
 
 
 def _package_folder(source: str) -> Path:
@@ -173,8 +241,9 @@ def _package_folder(source: str) -> Path:
 def _model_folder(path: Path, source: str) -> Path:
     if not path.is_dir():
         raise TaskError(f"model source {source!r}: {path} is a file, expected the folder that holds config.json")
-    # A tokenizer that was saved on its own has a config of its own.
-    if not any((path / name).is_file() for name in ("config.json", "tokenizer_config.json")):
+    # A tokenizer or image processor that was saved on its own has a config of its own.
+    configs = ("config.json", "tokenizer_config.json", "preprocessor_config.json")
+    if not any((path / name).is_file() for name in configs):
         raise TaskError(
             f"model source {source!r}: the folder {path} holds no config.json, "
             f"expected a model saved by save_pretrained()"
@@ -207,7 +276,8 @@ def _explained(source: str, what: str) -> Iterator[None]:
         lines = str(error).strip().splitlines()
         said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         if isinstance(resolve_source(source), Path):
-            advice = "check that the folder holds a complete model and tokenizer saved by save_pretrained()"
+            advice = "check that the folder holds a complete model and its tokenizer or image processor, as saved by "
+            advice += "save_pretrained()"
         else:
             advice = (
                 "it is no local folder, so it was taken for a hub name: check the spelling and the network, "

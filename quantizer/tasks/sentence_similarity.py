@@ -11,6 +11,7 @@ import torch
 
 from quantizer.tasks.datasets.rows import Pair
 from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.inputs import Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import mean_cosine
 from quantizer.tasks.metrics import spearman
@@ -33,7 +34,7 @@ class SentenceSimilarity(Task):
     output_name = "last_hidden_state"
     metric_name = "spearman"
 
-    def texts(self, rows: Sequence[Row]) -> list[str]:
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
         return [text for row in rows_of_kind(rows, Pair, self.name) for text in (row.first, row.second)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:

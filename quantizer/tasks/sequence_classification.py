@@ -1,4 +1,4 @@
-"""``sequence-classification``: a fine-tuned classifier; the label is the largest logit."""
+"""``sequence-classification``: a fine-tuned classifier of texts; the label is the largest logit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy.typing as npt
 import torch
 
 from quantizer.errors import TaskError
+from quantizer.tasks.classification import checked_logits
+from quantizer.tasks.classification import compare_classifiers
+from quantizer.tasks.classification import largest_logit
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.inputs import Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
-from quantizer.tasks.metrics import kl_divergence
-from quantizer.tasks.metrics import label_flips
-from quantizer.tasks.metrics import sqnr_db
 from quantizer.tasks.task import Batch
 from quantizer.tasks.task import Predictions
 from quantizer.tasks.task import Task
@@ -34,22 +35,17 @@ class SequenceClassification(Task):
     output_name = "logits"
     metric_name = "accuracy"
 
-    def texts(self, rows: Sequence[Row]) -> list[str]:
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
         return [row.text for row in rows_of_kind(rows, Text, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
         return np.array([row.label for row in rows_of_kind(rows, Text, self.name)], dtype=np.int64)
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
-        if output.dim() != 2:
-            raise TaskError(
-                f"the model's output has the shape {tuple(output.shape)}, expected logits [batch, classes]: is this a "
-                f"sequence classifier?"
-            )
-        return output
+        return checked_logits(output)
 
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-        return np.asarray(outputs.argmax(axis=-1))
+        return largest_logit(outputs)
 
     def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
         """Accuracy.
@@ -66,9 +62,4 @@ class SequenceClassification(Task):
         return accuracy(decisions, targets)
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
-        """Share of labels that flip, KL divergence from the float distribution in nats, SQNR of the logits in dB."""
-        return {
-            "label_flips": label_flips(float_predictions.decisions, other.decisions),
-            "kl_divergence": kl_divergence(float_predictions.outputs, other.outputs),
-            "sqnr_db": sqnr_db(float_predictions.outputs, other.outputs),
-        }
+        return compare_classifiers(float_predictions, other)

@@ -1,6 +1,6 @@
-"""A task: texts in, decisions and a score out; the same for the float model, a proxy and an engine.
+"""A task: texts or images in, decisions and a score out; the same for the float model, a proxy and an engine.
 
-Shapes: N rows, B sequences in a batch, S tokens, D width of an embedding, C classes.
+Shapes: N rows, B samples in a batch, S tokens, D width of an embedding, C classes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from typing import ClassVar
+from typing import Literal
 from typing import TypeAlias
 
 import numpy as np
@@ -22,6 +23,8 @@ from quantizer.errors import TaskError
 from quantizer.registry import Registry
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.inputs import Batch
+from quantizer.tasks.inputs import Inputs
+from quantizer.tasks.inputs import Sample
 from quantizer.tasks.inputs import TextInputs
 from quantizer.tasks.metrics import bootstrap_interval
 from quantizer.tasks.outputs import first_output
@@ -50,14 +53,14 @@ class Predictions:
 class Task(ABC):
     """What a model's output is used for.
 
-    A subclass names its model class, output and metric, and says how rows become texts, how a batch's output becomes
+    A subclass names its model class, output and metric, and says how rows become samples, how a batch's output becomes
     rows of ``Predictions.outputs``, and what is decided from them.
 
     Args:
-        model: read for its accepted inputs and its config only; it is not kept.
-        tokenizer: a transformers tokenizer.
+        model: read for its accepted inputs and its config, and of images run once; it is not kept.
+        processor: a transformers tokenizer, or an image processor where the task reads images.
         max_length: longer texts are cut to this many tokens.
-        batch_size: sequences in a batch (a pair is two).
+        batch_size: samples in a batch (a pair is two).
         min_length: shorter batches are padded to this many tokens, for engines that have a lower limit.
 
     Raises:
@@ -65,6 +68,8 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
+    reads: ClassVar[Literal["text", "image"]] = "text"
+    """What a sample is; lengths are of texts only."""
     auto_class: ClassVar[str]
     """The transformers class that loads the model."""
     output_name: ClassVar[str]
@@ -76,7 +81,7 @@ class Task(ABC):
     def __init__(
         self,
         model: torch.nn.Module,
-        tokenizer: Any,
+        processor: Any,
         *,
         max_length: int = 128,
         batch_size: int = 32,
@@ -84,14 +89,14 @@ class Task(ABC):
     ) -> None:
         if batch_size < 1:
             raise TaskError(f"batch_size={batch_size}, expected at least 1")
-        self.inputs = TextInputs(model, tokenizer, max_length=max_length, min_length=min_length)
+        self.inputs = self.make_inputs(model, processor, max_length, min_length)
         self.batch_size = batch_size
 
     # What a subclass says
 
     @abstractmethod
-    def texts(self, rows: Sequence[Row]) -> list[str]:
-        """The texts of rows, in the order of ``Predictions.outputs``; ``TaskError`` for rows of another kind."""
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
+        """The samples of rows, in the order of ``Predictions.outputs``; ``TaskError`` for rows of another kind."""
 
     @abstractmethod
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
@@ -113,21 +118,25 @@ class Task(ABC):
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         """Figures that compare a model with the float one on the same rows, by name."""
 
+    def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
+        """What makes batches: of texts, unless a subclass reads something else."""
+        return TextInputs(model, processor, max_length=max_length, min_length=min_length)
+
     # What every task does
 
     def batches(self, rows: Sequence[Row], limit: int | None = None) -> list[Batch]:
-        """Tokenised rows in their own order, each batch [B x S] padded to its longest text.
+        """Rows in their own order, as batches; one of texts [B x S] is padded to its longest.
 
         Args:
             rows: rows of the kind the task needs.
             limit: at most this many batches.
         """
-        return self.text_batches(self._texts(rows), limit)
+        return self.sample_batches(self._samples(rows), limit)
 
-    def text_batches(self, texts: Sequence[str], limit: int | None = None) -> list[Batch]:
-        """The same of texts that are no rows of a data set."""
-        starts = range(0, len(texts), self.batch_size)[:limit]
-        return [self.inputs.tokenize(texts[start : start + self.batch_size]) for start in starts]
+    def sample_batches(self, samples: Sequence[Sample], limit: int | None = None) -> list[Batch]:
+        """The same of samples that are no rows of a data set."""
+        starts = range(0, len(samples), self.batch_size)[:limit]
+        return [self.inputs.batch(samples[start : start + self.batch_size]) for start in starts]
 
     def predict(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> Predictions:
         """Run every row and decide.
@@ -146,16 +155,16 @@ class Task(ABC):
 
     def outputs(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> npt.NDArray[np.float32]:
         """``Predictions.outputs`` alone."""
-        texts = self._texts(rows)
-        order = sorted(range(len(texts)), key=lambda at: (len(texts[at]), at))
+        samples = self._samples(rows)
+        order = self.inputs.order(samples)
         chunks = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         collected: dict[int, torch.Tensor] = {}
         for done, chunk in enumerate(chunks, start=1):
-            batch = self.inputs.tokenize([texts[at] for at in chunk])
+            batch = self.inputs.batch([samples[at] for at in chunk])
             with torch.no_grad():
                 result = self.represent(first_output(run(batch), self.output_name), batch)
             if result.shape[0] != len(chunk):
-                raise TaskError(f"the model gave {result.shape[0]} outputs for a batch of {len(chunk)} texts")
+                raise TaskError(f"the model gave {result.shape[0]} outputs for a batch of {len(chunk)} {self.reads}s")
             if not bool(torch.isfinite(result).all()):
                 raise TaskError(
                     f"the model's {self.output_name!r} holds NaN or infinite values for batch {done} of {len(chunks)}: "
@@ -164,7 +173,7 @@ class Task(ABC):
             collected.update(zip(chunk, result, strict=True))
             if progress is not None:
                 progress(done, len(chunks))
-        return np.stack([collected[at].numpy() for at in range(len(texts))])
+        return np.stack([collected[at].numpy() for at in range(len(samples))])
 
     def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
         """Fit what turns embeddings into labels, where the task has such a head."""
@@ -183,29 +192,29 @@ class Task(ABC):
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The names of the inputs in every batch, in the tokenizer's order."""
+        """The names of the inputs in every batch, in the processor's order."""
         return self.inputs.names
 
     def example(self, rows: Sequence[Row] | None = None) -> Batch:
-        """A small batch [2 x S] for export, S at least 16.
+        """A small batch for export: two images, or two texts [2 x S] with S at least 16.
 
         Args:
-            rows: the texts to take; ``None`` takes random tokens, with padding in the second row.
+            rows: what to take; ``None`` takes random values, of texts with padding in the second row.
         """
-        return self.inputs.example(self._texts(rows) if rows else [])
+        return self.inputs.example(self._samples(rows) if rows else [])
 
-    def random_batch(self, batch: int, sequence: int, seed: int = 0) -> Batch:
-        """Random ordinary tokens [batch x sequence] with nothing masked, for measuring latency.
+    def random_batch(self, batch: int, sequence: int | None = None, seed: int = 0) -> Batch:
+        """Random ordinary tokens [batch x sequence] with nothing masked, or random images, for measuring latency.
 
         Raises:
-            TaskError: the model has fewer positions than ``sequence``.
+            TaskError: texts without ``sequence``, or with more than the model has positions.
         """
         return self.inputs.random(batch, sequence, seed)
 
-    def _texts(self, rows: Sequence[Row]) -> list[str]:
+    def _samples(self, rows: Sequence[Row]) -> list[Sample]:
         if not rows:
             raise TaskError(f"task {self.name!r} was given no rows, expected at least one")
-        return self.texts(rows)
+        return self.samples(rows)
 
     def _checked_targets(self, predictions: Predictions, rows: Sequence[Row]) -> npt.NDArray[Any]:
         if len(rows) != len(predictions.decisions):
@@ -221,7 +230,7 @@ tasks: Registry[type[Task]] = Registry("task")
 def build_task(
     name: str,
     model: torch.nn.Module,
-    tokenizer: Any,
+    processor: Any,
     *,
     max_length: int = 128,
     batch_size: int = 32,
@@ -233,4 +242,4 @@ def build_task(
         ConfigError: no task has this name.
         TaskError: lengths or a batch size that cannot be.
     """
-    return tasks[name](model, tokenizer, max_length=max_length, batch_size=batch_size, min_length=min_length)
+    return tasks[name](model, processor, max_length=max_length, batch_size=batch_size, min_length=min_length)

@@ -138,7 +138,7 @@ def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
         assert [(v["name"], v["dtype"], v["shape"]) for v in config["outputs"]] == [("logits", "float32", ["batch", 2])]
         assert config["labels"] == ["LABEL_0", "LABEL_1"]
         assert config["quantization"]["dtype"] == "int8"
-        assert config["quantization"]["texts"] == 12
+        assert config["quantization"]["rows"] == 12
         assert "fallback(max_drop=0.5)" in config["quantization"]["reason"]
         shapes = [(check["batch"], check["sequence"]) for check in config["checks"]]
         assert shapes == [(1, 16), (2, 24), (4, 32)]
@@ -322,14 +322,17 @@ BAD = {
     "no file": ((*DATA[:2], "missing.txt"), "there is no file missing.txt"),
     "no rows": ((*DATA[:2], "empty.txt"), "empty.txt holds no texts"),
     "too few rows": ((*DATA, "--rows", "9"), "texts.txt has 2 rows, fewer than --rows 9"),
-    "what kind of data": ((*DATA[:2], "texts.parquet"), "expected a file of texts (.txt, .csv, .jsonl), or NAME:FILE"),
-    "data set without file": ((*DATA[:2], "text-csv"), "the file is missing; expected text-csv:FILE"),
+    "what kind of data": (
+        (*DATA[:2], "texts.parquet"),
+        "expected a file of texts (.txt, .csv, .jsonl), a folder of im",
+    ),
+    "data set without file": ((*DATA[:2], "text-csv"), "the path is missing; expected text-csv:PATH"),
     "range turned round": (("--batch-size", "8", "4", "2"), "--batch-size 8 4 2: expected the least, the usual"),
     "beyond positions": (("--seq-len", "16", "64", "512"), "the model has 64 positions; lower the last number"),
     "one token": (("--seq-len", "1", "8", "16"), "--seq-len 1 ...: expected 2 or more"),
     "backend": (("--backend", "tensort"), "--backend tensort: unknown; expected some of onnxruntime, "),
     "backend twice": (("--backend", "openvino", "openvino"), "expected at least one, each of them once"),
-    "task": (("--task", "poetry"), "--task poetry: unknown; expected one of sentence-similarity, sequence-class"),
+    "task": (("--task", "poetry"), "--task poetry: unknown; expected one of image-classification, sentence-sim"),
     "budget without rows": ((*DATA, "--max-drop", "0.1"), "there is nothing to score on"),
     "budget without labels": ((*DATA, "--max-drop", "0.1", "--tuning", "texts.txt"), "texts alone cannot be scored"),
     "rows without budget": ((*DATA, "--tuning", "text-csv:a.csv"), "is used by --max-drop only"),
@@ -392,13 +395,4 @@ def test_an_architecture_that_does_not_tell_the_task(
     code, said = convert("-o", "out", model="masked")
     assert code == 1
     assert "its architecture is BertForMaskedLM, which does not tell the task" in said
-    assert "--task with one of sentence-similarity, sequence-classification" in said
-
-
-def test_a_model_of_images(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    import transformers
-
-    transformers.ViTConfig(hidden_size=32, architectures=["ViTModel"]).save_pretrained(tmp_path / "vit")
-    code, said = convert("-o", "out", model="vit")
-    assert code == 1
-    assert "ViTModel has no vocabulary, so it reads no text" in said
+    assert "--task with one of image-classification, sentence-similarity, sequence-classification" in said

@@ -75,7 +75,7 @@ def test_predictions_are_in_the_order_of_the_rows(similarity, encoder):
     for at, pair in enumerate(PAIRS):
         vectors = []
         for text in (pair.first, pair.second):
-            batch = similarity.inputs.tokenize([text])
+            batch = similarity.inputs.batch([text])
             with torch.no_grad():
                 mean = encoder(**batch).last_hidden_state[0].mean(dim=0)
             vectors.append(mean / mean.norm())

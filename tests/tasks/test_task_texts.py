@@ -77,8 +77,8 @@ def test_a_checkpoint_tells_its_task(tmp_path: Path, architecture: str | None, t
 
 
 def test_a_checkpoint_without_text(tmp_path: Path) -> None:
-    transformers.ViTConfig(architectures=["ViTModel"]).save_pretrained(tmp_path)
-    with pytest.raises(TaskError, match="ViTModel has no vocabulary, so it reads no text"):
+    transformers.ASTConfig(architectures=["ASTModel"]).save_pretrained(tmp_path)
+    with pytest.raises(TaskError, match="ASTModel has no vocabulary, so it reads no text"):
         read_checkpoint(str(tmp_path))
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from quantizer.tasks.datasets import image_csv
+from quantizer.tasks.datasets import image_folder
 from quantizer.tasks.datasets import sst2
 from quantizer.tasks.datasets import stsb
 from quantizer.tasks.datasets import text_csv
 from quantizer.tasks.datasets import vader
+from quantizer.tasks.datasets.images import read_images
 from quantizer.tasks.datasets.load import load_rows
+from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Pair
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
@@ -15,11 +19,15 @@ from quantizer.tasks.datasets.texts import read_texts
 from quantizer.tasks.datasets.texts import text_files
 
 __all__ = [
+    "Image",
     "Pair",
     "Row",
     "Text",
     "datasets",
+    "image_csv",
+    "image_folder",
     "load_rows",
+    "read_images",
     "read_texts",
     "sst2",
     "stsb",

@@ -23,8 +23,8 @@ def load_rows(
     """Rows ``offset`` to ``offset + rows`` of a data set, in its own order.
 
     Args:
-        name: a registered data set ("stsb-csv", "sst2-text", "text-csv", "vader").
-        path: the file, for data sets that read one.
+        name: a registered data set ("image-csv", "image-folder", "stsb-csv", "sst2-text", "text-csv", "vader").
+        path: the file or folder, for data sets that read one.
         split: the split, for data sets that have some.
         subset: the subset, for data sets that have some.
         rows: how many rows; ``None`` takes all from ``offset`` on.

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from quantizer.errors import TaskError
 from quantizer.registry import Registry
 
-__all__ = ["Pair", "Row", "Text", "datasets", "read_lines", "refuse_options", "require_file"]
+__all__ = ["Image", "Pair", "Row", "Text", "datasets", "read_lines", "refuse_options", "require_file", "require_folder"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,15 @@ class Text:
     label: int
 
 
-Row: TypeAlias = Pair | Text
+@dataclass(frozen=True)
+class Image:
+    """One image file and its class: the name that the model has for it, or its number from 0."""
+
+    path: Path
+    label: str
+
+
+Row: TypeAlias = Image | Pair | Text
 
 datasets: Registry[Callable[[Path | None, str | None, str | None], list[Row]]] = Registry("data set")
 
@@ -66,6 +74,22 @@ def require_file(name: str, path: Path | None) -> Path:
         raise TaskError(f"data set {name!r}: {path} is a folder, expected a file")
     if not path.is_file():
         raise TaskError(f"data set {name!r}: there is no file {path} (a relative path starts at {Path.cwd()})")
+    return path
+
+
+def require_folder(name: str, path: Path | None) -> Path:
+    """The path of a data set's folder, checked to be one.
+
+    Raises:
+        TaskError: no path was given, or it is no folder.
+    """
+    if path is None:
+        raise TaskError(f"data set {name!r} reads a folder of yours, but no path was given: set 'path'")
+    path = path.expanduser()
+    if path.is_file():
+        raise TaskError(f"data set {name!r}: {path} is a file, expected a folder")
+    if not path.is_dir():
+        raise TaskError(f"data set {name!r}: there is no folder {path} (a relative path starts at {Path.cwd()})")
     return path
 
 

@@ -8,14 +8,13 @@ Labels are integers from 0. Further columns are ignored.
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 from quantizer.errors import TaskError
+from quantizer.tasks.datasets.columns import read_columns
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
 from quantizer.tasks.datasets.rows import datasets
-from quantizer.tasks.datasets.rows import read_lines
 from quantizer.tasks.datasets.rows import refuse_options
 from quantizer.tasks.datasets.rows import require_file
 
@@ -31,26 +30,8 @@ def read_text_csv(path: Path | None, split: str | None, subset: str | None) -> l
     """
     refuse_options("text-csv", split=split, subset=subset)
     file = require_file("text-csv", path)
-    reader = csv.reader(read_lines("text-csv", file), strict=True)
-    rows: list[Row] = []
-    try:
-        header = next(reader, None)
-        if header is None:
-            return rows
-        columns = [column.strip() for column in header]
-        if "text" not in columns or "label" not in columns:
-            raise TaskError(f"{file}:1: the columns are {columns}, expected a header line with 'text' and 'label'")
-        text_at, label_at = columns.index("text"), columns.index("label")
-        for fields in reader:
-            if not fields:
-                continue
-            where = f"{file}:{reader.line_num}"
-            if len(fields) != len(columns):
-                raise TaskError(f"{where}: {len(fields)} fields, expected {len(columns)} as in the header")
-            rows.append(_text(fields[text_at].strip(), fields[label_at].strip(), where))
-    except csv.Error as error:
-        raise TaskError(f"{file}:{reader.line_num}: not CSV ({error})") from error
-    return rows
+    columns = read_columns("text-csv", file, [["text"], ["label"]])
+    return [_text(text, label, where) for where, (text, label) in columns]
 
 
 def _text(text: str, label: str, where: str) -> Text:

@@ -1,0 +1,53 @@
+"""What classifiers share, whatever they read: logits, labels, and figures of both.
+
+Shapes: N rows, B rows of a batch, C classes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quantizer.errors import TaskError
+from quantizer.tasks.metrics import kl_divergence
+from quantizer.tasks.metrics import label_flips
+from quantizer.tasks.metrics import sqnr_db
+
+if TYPE_CHECKING:
+    from quantizer.tasks.task import Predictions
+
+__all__ = ["checked_logits", "class_names", "compare_classifiers", "largest_logit"]
+
+
+def class_names(config: Any) -> tuple[str, ...]:
+    """The name of each class in the config of a model, by its number; none, where it is no classifier."""
+    names = getattr(config, "id2label", None) or {}
+    return tuple(str(names[index]) for index in sorted(names))
+
+
+def checked_logits(output: torch.Tensor) -> torch.Tensor:
+    """The output [B x C] itself; ``TaskError`` where it has another shape."""
+    if output.dim() != 2:
+        raise TaskError(
+            f"the model's output has the shape {tuple(output.shape)}, expected logits [batch, classes]: is this a "
+            "classifier?"
+        )
+    return output
+
+
+def largest_logit(outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    """The label of each row [N] of logits [N x C]."""
+    return np.asarray(outputs.argmax(axis=-1))
+
+
+def compare_classifiers(float_predictions: Predictions, other: Predictions) -> dict[str, float]:
+    """Share of labels that flip, KL divergence from the float distribution in nats, SQNR of the logits in dB."""
+    return {
+        "label_flips": label_flips(float_predictions.decisions, other.decisions),
+        "kl_divergence": kl_divergence(float_predictions.outputs, other.outputs),
+        "sqnr_db": sqnr_db(float_predictions.outputs, other.outputs),
+    }

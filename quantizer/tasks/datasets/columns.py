@@ -1,0 +1,43 @@
+"""Columns of a CSV file with a header, by their names."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
+
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.rows import read_lines
+
+__all__ = ["read_columns"]
+
+
+def read_columns(name: str, file: Path, wanted: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Where each line stands, and its fields in the columns that are wanted; nothing, where the file is empty.
+
+    Args:
+        name: of the data set.
+        file: it begins with a line of column names; further columns are ignored.
+        wanted: for each column the names that it may have.
+
+    Raises:
+        TaskError: the file cannot be read, lacks a column, or holds a malformed line.
+    """
+    reader = csv.reader(read_lines(name, file), strict=True)
+    try:
+        first = next(reader, None)
+        if first is None:
+            return
+        header = [column.strip() for column in first]
+        places = [next((header.index(name) for name in names if name in header), None) for names in wanted]
+        if None in places:
+            expected = " and ".join(" or ".join(map(repr, names)) for names in wanted)
+            raise TaskError(f"{file}:1: the columns are {header}, expected a header line with {expected}")
+        for fields in filter(None, reader):
+            where = f"{file}:{reader.line_num}"
+            if len(fields) != len(header):
+                raise TaskError(f"{where}: {len(fields)} fields, expected {len(header)} as in the header")
+            yield where, [fields[place].strip() for place in places if place is not None]
+    except csv.Error as error:
+        raise TaskError(f"{file}:{reader.line_num}: not CSV ({error})") from error

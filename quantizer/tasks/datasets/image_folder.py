@@ -1,0 +1,48 @@
+"""``image-folder``: a folder with one folder of images a class, under the name that the model has for it or its number.
+
+    animals/cat/one.jpg
+    animals/dog/two.png
+
+The rows are in an order of their own that mixes the classes, the same each time; see ``image_paths``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizer.errors import TaskError
+from quantizer.tasks.datasets.images import IMAGE_FILES
+from quantizer.tasks.datasets.images import image_paths
+from quantizer.tasks.datasets.rows import Image
+from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import datasets
+from quantizer.tasks.datasets.rows import refuse_options
+from quantizer.tasks.datasets.rows import require_folder
+
+__all__ = ["read_image_folder"]
+
+
+@datasets.add("image-folder")
+def read_image_folder(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
+    """All images of a folder, labelled by the folder that they lie in.
+
+    Raises:
+        TaskError: no such folder, no images in it, or one that lies beside the folders of classes.
+    """
+    refuse_options("image-folder", split=split, subset=subset)
+    folder = require_folder("image-folder", path)
+    rows: list[Row] = []
+    for image in image_paths(folder):
+        label, *inside = image.relative_to(folder).parts
+        if not inside:
+            raise TaskError(
+                f"data set 'image-folder': {image} lies in no folder of a class; expected {folder}/CLASS/{image.name}. "
+                "Images without labels can calibrate, but not be scored"
+            )
+        rows.append(Image(image, label))
+    if not rows:
+        raise TaskError(
+            f"data set 'image-folder': {folder} holds no images; expected {folder}/CLASS/FILE with files that end in "
+            f"{', '.join(IMAGE_FILES)}"
+        )
+    return rows

@@ -1,0 +1,131 @@
+"""Batches of images, made by a model's own image processor.
+
+Shapes: B images in a batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantizer.errors import MissingDependencyError
+from quantizer.errors import TaskError
+from quantizer.tasks.inputs import EXAMPLE_ROWS
+from quantizer.tasks.inputs import Batch
+
+__all__ = ["ImageInputs", "read_image", "require_pillow"]
+
+_INPUT = "pixel_values"
+_ASPECTS = ((96, 64), (64, 96))
+"""Width and height of two images that must come out of a processor in one size."""
+
+
+class ImageInputs:
+    """Makes batches with the same input for the float model, a proxy and an engine.
+
+    Args:
+        model: run once, on one empty image, to see that it takes what the processor makes; it is not kept.
+        processor: a transformers image processor.
+
+    Attributes:
+        names: of the inputs.
+        size: channels, height and width of each image.
+
+    Raises:
+        TaskError: the model has no input of images, the processor gives images of several sizes, or the two do not fit.
+    """
+
+    def __init__(self, model: torch.nn.Module, processor: Any) -> None:
+        kind = type(model).__name__
+        if _INPUT not in inspect.signature(model.forward).parameters:
+            raise TaskError(f"{kind} takes no {_INPUT!r}: expected a model of images")
+        self.names: tuple[str, ...] = (_INPUT,)
+        self.processor = processor
+        images = [require_pillow().new("RGB", aspect) for aspect in _ASPECTS]
+        sizes = [tuple(self._processed([image], "new images")[_INPUT].shape[1:]) for image in images]
+        if sizes[0] != sizes[1]:
+            raise TaskError(
+                f"{type(processor).__name__} gives images of several sizes ({list(sizes[0])} and {list(sizes[1])}), "
+                "which form no batch: set height and width as its size, or do_center_crop, in preprocessor_config.json"
+            )
+        self.size: tuple[int, ...] = sizes[0]
+        try:
+            with torch.no_grad():
+                model(**{_INPUT: torch.zeros(1, *self.size)})
+        except (RuntimeError, ValueError) as error:
+            raise TaskError(
+                f"{kind} does not take the images {list(self.size)} that its image processor makes ({_first(error)}): "
+                "set the size that it was trained for in preprocessor_config.json"
+            ) from error
+
+    def order(self, paths: Sequence[Path]) -> list[int]:
+        """As they come: all images have one size."""
+        return list(range(len(paths)))
+
+    def batch(self, paths: Sequence[Path]) -> Batch:
+        """One batch [B x channels x height x width], read from files."""
+        return self._processed([read_image(path) for path in paths], f"{paths[0]} and {len(paths) - 1} more")
+
+    def filled(self, paths: Sequence[Path], rows: int, sequence: int | None) -> Batch:
+        """A batch of exactly so many images, over again where there are fewer; without images it is random."""
+        return self.batch([paths[row % len(paths)] for row in range(rows)]) if paths else self.random(rows, sequence)
+
+    def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
+        """Noise; an image has no tokens, so ``sequence`` changes nothing."""
+        return {_INPUT: torch.randn(rows, *self.size, generator=torch.Generator().manual_seed(seed))}
+
+    def example(self, paths: Sequence[Path]) -> Batch:
+        """A batch of two; see ``Task.example``."""
+        return self.filled(paths[:EXAMPLE_ROWS], EXAMPLE_ROWS, None)
+
+    def _processed(self, images: list[Any], which: str) -> Batch:
+        try:
+            made = self.processor(images, return_tensors="pt")
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TaskError(
+                f"{type(self.processor).__name__} refused {which}: {_first(error)}; check preprocessor_config.json"
+            ) from error
+        if _INPUT not in made:
+            raise TaskError(f"{type(self.processor).__name__} gives {', '.join(made)}, expected {_INPUT!r}")
+        return {_INPUT: made[_INPUT]}
+
+
+def read_image(path: Path) -> Any:
+    """An image as RGB, turned as the camera was held.
+
+    Raises:
+        TaskError: there is no such file, or it is no whole image.
+        MissingDependencyError: Pillow is not installed.
+    """
+    pillow = require_pillow()
+    from PIL import ImageOps
+
+    try:
+        with pillow.open(path) as file:
+            return ImageOps.exif_transpose(file).convert("RGB")
+    # A broken PNG is a SyntaxError, an endless one a DecompressionBombError.
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+        raise TaskError(
+            f"{path} cannot be read as an image ({_first(error)}): mend the file, or take it out of the data"
+        ) from error
+
+
+def require_pillow() -> Any:
+    """The module ``PIL.Image``.
+
+    Raises:
+        MissingDependencyError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("pillow", "hf") from error
+    return Image
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,252 @@
+"""Images as data: folders and lists of them, an image processor's batches, labels, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image as Picture
+from tiny_vision import CLASSES
+from tiny_vision import SIZE
+from tiny_vision import tiny_images
+from tiny_vision import tiny_vit
+
+from quantizer.errors import TaskError
+from quantizer.tasks import Image
+from quantizer.tasks import Task
+from quantizer.tasks import build_task
+from quantizer.tasks import load_image_processor
+from quantizer.tasks import load_model
+from quantizer.tasks import load_processor
+from quantizer.tasks import load_rows
+from quantizer.tasks import read_checkpoint
+from quantizer.tasks import read_image
+from quantizer.tasks import read_images
+
+NAME = "image-classification"
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vit(tmp_path_factory.mktemp("vit"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_images(tmp_path_factory.mktemp("images"), 12, seed=0)
+
+
+@pytest.fixture(scope="module")
+def model(vit: Path) -> torch.nn.Module:
+    return load_model(str(vit), NAME)
+
+
+@pytest.fixture(scope="module")
+def task(vit: Path, model: torch.nn.Module) -> Task:
+    return build_task(NAME, model, load_processor(str(vit), NAME), batch_size=5)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_classes_mixes_them(images: Path) -> None:
+    rows = load_rows("image-folder", path=images)
+    assert rows == load_rows("image-folder", path=images)
+    assert sorted(row.path for row in rows) == sorted(images.rglob("*.png"))
+    assert all(row.label == row.path.parent.name for row in rows)
+    assert {row.label for row in rows[:6]} == set(CLASSES)
+
+
+def test_images_without_labels_are_in_one_order_whatever_the_folders_place(images: Path, tmp_path: Path) -> None:
+    copied = tiny_images(tmp_path / "elsewhere", 12, seed=5)
+    (copied / "README.txt").write_text("no image")
+    assert [p.relative_to(copied) for p in read_images(copied)] == [p.relative_to(images) for p in read_images(images)]
+
+
+@pytest.mark.parametrize("header", ["path,label", "file,class_index", "label,note,path"])
+def test_a_list_of_images_keeps_its_order(images: Path, header: str) -> None:
+    line = {"path": "red/0.png", "label": "red", "file": "red/0.png", "class_index": "red", "note": "x"}
+    written = images / "list.csv"
+    names = header.split(",")
+    other = {**line, "path": "blue/2.png", "file": "blue/2.png", "label": "2", "class_index": "2"}
+    rows = [",".join(row[name] for name in names) for row in (line, other)]
+    written.write_text("\n".join([header, *rows]) + "\n")
+    found = load_rows("image-csv", path=written)
+    assert found == [Image(images / "red" / "0.png", "red"), Image(images / "blue" / "2.png", "2")]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name,label\n", r"the columns are \['name', 'label'\], expected a header line with 'path' or 'file' and 'la"),
+        ("path,label\nred/1.png,red\n", r"list\.csv:2: there is no image .*red/1\.png \(a relative path starts at"),
+        ("path,label\nred/0.png,\n", r"list\.csv:2: the label is empty"),
+        ("path,label\nred/0.png\n", r"list\.csv:2: 1 fields, expected 2"),
+        ("path,label\n", "has no rows"),
+    ],
+    ids=["header", "no-image", "no-label", "fields", "empty"],
+)
+def test_a_list_that_is_wrong(images: Path, text: str, expected: str) -> None:
+    (images / "list.csv").write_text(text)
+    with pytest.raises(TaskError, match=expected):
+        load_rows("image-csv", path=images / "list.csv")
+
+
+def test_folders_that_are_wrong(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty" / "red").mkdir(parents=True)
+    with pytest.raises(TaskError, match=r"empty holds no images; expected .*empty/CLASS/FILE with files that end in"):
+        load_rows("image-folder", path=tmp_path / "empty")
+    with pytest.raises(TaskError, match=r"empty holds no images: expected files that end in \.bmp"):
+        read_images(tmp_path / "empty")
+    with pytest.raises(TaskError, match=r"red/\d\.png lies in no folder of a class; expected .*/red/CLASS/\d\.png"):
+        load_rows("image-folder", path=images / "red")
+    with pytest.raises(TaskError, match="there is no folder"):
+        load_rows("image-folder", path=tmp_path / "missing")
+    with pytest.raises(TaskError, match=r"0\.png is a file, expected a folder"):
+        load_rows("image-folder", path=images / "red" / "0.png")
+    with pytest.raises(TaskError, match="reads a folder of yours, but no path was given"):
+        load_rows("image-folder")
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_image_is_turned_as_the_camera_was_held(tmp_path: Path) -> None:
+    picture = Picture.new("L", (4, 2))
+    exif = picture.getexif()
+    exif[0x0112] = 6
+    picture.save(tmp_path / "turned.png", exif=exif)
+    read = read_image(tmp_path / "turned.png")
+    assert (read.size, read.mode) == ((2, 4), "RGB")
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign", "missing", "header"])
+def test_an_image_that_cannot_be_read(images: Path, tmp_path: Path, damage: str) -> None:
+    whole = (images / "red" / "0.png").read_bytes()
+    path = tmp_path / "bad.png"
+    content = {"cut": whole[:100], "foreign": b"no image", "header": whole[:20] + b"\xff" * 40 + whole[60:]}
+    if damage != "missing":
+        path.write_bytes(content[damage])
+    with pytest.raises(TaskError, match=r"bad\.png cannot be read as an image \(.+\): mend the file, or take it out"):
+        read_image(path)
+
+
+# -- the task ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_the_processors(task: Task, vit: Path, images: Path) -> None:
+    paths = read_images(images)
+    batches = task.sample_batches(paths)
+    assert [tuple(batch["pixel_values"].shape) for batch in batches] == [(5, 3, 32, 32), (5, 3, 32, 32), (2, 3, 32, 32)]
+    alone = load_image_processor(str(vit))(Picture.open(paths[6]).convert("RGB"), return_tensors="pt")
+    assert torch.equal(batches[1]["pixel_values"][1], alone["pixel_values"][0])
+    assert task.input_names == ("pixel_values",)
+    assert task.example()["pixel_values"].shape == (2, 3, SIZE, SIZE)
+    assert torch.equal(task.random_batch(3)["pixel_values"], task.random_batch(3, 128)["pixel_values"])
+
+
+def test_scores_are_those_of_the_model_run_by_hand(task: Task, model: torch.nn.Module, images: Path) -> None:
+    rows = load_rows("image-folder", path=images)
+    predictions = task.predict(lambda batch: model(**batch), rows)
+    with torch.no_grad():
+        by_hand = [int(model(**task.inputs.batch([row.path])).logits.argmax()) for row in rows]
+    assert predictions.decisions.tolist() == by_hand
+    right = sum(CLASSES[label] == row.label for label, row in zip(by_hand, rows, strict=True))
+    assert task.score(predictions, rows) == pytest.approx(right / 12)
+    other = task.predictions(-predictions.outputs)
+    paired = task.paired(predictions, other)
+    assert paired["label_flips"] == np.mean(other.decisions != predictions.decisions) > 0
+    assert set(paired) == {"label_flips", "kl_divergence", "sqnr_db"}
+
+
+def test_labels_are_names_or_numbers(task: Task, images: Path) -> None:
+    path = images / "red" / "0.png"
+    assert task.targets([Image(path, "blue"), Image(path, "1")]).tolist() == [2, 1]
+    for label in ("cat", "3", "-1", "²"):
+        with pytest.raises(TaskError, match=rf"0\.png: the label '{label}' is no class of the model; expected one of"):
+            task.targets([Image(path, label)])
+
+
+def test_a_name_of_two_classes_is_no_label(vit: Path, images: Path) -> None:
+    model = load_model(str(vit), NAME)
+    model.config.id2label = {0: "crane", 1: "crane", 2: "7"}
+    task = build_task(NAME, model, load_processor(str(vit), NAME))
+    assert task.targets([Image(images, "7"), Image(images, "1")]).tolist() == [2, 1]
+    with pytest.raises(
+        TaskError, match=r"'crane' is the name of 2 classes of the model; expected .* a number from 0 to"
+    ):
+        task.targets([Image(images, "crane")])
+
+
+def test_rows_of_another_kind(task: Task, tmp_path: Path) -> None:
+    (tmp_path / "texts.csv").write_text("text,label\na film,0\n")
+    with pytest.raises(
+        TaskError, match="needs rows of kind Image, got Text: use a data set of such rows, like 'image-f"
+    ):
+        task.batches(load_rows("text-csv", path=tmp_path / "texts.csv"))
+
+
+# -- checkpoints and processors ----------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_tells_its_task(vit: Path) -> None:
+    checkpoint = read_checkpoint(str(vit))
+    assert (checkpoint.task, checkpoint.labels) == (NAME, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "expected"),
+    [
+        (transformers.BertConfig(), NAME, "bert reads text, and task 'image-classification' is for image"),
+        (transformers.ViTConfig(), "sequence-classification", "vit reads image, and task 'sequence-classification' is"),
+        (transformers.BeitConfig(), "sentence-similarity", "beit reads image, and task"),  # it has a vocabulary
+    ],
+    ids=["text", "image", "image-with-vocabulary"],
+)
+def test_a_task_for_another_kind_of_model(
+    tmp_path: Path, config: transformers.PretrainedConfig, task: str, expected: str
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(TaskError, match=expected):
+        load_model(str(tmp_path), task)
+
+
+def test_a_model_without_its_head(tmp_path: Path) -> None:
+    options = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=8, **options)).save_pretrained(tmp_path)
+    assert read_checkpoint(str(tmp_path)).task is None
+    with pytest.raises(TaskError, match=r"has no weights for classifier\.bias, classifier\.weight"):
+        load_model(str(tmp_path), NAME)
+
+
+def test_no_image_processor(vit: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(TaskError, match="cannot load the image processor of model source"):
+        load_image_processor(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"size": {"height": 16, "width": 16}}, r"does not take the images \[3, 16, 16\] that its image processor mak"),
+        ({"size": {"shortest_edge": SIZE}}, r"gives images of several sizes \(\[3, 32, 48\] and \[3, 48, 32\]\)"),
+        ({"size": {"width": 9}}, "refused new images: .*; check preprocessor_config"),
+    ],
+    ids=["other-size", "sizes", "nonsense"],
+)
+def test_a_processor_that_does_not_fit(
+    model: torch.nn.Module, options: dict[str, dict[str, int]], expected: str
+) -> None:
+    processor = transformers.CLIPImageProcessorPil(do_center_crop=False)
+    processor.size = options["size"]
+    with pytest.raises(TaskError, match=expected):
+        build_task(NAME, model, processor)
+
+
+def test_a_model_that_takes_no_images() -> None:
+    with pytest.raises(TaskError, match="Linear takes no 'pixel_values': expected a model of images"):
+        build_task(NAME, torch.nn.Linear(2, 2), transformers.ViTImageProcessorPil())
