@@ -267,15 +267,18 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
 
     asked: list[Any] = []
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
     monkeypatch.setattr(quantizer.conversion, "convert", lambda conversion, _: asked.append(conversion))
     (verb,) = [verb for verb in VERBS if verb.name == "convert"]
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:
         assert main(words[1:]) == 0
-    assert [conversion.backends for conversion in asked] == [("openvino",), ("openvino", "tensorrt-rtx"), ("openvino",)]
-    assert [conversion.max_drop for conversion in asked] == [None, None, 0.002]
+    cpu, both = ("openvino",), ("openvino", "tensorrt-rtx")
+    assert [conversion.backends for conversion in asked] == [cpu, both, cpu, cpu]
+    assert [conversion.max_drop for conversion in asked] == [None, None, 0.002, None]
     assert str(asked[0].calibration) == "texts.txt"
     assert str(asked[2].tuning) == "text-csv:dev.csv"
+    assert str(asked[3].evaluation) == "image-folder:labelled"
     assert str(asked[0].output) == str(Path("converted") / "my-model")
 
 
