@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from quantizer.qat.distillation import Distillation
 from quantizer.qat.learned_scales import learn_scales
 from quantizer.qat.learned_scales import learned_scales
 
-__all__ = ["learn_scales", "learned_scales"]
+__all__ = ["Distillation", "learn_scales", "learned_scales"]

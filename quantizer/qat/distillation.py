@@ -1,0 +1,116 @@
+"""Distillation: the trained proxy is held to what the float model said before the training.
+
+Legend: z the proxy's and y the teacher's logits [.., C], T the temperature; h_l and g_l their hidden states of layer l.
+
+    loss = T^2 KL(softmax(y / T) || softmax(z / T)) + hidden * mean over l of |h_l - g_l|^2 / |g_l|^2
+
+(Hinton et al. 2015, arXiv:1503.02531; the factor T^2 keeps the gradient's size.) An output without ``logits`` is
+compared as a hidden state is. Padding, where the inputs hold an ``attention_mask`` [B, S], is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import ProxyError
+from quantizer.errors import QuantizerError
+from quantizer.proxy.build import is_proxy
+from quantizer.proxy.observe import padding_mask
+
+__all__ = ["Distillation"]
+
+
+class Distillation:
+    """A loss against a teacher: by default the model itself, as it is now.
+
+    Args:
+        model: the float model; a copy of it is kept, so make this before the first step of the training.
+        temperature: T, positive.
+        hidden: the weight of the hidden states, 0 or more; above 0 both models must give ``hidden_states``.
+
+    Raises:
+        ProxyError: ``model`` is a proxy: what it says is rounded already.
+        QuantizerError: a temperature or a weight that is out of bounds.
+    """
+
+    def __init__(self, model: nn.Module, *, temperature: float = 1.0, hidden: float = 0.0) -> None:
+        if is_proxy(model):
+            raise ProxyError("the teacher is a proxy, whose outputs are rounded: give the float model")
+        if not 0 < temperature < float("inf"):
+            raise QuantizerError(f"temperature is {temperature}, expected a number above 0")
+        if not 0 <= hidden < float("inf"):
+            raise QuantizerError(f"hidden is {hidden}, expected a number of 0 or more")
+        self.teacher = copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+        self._temperature = temperature
+        self._hidden = hidden
+
+    def __call__(self, output: Any, *args: Any, **keywords: Any) -> Tensor:
+        """The loss [] of a proxy's output.
+
+        Args:
+            output: what the proxy gave for the batch; with ``hidden``, called with ``output_hidden_states=True``.
+            args: the batch.
+            keywords: the batch; ``labels`` among them are left out.
+
+        Raises:
+            QuantizerError: the outputs hold nothing that can be compared, or no hidden states where they are asked for.
+        """
+        given = {name: value for name, value in keywords.items() if name != "labels"}
+        if self._hidden:
+            given["output_hidden_states"] = True
+        with torch.no_grad():
+            wanted = self.teacher(*args, **given)
+        mask = padding_mask(keywords)
+        loss = self._of_outputs(output, wanted, mask)
+        if not self._hidden:
+            return loss
+        pairs = list(zip(_hidden_states(output, "proxy"), _hidden_states(wanted, "teacher"), strict=True))
+        return loss + self._hidden * sum(_relative(h, g, mask) for h, g in pairs) / len(pairs)
+
+    def _of_outputs(self, output: Any, wanted: Any, mask: Tensor | None) -> Tensor:
+        z, y = _entry(output, "logits"), _entry(wanted, "logits")
+        if z is None or y is None:
+            z, y = _first_tensor(output), _first_tensor(wanted)
+            return _relative(z, y, mask)
+        log_q, log_p = ((_real(value, mask).float() / self._temperature).log_softmax(-1) for value in (z, y))
+        # A class that is ruled out by -inf is so in both, and -inf less -inf is no number.
+        terms = torch.where(log_p > -torch.inf, log_p.exp() * (log_p - log_q), 0)
+        return terms.sum(-1).mean() * self._temperature**2
+
+
+def _relative(found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
+    found, wanted = _real(found, mask).float(), _real(wanted, mask).float()
+    return (found - wanted).square().sum() / wanted.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _real(value: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows of real tokens of [B, S, ..]; all of what has another shape."""
+    return value[mask] if mask is not None and value.shape[:2] == mask.shape else value
+
+
+def _entry(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _first_tensor(output: Any) -> Tensor:
+    leaves = torch.utils._pytree.tree_leaves(output)
+    found = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+    if found is None:
+        raise QuantizerError(f"an output ({type(output).__name__}) holds no floating-point tensor to be compared")
+    return found
+
+
+def _hidden_states(output: Any, whose: str) -> tuple[Tensor, ...]:
+    states = _entry(output, "hidden_states")
+    if not states:
+        raise QuantizerError(
+            f"hidden is above 0, and the {whose}'s output has no hidden_states: call the proxy with "
+            "output_hidden_states=True, or leave hidden out"
+        )
+    return tuple(states)
