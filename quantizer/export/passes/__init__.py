@@ -11,6 +11,7 @@ from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
 from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
 from quantizer.export.passes.fold_batch_norm import FoldBatchNorm
 from quantizer.export.passes.fold_channel_factors import FoldChannelFactors
+from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
@@ -24,6 +25,7 @@ __all__ = ["PASSES", "FoldChannelFactors", "GraphPass", "UnsignedActivations", "
 PASSES: tuple[GraphPass, ...] = (
     StoreWeights(),
     EinsumToMatMul(),
+    GemmToMatMul(),
     WeightsAsRead(),
     FoldBatchNorm(),
     LayoutBeforeQuantize(),

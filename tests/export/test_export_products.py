@@ -1,4 +1,4 @@
-"""Einsums of quantized operands: those that are products of matrices become MatMul, the others stay."""
+"""Einsums and Gemms of quantized operands: those that are products of matrices become MatMul, the others stay."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
+from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 
 onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
@@ -154,3 +155,67 @@ def test_a_model_of_einsums_is_exported_as_products(backend: str, tmp_path: Path
     (found,) = engine({engine.input_names[0]: x.numpy()}).values()
     expected = frozen(x).detach().numpy()
     assert np.square(found - expected).sum() < 1e-3 * np.square(expected).sum()
+
+
+# -- Gemm --------------------------------------------------------------------------------------------------------------
+
+
+def gemm(attributes: str = "", bias: str = "", *, second: str = "6,7", quantized: str = "ab") -> Any:
+    """A Gemm of a [4, 6] and b, with a constant bias of the shape that is given."""
+    pair = "{0}q = QuantizeLinear ({0}, s) {0}d = DequantizeLinear ({0}q, s)"
+    nodes = " ".join(pair.format(name) if name in quantized else f"{name}d = Identity ({name})" for name in "ab")
+    text = (
+        f'<ir_version: 10, opset_import: ["" : 20]> g (float[4,6] a, float[{second}] b) => (float[4,7] y)'
+        f"{{ {nodes} y = Gemm {attributes} (ad, bd{', c' if bias else ''}) }}"
+    )
+    proto = onnx.parser.parse_model(text)
+    constants = {"s": np.array(0.02, np.float32)}
+    if bias:
+        constants["c"] = np.arange(7, dtype=np.float32).reshape([int(size) for size in bias.split(",")])
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in constants.items())
+    return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+
+
+@pytest.mark.parametrize("bias", ["", "7", "1,7"])
+@pytest.mark.parametrize(("attributes", "second"), [("", "6,7"), ("<transB = 1>", "7,6")])
+def test_a_gemm_becomes_a_product_and_an_add(attributes: str, second: str, bias: str) -> None:
+    expected = computed(gemm(attributes, bias, second=second), ("4,6", second))
+    model = gemm(attributes, bias, second=second)
+    run_passes(model, [GemmToMatMul()])
+    operators = [node.op_type for node in model.graph]
+    assert "Gemm" not in operators
+    assert operators.count("Add") == bool(bias)
+    np.testing.assert_allclose(computed(model, ("4,6", second)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attributes": "<alpha = 0.5>"},
+        {"attributes": "<beta = 2.0>", "bias": "7"},
+        {"quantized": "a"},
+        {"quantized": ""},
+    ],
+    ids=["alpha", "beta", "one float operand", "floats"],
+)
+def test_other_gemms_stay(options: dict[str, Any]) -> None:
+    model = gemm(**options)
+    run_passes(model, [GemmToMatMul()])
+    assert [node.op_type for node in model.graph][-1] == "Gemm"
+
+
+def test_a_linear_on_two_dimensions_runs_in_int8(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+    pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    from quantizer.engines import BuildOptions
+    from quantizer.engines import build_engine
+    from quantizer.engines import inspect_engine
+
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).eval(), torch.randn(8, 64)
+    quantizer = Quantizer(backend="onnxruntime")
+    quantizer.calibrate(model, [x], progress=False)
+    path = quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", x)
+    engine = build_engine("onnxruntime", path, tmp_path / "model.engine", BuildOptions()).path
+    products = {share.precision: share.products for share in inspect_engine("onnxruntime", engine).shares}
+    assert products["int8"] == 2
+    assert not products.get("fp32")
