@@ -123,7 +123,7 @@ graph_rules.add("openvino")(
 )
 
 _ONNXRUNTIME = GraphRules(
-    severities={**_ALWAYS, "signedness": "warning"},
+    severities={**_ALWAYS, "gemm-bias": "warning", "signedness": "warning"},
     own_domains=frozenset({"com.microsoft"}),
     signed_cost="leaves half of such products in float behind their DequantizeLinear",
 )

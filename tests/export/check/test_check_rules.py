@@ -44,6 +44,13 @@ class Case:
 # -- graphs of more than one argument ------------------------------------------------------------------------------
 
 
+def gemm(bias: bool) -> Graph:
+    g = Graph("float32")
+    x = g.rounded(g.input("x", ["batch", 32]), zero=128, kind="uint8")
+    g.output(g.node("Gemm", x, g.weight((32, 32), 1), *([g.floats(32)] if bias else [])))
+    return g
+
+
 def computed_scale(computed: bool) -> Graph:
     g = Graph()
     x = g.input("x", ["batch", 32])
@@ -589,6 +596,7 @@ CASES = [
         "",
         "all 1 products have float32 tensors: tensorrt builds what the graph says",
     ),
+    Case("gemm-bias", lambda: gemm(True), lambda: gemm(False), "Gemm_3", "computes it in floats", ONNXRUNTIME),
     Case("mask-range", lambda: half_mask(-65504), lambda: half_mask(-30000), "Mul_5", "the constant -65504"),
     Case(
         "mask-range", lambda: half_mask(-np.inf), lambda: half_mask(-30000), "Mul_5", "the constant -inf", variant="inf"

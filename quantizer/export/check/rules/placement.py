@@ -20,7 +20,7 @@ from quantizer.export.check.rule import rules
 from quantizer.export.check.subject import Subject
 from quantizer.numerics.qtype import INT4
 
-__all__ = ["half_site", "quantized_bias", "quantized_mask", "site_kind"]
+__all__ = ["gemm_bias", "half_site", "quantized_bias", "quantized_mask", "site_kind"]
 
 
 @rules.add("half-site")
@@ -85,6 +85,17 @@ def quantized_bias(subject: Subject) -> Iterator[Fault]:
                 continue
             problem = f"the bias of {name_of(node)} is rounded, which gains nothing"
             yield Fault(name_of(before), problem, "add the float bias")
+
+
+@rules.add("gemm-bias")
+def gemm_bias(subject: Subject) -> Iterator[Fault]:
+    """A quantized Gemm has no float bias."""
+    advice = "write it as MatMul and Add, or give it an INT32 bias behind a DequantizeLinear"
+    for pair in subject.products:
+        node = pair[0].product
+        quantized = node.op_type == "Gemm" and all(operand.quantized for operand in pair)
+        if quantized and not all(is_dequantize(maker(value)) for value in _biases(node)):
+            yield Fault(name_of(node), f"with its float bias {subject.target.name} computes it in floats", advice)
 
 
 def _biases(node: Any) -> list[Any]:
