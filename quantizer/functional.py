@@ -103,7 +103,8 @@ def fake_quantize(
 ) -> Tensor:
     """x rounded to what a format can hold: ``dequantize(quantize(x))`` in the type of x.
 
-    The gradient passes straight through to x, and is zero where x was clipped; the scale gets none.
+    The gradient passes straight through to x, and is zero where x was clipped; the scale's, where it requires one, is
+    that of LSQ (arXiv:1902.08153, equation 3): the sum of q - x / s where x was not clipped, and of q where it was.
 
     Args:
         x, scale, dtype, axis, block_size, zero_point: as for ``quantize``.

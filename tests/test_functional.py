@@ -171,9 +171,11 @@ def test_traced() -> None:
     assert torch.equal(traced(X[:3]), Dynamic()(X[:3]))
 
 
-def test_the_scale_gets_no_gradient() -> None:
+def test_the_gradients_of_values_and_scale() -> None:
     x, scale = X.clone().requires_grad_(), S.clone().requires_grad_()
     fake_quantize(x, scale).sum().backward()
-    assert scale.grad is None
     assert x.grad is not None
     assert x.grad.eq(1).all()
+    assert scale.grad is not None
+    steps = X / S
+    torch.testing.assert_close(scale.grad, (steps.round() - steps).sum())
