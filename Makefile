@@ -32,6 +32,11 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/calibration_speed.py
 	$(BIN)/python benchmarks/calibration_accuracy.py
 	$(BIN)/python benchmarks/sensitivity.py
+	$(BIN)/python benchmarks/accuracy_control.py
+	$(BIN)/python benchmarks/check_peers.py
+	$(BIN)/python benchmarks/export_architectures.py
+	$(BIN)/python benchmarks/export_speed.py
+	$(BIN)/python benchmarks/training_speed.py
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-no-deps.txt
 	$(PYTHON) -m venv .venv
