@@ -54,14 +54,8 @@ class Decisions:
         """Decide, for this configuration, from what another saw; once ``show`` has given the model.
 
         Raises:
-            CalibrationError: it saw nothing, kept nothing of it, or goes by scales from elsewhere.
+            CalibrationError: it kept nothing of what it saw.
         """
-        other.plan()
-        if other.scales_replaced:
-            raise CalibrationError(
-                "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales() or "
-                "qat(): make the Quantizer of the other backend first, and load the scales into both"
-            )
         self._earlier = other.seen()
         if self._earlier is None:
             raise CalibrationError(

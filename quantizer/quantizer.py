@@ -356,10 +356,10 @@ class Quantizer:
             CalibrationError: there is nothing to save yet.
             QuantizerError: the folder cannot be written.
         """
-        plan, decisions, fallback = self._served.settle(), self._served.decisions, self._served.fallback
+        plan, decisions, fallback = self._served.decided(), self._served.decisions, self._served.fallback
         document = {
             "config": self.config.model_dump(mode="json"),
-            "scales_replaced": decisions.scales_replaced,
+            "scales_replaced": self._served.scales_replaced,
             "fallback": None if fallback is None else fallback.document(),
             "regions": decisions.regions().plain(),
         }

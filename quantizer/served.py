@@ -14,6 +14,7 @@ from quantizer.amp import Amp
 from quantizer.amp import frozen
 from quantizer.config import QuantizerConfig
 from quantizer.decisions import Decisions
+from quantizer.errors import CalibrationError
 from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
 from quantizer.errors import SensitivityError
@@ -84,12 +85,17 @@ class Served:
         """Serve another backend's model from one calibration: ``other`` is where it ran, for ``backend``.
 
         Raises:
-            CalibrationError: see ``Decisions.follow``.
+            CalibrationError: nothing was calibrated, it goes by other scales, or see ``Decisions.follow``.
         """
-        other.settle()
+        decided = other.decided()
+        if other.scales_replaced:
+            raise CalibrationError(
+                "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales() or "
+                "qat(): make the Quantizer of the other backend first, and load the scales into both"
+            )
         self.decisions.follow(other.decisions)
         if other.fallback is not None:
-            self._carried = other.fallback, other.decided(), backend
+            self._carried = other.fallback, decided, backend
         model = None if other._model is None else other._model()
         if model is not None:
             self.take(model)
@@ -128,11 +134,10 @@ class Served:
             return self.decisions.plan()
         return self.trainable.plan(float_dtype(self._config))
 
-    def settle(self) -> Plan:
-        """What counts from now on, whatever comes of the training."""
-        if self.trainable is not None:
-            self.decisions.replace(self.decided())
-        return self.decisions.plan()
+    @property
+    def scales_replaced(self) -> bool:
+        """Whether scales from elsewhere count, or those that the weights had before a training."""
+        return self.trainable is not None or self.decisions.scales_replaced
 
     def plan(self) -> Plan:
         """What was decided, less what was put back."""

@@ -22,11 +22,11 @@ from quantizer.proxy.scales import with_scales
 from quantizer.qat import learn_scales
 from quantizer.qat import learned_scales
 
-__all__ = ["FIRST_BATCHES", "Scales", "Trainable"]
+__all__ = ["Scales", "Trainable"]
 
 logger = logging.getLogger(__name__)
 
-FIRST_BATCHES = 8
+_FIRST_BATCHES = 8
 """Batches that ranges come from where nothing was calibrated."""
 
 Scales = Literal["fixed", "learned"]
@@ -76,7 +76,7 @@ class Trainable:
             observing: the proxy of a calibration of the same model.
             decided: the plan after what was seen so far.
         """
-        logger.warning("qat(): nothing was calibrated, so ranges come from the first %d batches", FIRST_BATCHES)
+        logger.warning("qat(): nothing was calibrated, so ranges come from the first %d batches", _FIRST_BATCHES)
         seen = 0
 
         def observe(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -86,9 +86,9 @@ class Trainable:
             self._plan = decided()
             self._apply(self._plan)
             seen += 1
-            if seen == FIRST_BATCHES:
+            if seen == _FIRST_BATCHES:
                 handle.remove()
-                logger.info("qat(): ranges are those of the first %d batches", FIRST_BATCHES)
+                logger.info("qat(): ranges are those of the first %d batches", _FIRST_BATCHES)
 
         handle = self.proxy.register_forward_pre_hook(observe, with_kwargs=True)
 

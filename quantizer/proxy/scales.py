@@ -15,7 +15,7 @@ from quantizer.proxy.operand_plans import held_scale
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 
-__all__ = ["scales_of", "with_scales"]
+__all__ = ["scale_group", "scales_of", "with_scales"]
 
 
 def scales_of(plan: Plan) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dty
     Raises:
         CalibrationError: scales that cannot be taken; all of them are listed.
     """
-    groups = {f"{path}.{o.name}": _group(o) for path, entry in plan.items() for o in entry.operands}
+    groups = {f"{path}.{o.name}": scale_group(o) for path, entry in plan.items() for o in entry.operands}
     problems = []
     given: dict[str, Tensor] = {}
     # What a range group was given, and the operand that it was given for.
@@ -69,7 +69,7 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dty
     for path, entry in plan.items():
         operands = []
         for operand in entry.operands:
-            group = _group(operand)
+            group = scale_group(operand)
             scale_of_group = shared[group][1] if operand.quantized and group in shared else None
             new = given.get(f"{path}.{operand.name}", scale_of_group)
             operands.append(operand if new is None else _scaled(operand, new, scale_dtype))
@@ -77,7 +77,7 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dty
     return result
 
 
-def _group(operand: OperandPlan) -> tuple[str, str, bool] | None:
+def scale_group(operand: OperandPlan) -> tuple[str, str, bool] | None:
     """What operands have in common that have one scale: the tensor that they read, its format, and its migration."""
     if operand.range_group is None:
         return None

@@ -16,6 +16,7 @@ from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
+from quantizer.proxy.scales import scale_group
 
 __all__ = ["learn_scales", "learned_scales"]
 
@@ -26,9 +27,9 @@ def learn_scales(proxy: nn.Module, plan: Plan) -> None:
     for _, operand, quantizer in _scaled(proxy, plan):
         assert quantizer.scale is not None
         parameter = nn.Parameter(torch.zeros_like(quantizer.scale))
-        if operand.range_group is not None:
-            key = operand.range_group, operand.dtype, operand.smooth is not None
-            parameter = shared.setdefault(key, parameter)
+        group = scale_group(operand)
+        if group is not None:
+            parameter = shared.setdefault(group, parameter)
         quantizer.learn_scale(parameter, of_samples=operand.role != "weight")
 
 

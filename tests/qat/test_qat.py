@@ -105,6 +105,18 @@ def test_what_was_learned_is_saved(tmp_path: Any) -> None:
     assert torch.equal(loaded.quantize(model)(data(9)), expected)
 
 
+@pytest.mark.parametrize("scales", ["fixed", "learned"])
+def test_what_was_learned_is_for_one_backend(scales: Any) -> None:
+    model = Twice().eval()
+    quantizer = calibrated(model)
+    proxy = quantizer.qat(model, scales=scales)
+    train(proxy, steps=1)
+    with pytest.raises(CalibrationError, match=r"goes by scales of load_scales\(\) or qat\(\)"):
+        quantizer.for_backend("onnxruntime")
+    train(proxy, steps=1)
+    assert torch.equal(quantizer.quantize(model)(data(9)), proxy(data(9)))
+
+
 def test_operands_of_one_tensor_learn_one_scale() -> None:
     model = Twice().eval()
     quantizer = calibrated(model)

@@ -18,7 +18,10 @@ __all__ = [
     "block_size",
     "drop_unread",
     "floats",
+    "insert_before",
+    "is_dequantized",
     "quantize_of",
+    "replace_node",
     "run_passes",
     "scalar",
     "smallest_normal",
@@ -87,6 +90,26 @@ def drop_unread(model: Any, value: Any) -> None:
         del model.graph.initializers[value.name]
 
 
+def insert_before(
+    model: Any, node: Any, operator: str, inputs: Sequence[Any], *, like: Any, shape: Any, attributes: Any = ()
+) -> Any:
+    """The output of a new node before ``node``, which stands for part of it; its type is that of the value ``like``."""
+    import onnx_ir
+
+    made = onnx_ir.Node("", operator, inputs, attributes)
+    made.metadata_props.update(node.metadata_props)
+    made.outputs[0].shape, made.outputs[0].type = shape, like.type
+    model.graph.insert_before(node, made)
+    return made.outputs[0]
+
+
+def replace_node(model: Any, node: Any, value: Any) -> None:
+    """Let ``value`` stand for the one output of a node, under its name, and take the node out."""
+    value.name = node.outputs[0].name
+    node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
+    model.graph.remove(node, safe=True)
+
+
 def scalar(value: Any) -> float | None:
     """The number in a one-element floating constant; None for anything else."""
     constant = getattr(value, "const_value", None)
@@ -114,10 +137,16 @@ def smallest_normal(dtype: np.dtype[Any]) -> float:
     return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
 
 
+def is_dequantized(value: Any) -> bool:
+    """Whether a value comes from a DequantizeLinear."""
+    producer = None if value is None else value.producer()
+    return producer is not None and producer.op_type == "DequantizeLinear"
+
+
 def quantize_of(value: Any) -> tuple[Any, Any] | None:
     """The Q and the DQ that an activation comes through; None for what comes from anything else."""
-    dequantize = None if value is None else value.producer()
-    if dequantize is None or dequantize.op_type != "DequantizeLinear":
+    if not is_dequantized(value):
         return None
+    dequantize = value.producer()
     quantize = dequantize.inputs[0].producer()
     return (quantize, dequantize) if quantize is not None and quantize.op_type == "QuantizeLinear" else None

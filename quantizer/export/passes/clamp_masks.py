@@ -20,8 +20,6 @@ from quantizer.proxy.regions import MASK
 __all__ = ["ClampMasks"]
 
 _BOUNDED = frozenset({"Clip", "Max", "Min"})
-
-
 _MASKING = frozenset({"Add", "Expand", "Sub", "Unsqueeze", "Where"})
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-__all__ = ["EinsumToMatMul"]
+from quantizer.export.passes.base import insert_before
+from quantizer.export.passes.base import is_dequantized
+from quantizer.export.passes.base import replace_node
 
-_OWN = ((True, False), (False, True))
-"""Whether the first and the second operand have a label that is the first's own, and one that is the second's."""
+__all__ = ["EinsumToMatMul"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,15 @@ class EinsumToMatMul:
 
 def _product(node: Any) -> _Product | None:
     """The MatMul that an Einsum is; None for any other node."""
-    if node.op_type != "Einsum" or len(node.inputs) != 2 or not any(map(_is_quantized, node.inputs)):
+    if node.op_type != "Einsum" or len(node.inputs) != 2 or not any(map(is_dequantized, node.inputs)):
         return None
     read = _labels(node)
     if read is None:
         return None
     (first, second), output = read
     sides = [(node.inputs[0], first), (node.inputs[1], second)]
-    rows, columns = ([label for label in output if (label in first, label in second) == of] for of in _OWN)
+    rows = [label for label in output if label in first and label not in second]
+    columns = [label for label in output if label in second and label not in first]
     if len(columns) != 1 or (len(rows) == 1 and output[-1] in rows):
         # A MatMul takes several labels on the left alone, and writes those of the right as the last axis.
         sides, rows, columns = sides[::-1], columns, rows
@@ -78,11 +80,6 @@ def _product(node: Any) -> _Product | None:
         ),
         output=tuple(written.index(label) for label in output),
     )
-
-
-def _is_quantized(value: Any) -> bool:
-    producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type == "DequantizeLinear"
 
 
 def _labels(node: Any) -> tuple[list[str], str] | None:
@@ -111,25 +108,18 @@ def _same_length(a: Any, b: Any, left: str, right: str, labels: list[str]) -> bo
 def _carry_out(model: Any, node: Any, product: _Product) -> None:
     import onnx_ir
 
-    def inserted(operator: str, inputs: list[Any], shape: list[Any], perm: tuple[int, ...] | None = None) -> Any:
-        attributes = [] if perm is None else [onnx_ir.AttrInt64s("perm", perm)]
-        made = onnx_ir.Node("", operator, inputs, attributes)
-        made.metadata_props.update(node.metadata_props)
-        made.outputs[0].shape, made.outputs[0].type = onnx_ir.Shape(shape), node.outputs[0].type
-        model.graph.insert_before(node, made)
-        return made.outputs[0]
+    last = node.outputs[0]
 
     def turned(value: Any, perm: tuple[int, ...]) -> Any:
         if perm == tuple(range(len(perm))):
             return value
-        return inserted("Transpose", [value], [value.shape[axis] for axis in perm], perm)
+        shape = onnx_ir.Shape([value.shape[axis] for axis in perm])
+        attributes = [onnx_ir.AttrInt64s("perm", perm)]
+        return insert_before(model, node, "Transpose", [value], like=last, shape=shape, attributes=attributes)
 
-    last = node.outputs[0]
     written: list[Any] = [None] * len(product.output)
     for place, axis in enumerate(product.output):
         written[axis] = last.shape[place] if last.shape is not None else None
-    result = inserted("MatMul", [turned(value, perm) for value, perm in product.operands], written)
-    result = turned(result, product.output)
-    result.name = last.name
-    last.replace_all_uses_with(result, replace_graph_outputs=True)
-    model.graph.remove(node, safe=True)
+    operands = [turned(value, perm) for value, perm in product.operands]
+    result = insert_before(model, node, "MatMul", operands, like=last, shape=onnx_ir.Shape(written))
+    replace_node(model, node, turned(result, product.output))

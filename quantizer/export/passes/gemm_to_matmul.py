@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from quantizer.export.passes.base import insert_before
+from quantizer.export.passes.base import is_dequantized
+from quantizer.export.passes.base import replace_node
+
 __all__ = ["GemmToMatMul"]
 
 
@@ -30,11 +34,10 @@ class GemmToMatMul:
 
 def _is_product(node: Any) -> bool:
     """A Gemm of what comes from a DQ that multiplies and adds, and nothing else."""
-    if node.op_type != "Gemm" or any(value.producer() is None for value in node.inputs[:2]):
+    if node.op_type != "Gemm" or not all(map(is_dequantized, node.inputs[:2])):
         return False
     numbers = [node.attributes[name].as_float() for name in ("alpha", "beta") if name in node.attributes]
-    plain = all(number == 1 for number in numbers) and not _flag(node, "transA")
-    return plain and all(value.producer().op_type == "DequantizeLinear" for value in node.inputs[:2])
+    return all(number == 1 for number in numbers) and not _flag(node, "transA")
 
 
 def _flag(node: Any, name: str) -> bool:
@@ -45,21 +48,12 @@ def _carry_out(model: Any, node: Any) -> None:
     import onnx_ir
 
     last = node.outputs[0]
-
-    def inserted(operator: str, inputs: list[Any], shape: Any, attributes: Any = ()) -> Any:
-        made = onnx_ir.Node("", operator, inputs, attributes)
-        made.metadata_props.update(node.metadata_props)
-        made.outputs[0].shape, made.outputs[0].type = shape, last.type
-        model.graph.insert_before(node, made)
-        return made.outputs[0]
-
     first, second, *bias = node.inputs
     if _flag(node, "transB"):
         shape = None if second.shape is None else onnx_ir.Shape([second.shape[1], second.shape[0]])
-        second = inserted("Transpose", [second], shape, [onnx_ir.AttrInt64s("perm", (1, 0))])
-    result = inserted("MatMul", [first, second], last.shape)
+        attributes = [onnx_ir.AttrInt64s("perm", (1, 0))]
+        second = insert_before(model, node, "Transpose", [second], like=last, shape=shape, attributes=attributes)
+    result = insert_before(model, node, "MatMul", [first, second], like=last, shape=last.shape)
     if bias and bias[0] is not None:
-        result = inserted("Add", [result, bias[0]], last.shape)
-    result.name = last.name
-    last.replace_all_uses_with(result, replace_graph_outputs=True)
-    model.graph.remove(node, safe=True)
+        result = insert_before(model, node, "Add", [result, bias[0]], like=last, shape=last.shape)
+    replace_node(model, node, result)

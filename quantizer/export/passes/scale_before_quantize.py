@@ -19,6 +19,7 @@ import numpy as np
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
 from quantizer.export.passes.base import floats
+from quantizer.export.passes.base import insert_before
 from quantizer.export.passes.base import quantize_of
 from quantizer.export.passes.base import scalar
 from quantizer.export.passes.base import smallest_normal
@@ -98,8 +99,6 @@ def _may_take(quantize: Any, dequantize: Any, factor: float) -> bool:
 
 def _carry_out(model: Any, moved: _Moved) -> None:
     """Multiply what the Q reads, and its scale."""
-    import onnx_ir
-
     quantize, source, step = moved.quantize, moved.quantize.inputs[0], moved.quantize.inputs[1]
     scale = floats(step)
     assert scale is not None
@@ -107,12 +106,9 @@ def _carry_out(model: Any, moved: _Moved) -> None:
     factor = add_constant(model, name, np.array(moved.factor, scale.dtype), step.dtype)
     multiplied = np.array(float(scale) * moved.factor, scale.dtype)
     made = add_constant(model, f"{step.name}_scaled", multiplied, step.dtype)
-    multiply = onnx_ir.Node("", "Mul", [source, factor])
-    multiply.metadata_props.update(quantize.metadata_props)
-    multiply.outputs[0].name = f"{name}_applied"
-    multiply.outputs[0].shape, multiply.outputs[0].type = source.shape, source.type
-    model.graph.insert_before(quantize, multiply)
-    quantize.replace_input_with(0, multiply.outputs[0])
+    applied = insert_before(model, quantize, "Mul", [source, factor], like=source, shape=source.shape)
+    applied.name = f"{name}_applied"
+    quantize.replace_input_with(0, applied)
     for node in (quantize, moved.dequantize):
         node.replace_input_with(1, made)
     drop_unread(model, step)

@@ -67,14 +67,7 @@ def require_file(name: str, path: Path | None) -> Path:
     Raises:
         TaskError: no path was given, or it is no file.
     """
-    if path is None:
-        raise TaskError(f"data set {name!r} reads a file of yours, but no path was given: set 'path'")
-    path = path.expanduser()
-    if path.is_dir():
-        raise TaskError(f"data set {name!r}: {path} is a folder, expected a file")
-    if not path.is_file():
-        raise TaskError(f"data set {name!r}: there is no file {path} (a relative path starts at {Path.cwd()})")
-    return path
+    return _required(name, path, "file", "folder")
 
 
 def require_folder(name: str, path: Path | None) -> Path:
@@ -83,13 +76,18 @@ def require_folder(name: str, path: Path | None) -> Path:
     Raises:
         TaskError: no path was given, or it is no folder.
     """
+    return _required(name, path, "folder", "file")
+
+
+def _required(name: str, path: Path | None, kind: str, other: str) -> Path:
     if path is None:
-        raise TaskError(f"data set {name!r} reads a folder of yours, but no path was given: set 'path'")
+        raise TaskError(f"data set {name!r} reads a {kind} of yours, but no path was given: set 'path'")
     path = path.expanduser()
-    if path.is_file():
-        raise TaskError(f"data set {name!r}: {path} is a file, expected a folder")
-    if not path.is_dir():
-        raise TaskError(f"data set {name!r}: there is no folder {path} (a relative path starts at {Path.cwd()})")
+    is_kind = {"file": path.is_file, "folder": path.is_dir}
+    if is_kind[other]():
+        raise TaskError(f"data set {name!r}: {path} is a {other}, expected a {kind}")
+    if not is_kind[kind]():
+        raise TaskError(f"data set {name!r}: there is no {kind} {path} (a relative path starts at {Path.cwd()})")
     return path
 
 
