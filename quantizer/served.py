@@ -113,7 +113,7 @@ class Served:
         """The proxy that is trained; see ``Quantizer.qat``."""
         self.take(model)
         if scales not in get_args(Scales):
-            raise ConfigError(f"qat(scales={scales!r}): expected {' or '.join(map(repr, get_args(Scales)))}")
+            raise ConfigError([f"qat(scales={scales!r}): expected {' or '.join(map(repr, get_args(Scales)))}"])
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
             self.trainable = Trainable(model, self.decided(), groups, scales, own=own)

@@ -14,6 +14,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
+from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
 from quantizer.proxy.build import sites_of
 
@@ -158,6 +159,12 @@ def test_without_calibration_the_first_batches_give_the_ranges(caplog: pytest.Lo
     assert torch.equal(first.quantize(model)(later), other.quantize(model)(later))
     with pytest.raises(CalibrationError, match=r"before qat\(\)"):
         Quantizer().qat(model, scales="learned")
+
+
+def test_there_are_two_kinds_of_scales() -> None:
+    with pytest.raises(ConfigError, match="1 problem in the configuration") as told:
+        Quantizer().qat(Twice(), scales="nonsense")  # type: ignore[arg-type]
+    assert told.value.problems == ("qat(scales='nonsense'): expected 'fixed' or 'learned'",)
 
 
 def test_nothing_trained_and_nothing_calibrated() -> None:
