@@ -35,6 +35,7 @@ from quantizer.proxy.scales import with_scales
 from quantizer.proxy.simulate import simulate
 from quantizer.proxy.state import load_state
 from quantizer.proxy.state import save_state
+from quantizer.qat import Scales
 from quantizer.ranges import plan_of
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import Loss
@@ -46,7 +47,6 @@ from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
 from quantizer.settings import refuse_formats
 from quantizer.settings import refused_sites
-from quantizer.trainable import Scales
 from quantizer.views import Coverage
 from quantizer.views import Ranges
 
@@ -216,14 +216,15 @@ class Quantizer:
 
         Args:
             model: the float model; the proxy is in its train or eval mode.
-            scales: ``fixed`` (those of calibration; where there was none, of the first batches that come) or
-                ``learned`` (parameters of the proxy, trained with the weights).
+            scales: ``fixed`` (those of calibration; where there was none, of the first batches that come),
+                ``average`` (they follow what goes through, at each ``Schedule.at``) or ``learned`` (parameters of the
+                proxy, trained with the weights); or a mapping of such by pattern of a site's or operand's name.
             copy: train a copy; ``quantize(model)`` gives what the copy learned, and the model stays as it is.
 
         Raises:
             ProxyError: ``model`` is a proxy, such as a frozen one: train what this gives, and quantize afterwards.
-            CalibrationError: ``scales="learned"`` and nothing was calibrated yet.
-            ConfigError: there is no such kind of scales.
+            CalibrationError: scales are to move, and nothing was calibrated yet.
+            ConfigError: there is no such kind of scales, or a pattern matches nothing.
         """
         return self._served.train(model, scales, own=copy)
 

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from typing import get_args
 
 from torch import nn
 
@@ -15,7 +14,6 @@ from quantizer.amp import frozen
 from quantizer.config import QuantizerConfig
 from quantizer.decisions import Decisions
 from quantizer.errors import CalibrationError
-from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
 from quantizer.errors import SensitivityError
 from quantizer.proxy.build import SkippedSource
@@ -25,6 +23,7 @@ from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.simulate import is_simulation
+from quantizer.qat import Scales
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
 from quantizer.sensitivity_view import Sensitivity
@@ -32,7 +31,6 @@ from quantizer.settings import float_dtype
 from quantizer.settings import warn_of_float32
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.targets import profile
-from quantizer.trainable import Scales
 from quantizer.trainable import Trainable
 from quantizer.views import Coverage
 
@@ -112,8 +110,6 @@ class Served:
     def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
         """The proxy that is trained; see ``Quantizer.qat``."""
         self.take(model)
-        if scales not in get_args(Scales):
-            raise ConfigError([f"qat(scales={scales!r}): expected {' or '.join(map(repr, get_args(Scales)))}"])
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
             self.trainable = Trainable(model, self.decided(), groups, scales, own=own)

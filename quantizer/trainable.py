@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
-from typing import Literal
 
 import torch
 from torch import nn
@@ -19,17 +18,17 @@ from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.scales import with_scales
-from quantizer.qat import learn_scales
-from quantizer.qat import learned_scales
+from quantizer.qat import Scales
+from quantizer.qat import changed_scales
+from quantizer.qat import kinds_of
+from quantizer.qat import set_up_scales
 
-__all__ = ["Scales", "Trainable"]
+__all__ = ["Trainable"]
 
 logger = logging.getLogger(__name__)
 
 _FIRST_BATCHES = 8
 """Batches that ranges come from where nothing was calibrated."""
-
-Scales = Literal["fixed", "learned"]
 
 
 class Trainable:
@@ -39,7 +38,7 @@ class Trainable:
         model: the float model.
         plan: what was decided; None: nothing yet, see ``calibrate_first``.
         groups: what was put back, with reasons.
-        scales: ``fixed`` or ``learned``.
+        scales: what becomes of them.
         own: train a copy, and leave the model alone.
 
     Attributes:
@@ -47,7 +46,8 @@ class Trainable:
         proxy: rounds its operands; its parameters are the model's, and learned scales besides.
 
     Raises:
-        CalibrationError: scales cannot be learned before there are any.
+        CalibrationError: scales cannot move before there are any.
+        ConfigError: there is no such kind of scales, or a pattern matches nothing.
     """
 
     def __init__(
@@ -56,18 +56,17 @@ class Trainable:
         self.model = copy.deepcopy(model) if own else model
         self.proxy = build_proxy(self.model, eager_attention=True)
         self._plan = plan
-        self._learns = scales == "learned"
         if plan is None:
-            if self._learns:
+            kinds_of({}, scales)
+            if scales != "fixed":
                 raise CalibrationError(
-                    "scales='learned' starts from calibrated ones, and nothing was calibrated yet: run data through "
+                    f"scales={scales!r} starts from calibrated ones, and nothing was calibrated yet: run data through "
                     "calib(model), or call calibrate(model, batches), before qat()"
                 )
             return
-        self._trained = put_back(plan, groups)
-        self._apply(self._trained)
-        if self._learns:
-            learn_scales(self.proxy, self._trained)
+        trained = put_back(plan, groups)
+        self._apply(trained)
+        set_up_scales(self.proxy, trained, kinds_of(trained, scales))
 
     def calibrate_first(self, observing: nn.Module, decided: Callable[[], Plan]) -> None:
         """Take ranges from the first batches that come: each goes through ``observing`` before it is rounded.
@@ -93,17 +92,19 @@ class Trainable:
         handle = self.proxy.register_forward_pre_hook(observe, with_kwargs=True)
 
     def plan(self, scale_dtype: torch.dtype) -> Plan:
-        """What was decided before the training, with the scales that were learned, as ``scale_dtype`` holds them.
+        """What was decided before the training, with the scales that the proxy has, as ``scale_dtype`` holds them.
+
+        They are others where they moved, and where a checkpoint was loaded.
 
         Raises:
             CalibrationError: no batch came yet, and nothing was calibrated before; or a learned scale is no number.
         """
         if self._plan is None:
             raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
-        if not self._learns:
-            return self._plan
-        return with_scales(self._plan, learned_scales(self.proxy, self._trained), scale_dtype)
+        changed = changed_scales(self.proxy, self._applied)
+        return with_scales(self._plan, changed, scale_dtype, keep_zero_points=True) if changed else self._plan
 
     def _apply(self, plan: Plan) -> None:
+        self._applied = plan
         apply_plan(self.proxy, plan)
         switch_on(self.proxy, plan)

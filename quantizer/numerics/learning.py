@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["trained_scale"]
+__all__ = ["GAIN", "learned", "trained_scale"]
+
+GAIN = 100.0
+"""How many times as far a scale's logarithm moves as a weight does, with the same rate of an Adam.
+
+Weights are trained further with rates of some hundred thousandths, at which no scale would get anywhere."""
 
 
 class _Divided(torch.autograd.Function):
@@ -26,18 +31,27 @@ class _Divided(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def trained_scale(start: Tensor, change: Tensor, values: int, qmax: int) -> Tensor:
-    """start * exp(change), the gradient of ``change`` divided by sqrt(values * qmax).
+def learned(start: Tensor, change: Tensor) -> Tensor:
+    """start * exp(GAIN * change), all [*]."""
+    return start * (GAIN * change).exp()
+
+
+def trained_scale(start: Tensor, change: Tensor, values: int, qmax: int, *, moves: bool = True) -> Tensor:
+    """``learned``, the gradient of ``change`` divided by GAIN^2 * sqrt(values * qmax).
 
     A scale's gradient is a sum over all values that it rounds, and would outrun theirs: hence the division (LSQ,
     arXiv:1902.08153, section 2.2). Scales are thousandths, and a step of Adam is as large for all parameters: hence the
-    logarithm (arXiv:1903.08066, section 3.2). Before the first step the result is ``start``, bit for bit.
+    logarithm (arXiv:1903.08066, section 3.2) and its gain, which the division by GAIN^2 makes no step of plain gradient
+    descent larger by. Before the first step the result is ``start``, bit for bit.
 
     Args:
         start: the scale [*] before training.
         change: the parameter [*], 0 at first.
         values: how many values share a scale: of a weight, or of one sample of an activation.
         qmax: the highest step of the format.
+        moves: False: ``change`` counts no more, and its gradient is 0, which it still has: processes that train
+            together wait for the gradient of every parameter.
     """
-    divided: Tensor = _Divided.apply(change, (values * qmax) ** -0.5)  # type: ignore[no-untyped-call]
-    return start * divided.exp()
+    factor = (values * qmax) ** -0.5 / GAIN**2 if moves else 0.0
+    divided: Tensor = _Divided.apply(change, factor)  # type: ignore[no-untyped-call]
+    return learned(start, divided if moves else divided - divided.detach())

@@ -88,6 +88,8 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """
     store_weights(proxy, plan)
     switch_on(proxy, plan)
+    for site in sites_of(proxy):
+        site.frozen = True
     uses = Counter(id(parameter) for module in proxy.modules() for parameter in module._parameters.values())
     readers = Counter(path for entry in plan.values() for path in entry.reads)
     for site, quantizer, planned in _weights(proxy, plan):

@@ -6,16 +6,25 @@ Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the weight's 
 from __future__ import annotations
 
 from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch import nn
 
 from quantizer.numerics import ops
+from quantizer.numerics.learning import learned
 from quantizer.numerics.learning import trained_scale
 from quantizer.numerics.qtype import qtype
 
-__all__ = ["OperandQuantizer"]
+__all__ = ["OperandQuantizer", "Watcher"]
+
+
+class Watcher(Protocol):
+    """Who is shown what is rounded while gradients are recorded."""
+
+    def __call__(self, x: Tensor, quantizer: OperandQuantizer) -> None:
+        """x [*], multiplied by the quantizer's factor and not rounded yet."""
 
 
 class OperandQuantizer(nn.Module):
@@ -28,7 +37,9 @@ class OperandQuantizer(nn.Module):
         zero_point: uint8 [], the step of 0.0 of an asymmetric format; None: 0.
         factor: float [K] along ``factor_axis``, what the operand is multiplied by before it is rounded; None: nothing.
         stored: the weight's steps once it is frozen; None for an activation.
-        change: a parameter of the scale's shape where the scale is trained: it is ``scale * exp(change)``; None: fixed.
+        change: a parameter of the scale's shape where the scale is trained, see ``numerics.learning``; None: fixed.
+        moves: what ``change`` learned counts; off, the scale has it already, and stays.
+        watcher: is shown what is rounded (None: nobody is).
         of_samples: what is rounded has a first axis of samples; a weight has none.
         handed_over: the host's parameter is gone and its ``weight`` reads from here, so the operand that arrives is
             already the dequantized weight.
@@ -43,6 +54,8 @@ class OperandQuantizer(nn.Module):
         self.factor_axis = -1
         self.handed_over = False
         self.of_samples = False
+        self.moves = True
+        self.watcher: Watcher | None = None
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
         self.register_parameter("change", None)
@@ -80,14 +93,20 @@ class OperandQuantizer(nn.Module):
         self.factor_axis = axis
         self.enabled = True
 
-    def learn_scale(self, change: nn.Parameter, *, of_samples: bool) -> None:
-        """Train the scale: from now on it is multiplied by exp(change), change [*] of its shape and 0 at first."""
-        self.change, self.of_samples = change, of_samples
+    def learn_scale(self, change: nn.Parameter) -> None:
+        """Train the scale: from now on it is multiplied by what change [*] says, of its shape and 0 at first."""
+        self.change = change
 
     def current_scale(self) -> Tensor:
         """The scale with what it learned."""
         assert self.scale is not None
-        return self.scale if self.change is None else self.scale * self.change.detach().exp()
+        return self.scale if self.change is None or not self.moves else learned(self.scale, self.change.detach())
+
+    def fix_scale(self) -> None:
+        """Let the scale be what it has become. ``change`` is the caller's to set to 0, once all that share it are."""
+        if self.scale is not None:
+            self.scale.copy_(self.current_scale())
+        self.moves, self.watcher = False, None
 
     def reset(self) -> None:
         """Back to passing the operand through, without a range."""
@@ -132,10 +151,13 @@ class OperandQuantizer(nn.Module):
         x = self._multiplied(x)
         if self.scale is None:
             return x
+        if self.watcher is not None and torch.is_grad_enabled():
+            self.watcher(x.detach(), self)
         scale = self.scale
         if self.change is not None:
             sharing = x.shape[0] if self.of_samples else scale.numel()
-            scale = trained_scale(scale, self.change, x.numel() // sharing, qtype(self.dtype).qmax)
+            values = x.numel() // sharing
+            scale = trained_scale(scale, self.change, values, qtype(self.dtype).qmax, moves=self.moves)
         return ops.fake_quantize(x, scale, self.dtype, self.axis, self.block_size, self.zero_point)
 
     def _multiplied(self, x: Tensor) -> Tensor:

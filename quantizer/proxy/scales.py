@@ -28,7 +28,9 @@ def scales_of(plan: Plan) -> dict[str, Tensor]:
     }
 
 
-def with_scales(plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dtype) -> Plan:
+def with_scales(
+    plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dtype, *, keep_zero_points: bool = False
+) -> Plan:
     """The plan with other scales for some of its operands.
 
     A scale is rounded to the target's float type; amax is what the format reaches with the scale as given. A scale for
@@ -37,6 +39,7 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dty
     Args:
         plan: what calibration decided.
         scales: by ``SITE.OPERAND``, each [], or [C] with one entry for each output channel of a weight.
+        keep_zero_points: of asymmetric formats, as in training; otherwise they go by the lowest value seen.
         scale_dtype: the float type that holds scales on the target.
 
     Raises:
@@ -72,7 +75,7 @@ def with_scales(plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dty
             group = scale_group(operand)
             scale_of_group = shared[group][1] if operand.quantized and group in shared else None
             new = given.get(f"{path}.{operand.name}", scale_of_group)
-            operands.append(operand if new is None else _scaled(operand, new, scale_dtype))
+            operands.append(operand if new is None else _scaled(operand, new, scale_dtype, keep_zero_points))
         result[path] = replace(entry, operands=tuple(operands))
     return result
 
@@ -114,10 +117,10 @@ def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> 
     return None
 
 
-def _scaled(operand: OperandPlan, scale: Tensor, scale_dtype: torch.dtype) -> OperandPlan:
+def _scaled(operand: OperandPlan, scale: Tensor, scale_dtype: torch.dtype, keep_zero_points: bool) -> OperandPlan:
     held = held_scale(scale, scale_dtype)
     zero_point = operand.zero_point
-    if zero_point is not None:
+    if zero_point is not None and not keep_zero_points:
         assert operand.minimum is not None
         zero_point = min(round(max(-operand.minimum, 0.0) / float(held)), qtype(operand.dtype).qmax)
     return replace(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.errors import ProxyError
 from quantizer.proxy.fused_attention import attention
 from quantizer.proxy.fused_attention import observed_probabilities
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -67,6 +68,7 @@ class Site(nn.Module):
         observer: told of each call (None: nobody).
         judge: makes each call in the site's place (None: nobody does).
         active: at least one operand is rounded.
+        frozen: its weights are stored, so that nothing of it can be trained.
         quantizers: names of the child modules that hold the operand quantizers, in the catalogue's order.
     """
 
@@ -77,6 +79,7 @@ class Site(nn.Module):
         self.observer: Observer | None = None
         self.judge: Judge | None = None
         self.active = False
+        self.frozen = False
         entry = operation(source.operation)
         # The names that users of NVIDIA's toolkit know end in _input_quantizer and _weight_quantizer.
         self.quantizers = tuple(_quantizer_name(operand.name) for operand in entry.operands)
@@ -135,6 +138,11 @@ class Site(nn.Module):
         return function(*args, **keywords)
 
     def _active(self, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+        if self.frozen and self.training and torch.is_grad_enabled():
+            raise ProxyError(
+                f"{self.path}: this model is frozen, its weights are integers, and it is called in train mode with "
+                "gradients: train what qat(model) gives, then call quantize(model) again; to run it, call eval() first"
+            )
         if not self.source.in_place:
             return self.rounded(function, args, keywords)
         target = args[0]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from quantizer.qat.distillation import Distillation
-from quantizer.qat.learned_scales import learn_scales
-from quantizer.qat.learned_scales import learned_scales
+from quantizer.qat.scales import ScaleKind
+from quantizer.qat.scales import Scales
+from quantizer.qat.scales import changed_scales
+from quantizer.qat.scales import kinds_of
+from quantizer.qat.scales import set_up_scales
+from quantizer.qat.schedule import Schedule
 
-__all__ = ["Distillation", "learn_scales", "learned_scales"]
+__all__ = ["Distillation", "ScaleKind", "Scales", "Schedule", "changed_scales", "kinds_of", "set_up_scales"]

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from quantizer.numerics import ops
 from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.learning import GAIN
+from quantizer.numerics.learning import learned
 from quantizer.numerics.learning import trained_scale
 from quantizer.numerics.qtype import qtype
 
@@ -121,10 +123,27 @@ def test_what_backward_keeps_of_a_fixed_scale_is_a_byte_a_value() -> None:
 
 
 def test_the_gradient_of_a_trained_scale_is_divided() -> None:
-    start, change = torch.tensor([0.5, 0.25]), torch.tensor([0.0, 1.0], requires_grad=True)
+    start, change = torch.tensor([0.5, 0.25]), torch.tensor([0.0, 1 / GAIN], requires_grad=True)
     trained = trained_scale(start, change, values=50, qmax=127)
     torch.testing.assert_close(trained.detach(), torch.tensor([0.5, 0.25 * math.e]))
     assert trained[0].item() == 0.5
     (trained * torch.tensor([3.0, 4.0])).sum().backward()
     assert change.grad is not None
-    torch.testing.assert_close(change.grad, torch.tensor([1.5, math.e]) / (50 * 127) ** 0.5)
+    torch.testing.assert_close(change.grad, torch.tensor([1.5, math.e]) / (50 * 127) ** 0.5 / GAIN)
+
+
+def test_plain_descent_moves_the_logarithm_as_without_the_gain() -> None:
+    start, change = torch.tensor(0.5), torch.tensor(0.0, requires_grad=True)
+    (trained_scale(start, change, values=1, qmax=1) * 3).backward()
+    assert change.grad is not None
+    moved = torch.tensor(-0.01) * change.grad
+    torch.testing.assert_close((learned(start, moved) / start).log(), torch.tensor(-0.015))
+
+
+def test_a_scale_that_moves_no_more_has_a_gradient_of_zero() -> None:
+    start, change = torch.tensor([0.5]), torch.tensor([0.3], requires_grad=True)
+    trained = trained_scale(start, change, values=1, qmax=127, moves=False)
+    assert torch.equal(trained, start)
+    trained.sum().backward()
+    assert change.grad is not None
+    assert change.grad.item() == 0

@@ -16,6 +16,7 @@ from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
+from quantizer.numerics.learning import GAIN
 from quantizer.proxy.build import sites_of
 
 
@@ -161,10 +162,12 @@ def test_without_calibration_the_first_batches_give_the_ranges(caplog: pytest.Lo
         Quantizer().qat(model, scales="learned")
 
 
-def test_there_are_two_kinds_of_scales() -> None:
+def test_there_are_three_kinds_of_scales() -> None:
     with pytest.raises(ConfigError, match="1 problem in the configuration") as told:
         Quantizer().qat(Twice(), scales="nonsense")  # type: ignore[arg-type]
-    assert told.value.problems == ("qat(scales='nonsense'): expected 'fixed' or 'learned'",)
+    assert told.value.problems == (
+        "qat(scales='nonsense'): 'nonsense' is no kind of scales; expected fixed, average, learned, or such by pattern",
+    )
 
 
 def test_nothing_trained_and_nothing_calibrated() -> None:
@@ -190,7 +193,7 @@ def test_adam_moves_small_scales_by_a_share() -> None:
     quantizer = calibrated(model)
     before = quantizer.scales()
     proxy = quantizer.qat(model, scales="learned")
-    optimizer = torch.optim.AdamW(proxy.parameters(), lr=0.01, weight_decay=0)
+    optimizer = torch.optim.AdamW(proxy.parameters(), lr=0.01 / GAIN, weight_decay=0)
     for step in range(5):
         proxy(data(step)).square().mean().backward()
         optimizer.step()

@@ -1,0 +1,128 @@
+"""What becomes of each scale in training: it stays, follows its operand, or is learned.
+
+Learned ones are multiplied by what a parameter says that starts at 0 (LSQ, Esser et al. 2020, arXiv:1902.08153).
+Operands that read one tensor share a parameter, as they share one Q in the exported file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+from typing import Literal
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import ConfigError
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.observe import padding_mask
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.plan import OperandPlan
+from quantizer.proxy.plan import Plan
+from quantizer.proxy.rules import matches
+from quantizer.proxy.scales import scale_group
+from quantizer.qat.moving_average import MovingAverage
+from quantizer.qat.moving_average import Padding
+
+__all__ = ["ScaleKind", "Scales", "changed_scales", "fix_scales", "kinds_of", "set_up_scales"]
+
+ScaleKind = Literal["fixed", "average", "learned"]
+
+Scales = ScaleKind | Mapping[str, ScaleKind]
+"""One kind for all, or kinds by pattern of a site's or operand's name (``**.add_*``, ``**.weight``); of the patterns
+that match one, the last decides, and what none matches is fixed."""
+
+
+def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
+    """The kind of each scale of a plan, by ``SITE.OPERAND``.
+
+    Raises:
+        ConfigError: there is no such kind, a pattern matches nothing, or operands that share a scale are given several
+            kinds; all problems are listed.
+    """
+    rules: Mapping[str, Any] = {"**": scales} if isinstance(scales, str) else scales
+    known = get_args(ScaleKind)
+    problems = [
+        f"qat(scales={scales!r}): {kind!r} is no kind of scales; expected {', '.join(known)}, or such by pattern"
+        for kind in rules.values()
+        if kind not in known
+    ]
+    operands = [
+        (path, f"{path}.{operand.name}", scale_group(operand))
+        for path, entry in plan.items()
+        for operand in entry.operands
+        if operand.quantized
+    ]
+    kinds: dict[str, ScaleKind] = {name: "fixed" for _, name, _ in operands}
+    for pattern, kind in rules.items():
+        hits = [name for path, name, _ in operands if matches(pattern, path) or matches(pattern, name)]
+        if not hits and operands:
+            problems.append(f"qat(scales=...): {pattern!r} matches no quantized site or operand; q.coverage lists them")
+        kinds |= dict.fromkeys(hits, kind)
+    shared: dict[tuple[str, str, bool], str] = {}
+    for _, name, group in operands:
+        other = shared.setdefault(group, name) if group is not None else name
+        if kinds[other] != kinds[name]:
+            problems.append(
+                f"qat(scales=...): {other} is {kinds[other]} and {name} is {kinds[name]}, but they read one tensor and "
+                "share one scale; give both the same kind"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return kinds
+
+
+def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind]) -> None:
+    """Let each scale be of its kind; the proxy has the plan's scales already."""
+    changes: dict[tuple[str, str, bool], nn.Parameter] = {}
+    averages: dict[tuple[str, str, bool], MovingAverage] = {}
+    padding = Padding()
+    for name, operand, quantizer in _scaled(proxy, plan):
+        assert quantizer.scale is not None
+        group = scale_group(operand) or (name, "", False)
+        quantizer.of_samples = operand.role != "weight"
+        if kinds[name] == "learned":
+            parameter = nn.Parameter(torch.zeros_like(quantizer.scale))
+            quantizer.learn_scale(changes.setdefault(group, parameter))
+        elif kinds[name] == "average":
+            quantizer.watcher = average = averages.setdefault(group, MovingAverage(padding))
+            average.quantizers.append(quantizer)
+    if averages:
+
+        def keep_mask(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            padding.mask = padding_mask(keywords)
+
+        proxy.register_forward_pre_hook(keep_mask, with_kwargs=True)
+
+
+def changed_scales(proxy: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """The scales that are others than the plan's now, by ``SITE.OPERAND``."""
+    now = ((name, operand, quantizer.current_scale()) for name, operand, quantizer in _scaled(proxy, plan))
+    return {name: scale.clone() for name, operand, scale in now if not _same(scale, operand.scale)}
+
+
+def fix_scales(proxy: nn.Module) -> None:
+    """Let all scales be what they have become. Called again, it sees to it that they stay so."""
+    quantizers = [quantizer for quantizer in proxy.modules() if isinstance(quantizer, OperandQuantizer)]
+    for quantizer in quantizers:
+        quantizer.fix_scale()
+    # An optimizer's momentum moves them on, and a checkpoint would carry that into the next scale.
+    with torch.no_grad():
+        for quantizer in quantizers:
+            if quantizer.change is not None:
+                quantizer.change.zero_()
+
+
+def _same(scale: Tensor, planned: Tensor | None) -> bool:
+    return planned is not None and torch.equal(scale.detach().cpu(), planned.cpu())
+
+
+def _scaled(proxy: nn.Module, plan: Plan) -> Iterator[tuple[str, OperandPlan, OperandQuantizer]]:
+    """Name, plan and quantizer of every operand with a scale."""
+    for site in sites_of(proxy):
+        for operand in plan[site.path].operands:
+            if operand.quantized:
+                yield f"{site.path}.{operand.name}", operand, site.quantizer_of(operand.name)

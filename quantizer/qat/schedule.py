@@ -1,0 +1,67 @@
+"""What changes in the course of a training: scales are fixed late, and batch statistics before that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from quantizer.errors import QuantizerError
+from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.qat import moving_average
+from quantizer.qat.scales import fix_scales
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    """The course of one training; call ``at(step)`` after every step of the optimizer.
+
+    It knows nothing but the step: a training that is resumed goes on with ``at(the step it resumes from)``.
+
+    Args:
+        proxy: what ``qat()`` returned.
+        steps: steps of the optimizer in all, 1 or more.
+        freeze_scales: the share of the steps after which scales move no more, 0 to 1; 1: they always move.
+        freeze_batch_norm: the share after which batch norms keep their statistics, 0 to 1. From there on they compute
+            what the exported file does, where they are folded into the convolutions before them.
+
+    Raises:
+        QuantizerError: ``proxy`` is not what ``qat()`` returned, or a number is out of bounds.
+    """
+
+    def __init__(
+        self, proxy: nn.Module, steps: int, *, freeze_scales: float = 0.8, freeze_batch_norm: float = 0.5
+    ) -> None:
+        if not is_proxy(proxy) or any(site.frozen for site in sites_of(proxy)):
+            raise QuantizerError("a Schedule is of the proxy that qat() returns, to be trained")
+        if steps < 1:
+            raise QuantizerError(f"steps is {steps}, expected 1 or more")
+        for name, share in (("freeze_scales", freeze_scales), ("freeze_batch_norm", freeze_batch_norm)):
+            if not 0 <= share <= 1:
+                raise QuantizerError(f"{name} is {share}, expected a share of the steps, 0 to 1")
+        self._proxy = proxy
+        self._freeze_scales = steps if freeze_scales == 1 else freeze_scales * steps
+        self._freeze_batch_norm = freeze_batch_norm * steps
+        self._held: list[Any] = []
+
+    def at(self, step: int) -> None:
+        """Bring the proxy to where it is after ``step`` steps, 0 or more; called twice, it changes nothing more."""
+        quantizers = [module for module in self._proxy.modules() if isinstance(module, OperandQuantizer)]
+        moving_average.step(quantizers)
+        if step >= self._freeze_scales:
+            fix_scales(self._proxy)
+        if step >= self._freeze_batch_norm and not self._held:
+            self._held = [
+                module.register_forward_pre_hook(_keep_statistics)
+                for module in self._proxy.modules()
+                if isinstance(module, _BatchNorm)
+            ]
+
+
+def _keep_statistics(module: nn.Module, _: tuple[Any, ...]) -> None:
+    # Whoever trains calls train() on the whole model, often at every step.
+    module.training = False
