@@ -66,6 +66,10 @@ class SensitivityError(QuantizerError):
     """``amp()`` or ``fallback()`` was asked for something impossible."""
 
 
+class TrainingError(QuantizerError):
+    """A training cannot begin, or came to nothing."""
+
+
 class ExportError(QuantizerError):
     """A model cannot be written as Q/DQ ONNX."""
 

@@ -6,6 +6,7 @@ and is removed on any error or interruption.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from datetime import UTC
@@ -22,6 +23,7 @@ from tqdm.auto import tqdm
 
 from quantizer.config import AmpConfig
 from quantizer.config import FallbackConfig
+from quantizer.config import QatConfig
 from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
 from quantizer.config.data_section import DatasetConfig
@@ -58,17 +60,19 @@ from quantizer.report.from_plan import escaped_records
 from quantizer.report.from_plan import site_records
 from quantizer.report.search_records import fallback_reason
 from quantizer.report.search_records import fallback_record
+from quantizer.report.training_record import training_record
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
 from quantizer.settings import float_dtype
 from quantizer.settings import refuse_run
+from quantizer.stages import Kept
 from quantizer.stages import Stages
 from quantizer.stages import bar
 from quantizer.stages import build_shown
 from quantizer.stages import engine_inputs
 from quantizer.stages import runner
 from quantizer.stages import score_record
-from quantizer.stages import scores_kept
+from quantizer.stages import work_kept
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -77,6 +81,8 @@ from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_processor
 from quantizer.tasks import load_rows
+from quantizer.training import Course
+from quantizer.training import Training
 from quantizer.tuning import TuningScore
 
 __all__ = ["inspect", "run"]
@@ -104,10 +110,8 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         raise QuantizerError(f"{folder} exists already; choose another output folder, or replace it with --force")
     record: list[RunRecord] = []
     searches = config.fallback is not None and config.fallback.max_drop is not None
-    with scores_kept(folder, searches) as scores:
-        write_folder(
-            folder, lambda target: record.append(_Run(config, folder.name, target, scores, console).carry_out())
-        )
+    with work_kept(folder, searches=searches, trains=config.qat is not None) as kept:
+        write_folder(folder, lambda target: record.append(_Run(config, folder.name, target, kept, console).carry_out()))
     print_record(record[0], folder, console)
     return folder
 
@@ -129,14 +133,14 @@ class _Run:
 
     Attributes:
         target: the folder that is being filled.
-        scores: the file that keeps the scores of a search.
+        kept: where a search and a training keep what they have.
     """
 
-    def __init__(self, config: RunConfig, name: str, target: Path, scores: Path, console: Console) -> None:
+    def __init__(self, config: RunConfig, name: str, target: Path, kept: Kept, console: Console) -> None:
         self.config = config
         self.name = name
         self.target = target
-        self.scores = scores
+        self.kept = kept
         self.console = console
         self._stage = Stages(console)
 
@@ -158,11 +162,18 @@ class _Run:
         batches = task.batches(calibration)
         with self._stage("calibrate"):
             quantizer.calibrate(model, batches)
-        self._choose(quantizer, model, batches, self._tuning_score(task, tuning, head))
+        score = self._tuning_score(task, tuning, head)
+        self._choose(quantizer, model, batches, score)
+        forms = {"float": model}
+        course = None
+        if config.qat is not None:
+            forms["ptq"] = quantizer.quantize(model)
+            course = self._train(config.qat, quantizer, model, task, score)
         with self._stage("quantize"):
             quantized = quantizer.quantize(model)
             quantizer.save(self.target / "quantizer")
-        predictions = self._predictions({"float": model, "proxy": quantized}, task, evaluation)
+        forms["proxy" if course is None else "qat"] = quantized
+        predictions = self._predictions(forms, task, evaluation)
         built = self._export_and_build(quantizer, quantized, model, task)
         inspection = self._inspect(built["engine"])
         engines = self._load(built)
@@ -190,6 +201,7 @@ class _Run:
             sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
             fallback=fallback_record(chosen) if (chosen := quantizer.chosen_fallback) is not None else None,
+            training=None if course is None else training_record(course, task.metric_name, task.higher_is_better),
             engine=self._engine(built["engine"], bool(engines)),
             inspection=inspection,
             diff=quantizer.diff(model),
@@ -254,9 +266,9 @@ class _Run:
             quantizer.fallback(proxy, num=asked.num, ratio=asked.ratio, names=asked.names, costs=asked.costs)
             return
         with self._stage("search what goes back to float"):
-            known = ScoreCache(self.scores, fingerprint(quantizer.plan, score)).known
+            known = ScoreCache(self.kept.scores, fingerprint(quantizer.plan, score)).known
             kept = f"going on with {known} scores of" if known else "until the run is complete, each score is kept in"
-            self.console.print(f"{kept} {self.scores}", markup=False, highlight=False, soft_wrap=True)
+            self.console.print(f"{kept} {self.kept.scores}", markup=False, highlight=False, soft_wrap=True)
             chosen = quantizer.fallback(
                 proxy,
                 max_drop=asked.max_drop,
@@ -264,13 +276,42 @@ class _Run:
                 higher_is_better=score.higher_is_better,
                 max_evaluations=asked.evaluations,
                 costs=asked.costs,
-                cache=self.scores,
+                cache=self.kept.scores,
             )
             self.console.print(
                 f"{len(chosen.groups)} groups put back to float, {fallback_reason(chosen)}",
                 markup=False,
                 highlight=False,
             )
+
+    def _train(
+        self, settings: QatConfig, quantizer: Quantizer, model: nn.Module, task: Task, score: TuningScore
+    ) -> Course:
+        """Train a copy, so that the float model stays what all is compared with."""
+        sections = self.config.model_dump(mode="json", include={"quantizer", "amp", "fallback", "qat"})
+        rows = _rows(self.config.data.training)
+        identity = hashlib.sha256(repr((sections, score.reads, rows)).encode()).hexdigest()
+        training = Training(
+            settings,
+            task,
+            rows,
+            score,
+            higher_is_better=score.higher_is_better,
+            folder=self.kept.training,
+            identity=identity,
+            tell=self._say,
+        )
+        with self._stage("train with rounded operands"):
+            course = training.carry_out(model, quantizer.qat(model, scales=settings.scales, copy=True))
+            self._say(
+                f"best after {course.best} of {course.steps} steps: {dict(course.scores)[course.best]:.5f} on the "
+                f"tuning rows, {course.scores[0][1]:.5f} before training, {course.float_score:.5f} in float"
+            )
+        return course
+
+    def _say(self, line: str) -> None:
+        with tqdm.external_write_mode():
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _predict(self, which: str, model: nn.Module | Engine, task: Task, rows: list[Row]) -> Predictions:
         with self._stage(f"score the {which}"), bar(which) as progress:

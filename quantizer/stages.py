@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +33,7 @@ from quantizer.tasks import Task
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Stages", "bar", "build_shown", "engine_inputs", "runner", "score_record", "scores_kept"]
+__all__ = ["Kept", "Stages", "bar", "build_shown", "engine_inputs", "runner", "score_record", "work_kept"]
 
 
 class Stages:
@@ -118,15 +120,33 @@ def score_record(
     )
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What lies beside a run's folder until the folder is complete.
+
+    Attributes:
+        scores: the file with the scores of a search.
+        training: the folder with the checkpoints of a training.
+    """
+
+    scores: Path
+    training: Path
+
+
 @contextmanager
-def scores_kept(folder: Path, searches: bool) -> Iterator[Path]:
-    """The file beside a folder that keeps the scores of its search until the folder is complete."""
-    scores = folder.with_name(f"{folder.name}.search.json")
+def work_kept(folder: Path, *, searches: bool, trains: bool) -> Iterator[Kept]:
+    """Where the long parts of a run keep what they have, so that the same command goes on with it."""
+    kept = Kept(folder.with_name(f"{folder.name}.search.json"), folder.with_name(f"{folder.name}.training"))
+    used = {"scores": kept.scores} if searches else {}
+    used |= {"checkpoints": kept.training} if trains else {}
     try:
-        yield scores
+        yield kept
     except KeyboardInterrupt as stop:
-        if searches and scores.exists():
-            raise KeyboardInterrupt(f"the scores are kept in {scores}; the same command goes on with them") from stop
+        there = [f"the {what} are kept in {path}" for what, path in used.items() if path.exists()]
+        if there:
+            raise KeyboardInterrupt(f"{', and '.join(there)}; the same command goes on with them") from stop
         raise
     if searches:
-        scores.unlink(missing_ok=True)
+        kept.scores.unlink(missing_ok=True)
+    if trains:
+        shutil.rmtree(kept.training, ignore_errors=True)

@@ -32,7 +32,7 @@ ORDER = (
     ("ranges",),
     ("calibration",),
     ("decisions", "amp", "trainable", "stages"),
-    ("served", "tuning"),
+    ("served", "tuning", "training"),
     ("pipeline", "quantizer", "qat_calibrate", "conversion"),
     ("cli",),
     ("__main__",),

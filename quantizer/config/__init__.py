@@ -20,6 +20,7 @@ from quantizer.config.schema import ReportConfig
 from quantizer.config.schema import RunConfig
 from quantizer.config.sensitivity_section import AmpConfig
 from quantizer.config.sensitivity_section import FallbackConfig
+from quantizer.config.training_section import QatConfig
 
 __all__ = [
     "ActivationsConfig",
@@ -31,6 +32,7 @@ __all__ = [
     "ExportConfig",
     "FallbackConfig",
     "ModelConfig",
+    "QatConfig",
     "QuantizerConfig",
     "ReportConfig",
     "RunConfig",

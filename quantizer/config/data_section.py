@@ -68,8 +68,11 @@ class DataConfig(Section):
     evaluation: DatasetConfig = Field(description="Rows that the scores are measured on.")
     tuning: DatasetConfig | None = Field(
         default=None,
-        description="Rows that a choice is scored on, none of them of evaluation; needed by fallback.max_drop and by "
-        "amp.measure 'metric'.",
+        description="Rows that a choice is scored on, none of them of evaluation; needed by fallback.max_drop, by "
+        "amp.measure 'metric' and by qat.",
+    )
+    training: DatasetConfig | None = Field(
+        default=None, description="Rows that qat trains on, none of them of evaluation or tuning."
     )
     head: DatasetConfig | None = Field(
         default=None, description="Rows that the classifier is fitted on; needed by task 'embedding-classification'."

@@ -27,6 +27,7 @@ from quantizer.config.section import some_and_unique
 from quantizer.config.section import tuple_from_list
 from quantizer.config.sensitivity_section import AmpConfig
 from quantizer.config.sensitivity_section import FallbackConfig
+from quantizer.config.training_section import QatConfig
 
 __all__ = [
     "DynamicConfig",
@@ -119,6 +120,9 @@ class RunConfig(Section):
     fallback: FallbackConfig | None = Field(
         default=None, description="Put groups back to the fallback type; null: none. All but names need amp."
     )
+    qat: QatConfig | None = Field(
+        default=None, description="Train the model with rounded operands before it is exported; null: do not."
+    )
     export: ExportConfig = Field(default=ExportConfig(), description="How the ONNX file is written.")
     engine: EngineConfig = Field(default=EngineConfig(), description="How the engine is built and run.")
     report: ReportConfig = Field(default=ReportConfig(), description="What is measured at the end.")
@@ -142,36 +146,50 @@ class RunConfig(Section):
                 problems.append(("head", text))
             if not needs_head and data.head is not None:
                 problems.append(("head", f"is not used by model.task {model.task!r}; remove it"))
-        if data.tuning is not None and data.tuning.shares_rows_with(data.evaluation):
-            text = (
-                "has rows of data.evaluation: a score on rows that the choice was made on is better than the model; "
-                "expected other rows, by path, split, or offset and rows"
-            )
-            problems.append(("tuning", text))
+        other_rows = "expected other rows, by path, split, or offset and rows"
+        for name, rows, place, judged in (
+            ("tuning", data.tuning, "evaluation", data.evaluation),
+            ("training", data.training, "evaluation", data.evaluation),
+            ("training", data.training, "tuning", data.tuning),
+        ):
+            if rows is not None and judged is not None and rows.shares_rows_with(judged):
+                used = "the choice was made on" if name == "tuning" else "the model was trained on"
+                text = f"has rows of data.{place}: a score on rows that {used} is better than the model; {other_rows}"
+                problems.append((name, text))
         if problems:
             reject(*problems)
         return data
 
     @field_validator("fallback")
     @classmethod
-    def _fallback_has_what_it_needs(
-        cls, fallback: FallbackConfig | None, info: ValidationInfo
-    ) -> FallbackConfig | None:
+    def _fallback_has_a_ranking(cls, fallback: FallbackConfig | None, info: ValidationInfo) -> FallbackConfig | None:
+        if fallback is not None and fallback.names is None and "amp" in info.data and info.data["amp"] is None:
+            reject(("", "needs the ranking that amp measures; expected an amp section, such as amp: {}"))
+        return fallback
+
+    @field_validator("qat")
+    @classmethod
+    def _rows_are_used(cls, qat: QatConfig | None, info: ValidationInfo) -> QatConfig | None:
+        """Rows to tune and to train on are there where they are needed, and only there."""
         problems = []
-        data, amp = info.data.get("data"), info.data.get("amp")
-        ranked = fallback is not None and fallback.names is None
-        if ranked and "amp" in info.data and amp is None:
-            problems.append(("", "needs the ranking that amp measures; expected an amp section, such as amp: {}"))
-        users = ["fallback.max_drop"] if fallback is not None and fallback.max_drop is not None else []
+        data, amp, fallback = (info.data.get(name) for name in ("data", "amp", "fallback"))
+        users = ["fallback.max_drop"] if isinstance(fallback, FallbackConfig) and fallback.max_drop is not None else []
         users += ["amp.measure 'metric'"] if isinstance(amp, AmpConfig) and amp.measure == "metric" else []
+        users += ["qat"] if qat is not None else []
         if isinstance(data, DataConfig) and users and data.tuning is None:
             text = f"is missing; expected the rows to score on for {' and '.join(users)}, none of them of evaluation"
             problems.append(("/data.tuning", text))
-        if isinstance(data, DataConfig) and "amp" in info.data and not users and data.tuning is not None:
-            problems.append(("/data.tuning", "is used by fallback.max_drop and amp.measure 'metric' only; remove it"))
+        known = "amp" in info.data and "fallback" in info.data
+        if isinstance(data, DataConfig) and known and not users and data.tuning is not None:
+            text = "is used by fallback.max_drop, amp.measure 'metric' and qat only; remove it"
+            problems.append(("/data.tuning", text))
+        if isinstance(data, DataConfig) and qat is not None and data.training is None:
+            problems.append(("/data.training", "is missing; expected the rows that qat trains on"))
+        if isinstance(data, DataConfig) and qat is None and data.training is not None:
+            problems.append(("/data.training", "is used by qat only; remove it, or add qat: {}"))
         if problems:
             reject(*problems)
-        return fallback
+        return qat
 
     @field_validator("export")
     @classmethod

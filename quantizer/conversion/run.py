@@ -59,7 +59,7 @@ from quantizer.stages import bar
 from quantizer.stages import build_shown
 from quantizer.stages import runner
 from quantizer.stages import score_record
-from quantizer.stages import scores_kept
+from quantizer.stages import work_kept
 from quantizer.targets import profile
 from quantizer.tasks import Predictions
 from quantizer.tasks import build_task
@@ -92,9 +92,9 @@ def convert(asked: Conversion, console: Console) -> Path:
     data = None if asked.calibration is None else read_calibration(asked.calibration, asked.rows, asked.column)
     facts = _facts(asked, folder.name)
     results: list[BackendResult] = []
-    with scores_kept(folder, asked.max_drop is not None) as scores:
+    with work_kept(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
-            folder, lambda target: results.extend(_Run(asked, facts, data, target, scores, console).carry_out())
+            folder, lambda target: results.extend(_Run(asked, facts, data, target, kept.scores, console).carry_out())
         )
     print_summary(facts, results, folder, console)
     return folder

@@ -142,6 +142,12 @@ class OperandQuantizer(nn.Module):
             self.stored = self.stored.view(stored.dtype)
         return self
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """What is loaded may be from before the scale was fixed, when ``change`` counted; afterwards it is 0."""
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        if f"{prefix}change" in state_dict:
+            self.moves = True
+
     def forward(self, x: Any) -> Any:
         # A sum that starts from the number 0 meets a tensor only in its later calls.
         if not self.enabled or self.handed_over or not isinstance(x, Tensor):

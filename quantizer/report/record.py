@@ -39,9 +39,11 @@ __all__ = [
     "Site",
     "SizeEntry",
     "Stage",
+    "TrainingRun",
+    "TrainingScore",
 ]
 
-VERSION = 4
+VERSION = 5
 
 
 class _Record:
@@ -72,7 +74,8 @@ class Score(_Record):
 
     which: str
     """Which form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine), or
-    ``simulation`` (the proxy with a half rest, as the engine has it, where nothing could run the engine)."""
+    ``simulation`` (the proxy with a half rest, as the engine has it, where nothing could run the engine). Of a run that
+    trained, ``ptq`` (the proxy before training) and ``qat`` (the proxy after it) stand in place of ``proxy``."""
     value: float
     """The metric's value."""
     metric: str
@@ -326,6 +329,40 @@ class Fallback(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingScore(_Record):
+    """A score on the tuning rows in the course of a training."""
+
+    step: int
+    """After how many steps it was taken; 0: before training, which is the score of PTQ."""
+    score: float
+    """The metric."""
+    best: bool = False
+    """Whether this is the state that was kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun(_Record):
+    """The training with rounded operands."""
+
+    metric: str
+    """Name of the metric."""
+    higher_is_better: bool
+    """Whether a larger value is a better one."""
+    planned: int
+    """How many steps were planned."""
+    losses: tuple[float, ...]
+    """What was minimised at each step: how far the outputs of its batch were from the float model's."""
+    learning_rates: tuple[float, ...]
+    """The learning rate of each step."""
+    scores: tuple[TrainingScore, ...]
+    """The scores on the tuning rows, in order."""
+    float_score: float
+    """The float model's score on the tuning rows."""
+    stopped: str | None = None
+    """Why it ended before all steps were made; null where it did not."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineFile(_Record):
     """The engine that was built."""
 
@@ -389,6 +426,8 @@ class RunRecord(_Record):
     of logits, the relative error of any other output; null where nothing was measured."""
     fallback: Fallback | None = None
     """The groups put back to float; null where none were."""
+    training: TrainingRun | None = None
+    """The training with rounded operands; null where there was none."""
     engine: EngineFile | None = None
     """The engine; null where none was built."""
     inspection: Inspection | None = None

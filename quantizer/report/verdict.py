@@ -33,7 +33,7 @@ def verdict(record: RunRecord) -> str:
 def quantized_score(scores: Sequence[Score]) -> Score | None:
     """The score that the headline is about: the nearest to the engine's, else the last that is not float."""
     by_name = {entry.which: entry for entry in scores if entry.which != "float"}
-    nearest = (by_name[which] for which in ("engine", "simulation", "proxy") if which in by_name)
+    nearest = (by_name[which] for which in ("engine", "simulation", "qat", "proxy") if which in by_name)
     return next(nearest, next(reversed(by_name.values()), None))
 
 

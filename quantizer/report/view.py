@@ -32,6 +32,9 @@ from quantizer.report.record import SizeEntry
 from quantizer.report.search_table import evaluation_caption
 from quantizer.report.tables import Column
 from quantizer.report.tables import html_table
+from quantizer.report.training_plot import loss_svg
+from quantizer.report.training_plot import score_svg
+from quantizer.report.training_plot import training_caption
 from quantizer.report.verdict import covered_share
 from quantizer.report.verdict import quantized_score
 from quantizer.report.verdict import verdict
@@ -114,6 +117,9 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "put_back": text.counted(len(record.fallback.groups), "group") if record.fallback else "",
         "search": text.typeset(evaluation_caption(record.fallback)) if record.fallback else "",
         "pareto": _safe(pareto_svg(record.fallback) if record.fallback else ""),
+        "training": text.typeset(training_caption(record.training)) if record.training else "",
+        "loss_curve": _safe(loss_svg(record.training) if record.training else ""),
+        "score_curve": _safe(score_svg(record.training) if record.training else ""),
         "engine_note": verified_words(record.inspection) if record.inspection else "",
         "engine_facts": engine_facts(record.inspection) if record.inspection else [],
         "engine_table": _safe(engine_table(record.inspection) if record.inspection else ""),

@@ -1,0 +1,69 @@
+"""The ``qat:`` section: how the model is trained with rounded operands, on what the float model says."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from typing import Any
+from typing import Literal
+from typing import get_args
+
+from pydantic import Field
+from pydantic import WrapValidator
+from pydantic_core import PydanticCustomError
+
+from quantizer.config.section import Expects
+from quantizer.config.section import Section
+
+__all__ = ["QatConfig"]
+
+_Kind = Literal["fixed", "average", "learned"]
+
+
+def _scales(value: Any) -> str | dict[str, str]:
+    kinds = get_args(_Kind)
+    given = list(value.values()) if isinstance(value, dict) else [value]
+    named = not isinstance(value, dict) or all(isinstance(pattern, str) for pattern in value)
+    if not given or not named or not all(isinstance(kind, str) and kind in kinds for kind in given):
+        raise PydanticCustomError("scales", f"Input should be one of {', '.join(kinds)}, or such by pattern")
+    return value  # type: ignore[no-any-return]
+
+
+class QatConfig(Section):
+    """A short training on data.training against the float model's own outputs: no labels are read."""
+
+    epochs: float = Field(
+        default=0.3,
+        gt=0,
+        description="Passes over data.training: about a tenth of those that the model was fine-tuned with.",
+    )
+    learning_rate: float = Field(
+        default=1e-5,
+        gt=0,
+        lt=1,
+        description="The highest rate, about 1% of that of a training from scratch; it rises over the first tenth of "
+        "the steps and falls with a cosine.",
+    )
+    scales: Annotated[
+        _Kind | dict[str, _Kind],
+        WrapValidator(lambda value, _: _scales(value)),
+        Expects("fixed, average or learned, or a mapping of patterns to these"),
+    ] = Field(
+        default="learned",
+        description="What becomes of the scales: 'fixed' as calibrated, 'average' follows the values, 'learned' is "
+        "trained; or these by pattern of sites and operands ('**.weight': fixed), of which the last that matches "
+        "decides.",
+    )
+    freeze_scales: float = Field(default=0.8, ge=0, le=1, description="Share of the steps after which scales stay.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Both models' logits are divided by it before they are compared."
+    )
+    hidden: float = Field(
+        default=1.0, ge=0, description="Weight of the hidden states beside the output; 0: the output alone."
+    )
+    evaluations: int = Field(
+        default=5, ge=1, description="How often the score on data.tuning is taken, with a checkpoint each time."
+    )
+    patience: int | None = Field(
+        default=None, ge=1, description="Stop after so many scores without a better one; null: never."
+    )
+    seed: int = Field(default=0, ge=0, description="Decides the order of the rows.")

@@ -1,0 +1,83 @@
+"""Checkpoints of a training: what a proxy and its optimizer hold, and facts beside it, in one safetensors file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import TrainingError
+from quantizer.files import whole_file
+
+__all__ = ["read_checkpoint", "read_facts", "write_checkpoint"]
+
+_FACTS = "training"
+
+
+def write_checkpoint(
+    path: Path, proxy: nn.Module, facts: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Write a file that appears at once.
+
+    Args:
+        path: the file.
+        proxy: what ``qat()`` returned.
+        facts: anything that JSON holds.
+        optimizer: whose state is kept too; of its groups, the rates and the like are the caller's to set again.
+
+    Raises:
+        TrainingError: the system refuses to write.
+    """
+    # Parameters that modules share are written once for each name: the format knows no sharing.
+    tensors = {f"model.{name}": value.detach().clone().contiguous() for name, value in proxy.state_dict().items()}
+    for number, entry in (optimizer.state_dict()["state"] if optimizer is not None else {}).items():
+        tensors |= {f"optimizer.{number}.{name}": value.detach().clone() for name, value in entry.items()}
+    with whole_file(path, TrainingError) as part:
+        save_file(tensors, part, metadata={_FACTS: json.dumps(facts)})
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts in a file.
+
+    Raises:
+        TrainingError: it is no such file, or damaged.
+    """
+    return _read(path)[0]
+
+
+def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Give a proxy and an optimizer what a file holds.
+
+    Raises:
+        TrainingError: it is no such file, it is damaged, or of another model or configuration.
+    """
+    tensors = _read(path)[1]
+    model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+    try:
+        proxy.load_state_dict(model)
+    except RuntimeError as error:
+        raise TrainingError(f"{path} is of another model or configuration: {error}") from error
+    if optimizer is not None:
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            if name.startswith("optimizer."):
+                _, number, key = name.split(".", 2)
+                state.setdefault(int(number), {})[key] = value
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads((file.metadata() or {})[_FACTS])
+            return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+        raise TrainingError(f"{path} is no checkpoint of a training, or damaged: {error}") from error
