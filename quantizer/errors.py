@@ -6,6 +6,7 @@
     ├── ProxyError               a model or proxy used in a way it cannot be
     ├── CalibrationError         calibration data, or a step that needs calibration first
     ├── SensitivityError         amp() or fallback() asked for something impossible
+    ├── TrainingError            a training that cannot begin, or came to nothing
     ├── ExportError              a model that cannot be written as Q/DQ ONNX
     ├── EngineError              an engine that does not build, load or run
     ├── TaskError                a model, data set or metric that a run names
@@ -29,6 +30,7 @@ __all__ = [
     "SensitivityError",
     "SourceError",
     "TaskError",
+    "TrainingError",
 ]
 
 

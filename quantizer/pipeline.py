@@ -164,17 +164,9 @@ class _Run:
             quantizer.calibrate(model, batches)
         score = self._tuning_score(task, tuning, head)
         self._choose(quantizer, model, batches, score)
-        forms = {"float": model}
-        course = None
-        if config.qat is not None:
-            forms["ptq"] = quantizer.quantize(model)
-            course = self._train(config.qat, quantizer, model, task, score)
-        with self._stage("quantize"):
-            quantized = quantizer.quantize(model)
-            quantizer.save(self.target / "quantizer")
-        forms["proxy" if course is None else "qat"] = quantized
-        predictions = self._predictions(forms, task, evaluation)
-        built = self._export_and_build(quantizer, quantized, model, task)
+        forms, course = self._quantize(quantizer, model, task, score)
+        predictions = self._predictions({"float": model, **forms}, task, evaluation)
+        built = self._export_and_build(quantizer, forms["proxy" if course is None else "qat"], model, task)
         inspection = self._inspect(built["engine"])
         engines = self._load(built)
         predictions |= self._predictions(self._nearest(engines, quantizer, model), task, evaluation)
@@ -283,6 +275,20 @@ class _Run:
                 markup=False,
                 highlight=False,
             )
+
+    def _quantize(
+        self, quantizer: Quantizer, model: nn.Module, task: Task, score: TuningScore
+    ) -> tuple[dict[str, nn.Module], Course | None]:
+        """The frozen model, and before it the one of PTQ where it is trained, with what came of the training."""
+        settings, course = self.config.qat, None
+        forms = {}
+        if settings is not None:
+            forms["ptq"] = quantizer.quantize(model)
+            course = self._train(settings, quantizer, model, task, score)
+        with self._stage("quantize"):
+            forms["proxy" if course is None else "qat"] = quantizer.quantize(model)
+            quantizer.save(self.target / "quantizer")
+        return forms, course
 
     def _train(
         self, settings: QatConfig, quantizer: Quantizer, model: nn.Module, task: Task, score: TuningScore

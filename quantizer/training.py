@@ -13,6 +13,7 @@ from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from tqdm.auto import tqdm
 
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
+from quantizer.numerics.learning import GAIN
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.qat import Distillation
 from quantizer.qat import Schedule
 from quantizer.qat.checkpoint import read_checkpoint
@@ -109,7 +112,7 @@ class Training:
         settings = self._settings
         proxy.eval()
         distillation = Distillation(model, temperature=settings.temperature, hidden=settings.hidden)
-        optimizer = torch.optim.AdamW(_trained(proxy), lr=settings.learning_rate, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(self._groups(proxy), weight_decay=0.0)
         schedule = Schedule(proxy, self._steps, freeze_scales=settings.freeze_scales)
         course = self._resumed(proxy, optimizer)
         if course is None:
@@ -120,12 +123,12 @@ class Training:
         schedule.at(len(course.losses))
         with tqdm(total=self._steps, initial=len(course.losses), desc="training", unit="step", disable=None) as bar:
             while len(course.losses) < self._steps and course.stopped is None:
-                rate = settings.learning_rate * self._share(len(course.losses))
+                share = self._share(len(course.losses))
                 for group in optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = share * group["highest"]
                 loss = self._step(len(course.losses), proxy, distillation, optimizer)
                 course.losses.append(loss)
-                course.rates.append(rate)
+                course.rates.append(share * settings.learning_rate)
                 schedule.at(len(course.losses))
                 bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
                 bar.update()
@@ -134,6 +137,15 @@ class Training:
         read_checkpoint(self._best, proxy)
         schedule.at(self._steps)
         return course
+
+    def _groups(self, proxy: nn.Module) -> list[dict[str, Any]]:
+        """What is trained: weights, and learned scales with a rate of their own."""
+        scales = {id(q.change) for q in proxy.modules() if isinstance(q, OperandQuantizer)}
+        trained = [parameter for parameter in proxy.parameters() if parameter.requires_grad]
+        # A scale moves GAIN times as far as a weight would.
+        rates = self._settings.learning_rate, self._settings.scale_learning_rate / GAIN
+        groups = [[p for p in trained if (id(p) in scales) == of_scales] for of_scales in (False, True)]
+        return [{"params": g, "highest": rate} for g, rate in zip(groups, rates, strict=True) if g]
 
     def _step(self, step: int, proxy: nn.Module, distillation: Distillation, optimizer: torch.optim.Optimizer) -> float:
         batch = self._batch(step)
@@ -211,10 +223,6 @@ class Training:
         course.scores = [(int(step), float(score)) for step, score in course.scores]
         self._tell(f"going on after {len(course.losses)} of {self._steps} steps, from {self._last}")
         return course
-
-
-def _trained(proxy: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in proxy.parameters() if parameter.requires_grad]
 
 
 def _has_gradient(parameter: Tensor) -> bool:

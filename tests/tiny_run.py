@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["tiny_run"]
+__all__ = ["tiny_run", "write_rows"]
 
 GOOD = ("good", "fine", "warm", "witty", "fresh")
 BAD = ("bad", "dull", "cold", "slow", "stale")
@@ -28,8 +28,8 @@ def tiny_run(folder: Path) -> dict[str, Any]:
     )
     transformers.BertForSequenceClassification(config).save_pretrained(folder / "model")
     transformers.BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "model")
-    _rows(folder / "calibration.csv", 16, seed=1)
-    _rows(folder / "evaluation.csv", 24, seed=2)
+    write_rows(folder / "calibration.csv", 16, seed=1)
+    write_rows(folder / "evaluation.csv", 24, seed=2)
     return {
         "model": {"source": str(folder / "model"), "task": "sequence-classification", "max_length": 32},
         "data": {
@@ -43,7 +43,8 @@ def tiny_run(folder: Path) -> dict[str, Any]:
     }
 
 
-def _rows(path: Path, count: int, seed: int) -> None:
+def write_rows(path: Path, count: int, seed: int) -> None:
+    """Write a file of texts, good and bad by turns."""
     pick = random.Random(seed)
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream)

@@ -160,19 +160,15 @@ class RunConfig(Section):
             reject(*problems)
         return data
 
-    @field_validator("fallback")
-    @classmethod
-    def _fallback_has_a_ranking(cls, fallback: FallbackConfig | None, info: ValidationInfo) -> FallbackConfig | None:
-        if fallback is not None and fallback.names is None and "amp" in info.data and info.data["amp"] is None:
-            reject(("", "needs the ranking that amp measures; expected an amp section, such as amp: {}"))
-        return fallback
-
     @field_validator("qat")
     @classmethod
-    def _rows_are_used(cls, qat: QatConfig | None, info: ValidationInfo) -> QatConfig | None:
-        """Rows to tune and to train on are there where they are needed, and only there."""
+    def _choices_have_what_they_need(cls, qat: QatConfig | None, info: ValidationInfo) -> QatConfig | None:
+        """A ranking, and rows to tune and to train on: there where they are needed, and only there."""
         problems = []
         data, amp, fallback = (info.data.get(name) for name in ("data", "amp", "fallback"))
+        if isinstance(fallback, FallbackConfig) and fallback.names is None and "amp" in info.data and amp is None:
+            text = "needs the ranking that amp measures; expected an amp section, such as amp: {}"
+            problems.append(("/fallback", text))
         users = ["fallback.max_drop"] if isinstance(fallback, FallbackConfig) and fallback.max_drop is not None else []
         users += ["amp.measure 'metric'"] if isinstance(amp, AmpConfig) and amp.measure == "metric" else []
         users += ["qat"] if qat is not None else []

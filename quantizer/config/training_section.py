@@ -43,6 +43,12 @@ class QatConfig(Section):
         description="The highest rate, about 1% of that of a training from scratch; it rises over the first tenth of "
         "the steps and falls with a cosine.",
     )
+    scale_learning_rate: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="The highest rate of scales that are learned: how far a step moves one at most, as a share of it.",
+    )
     scales: Annotated[
         _Kind | dict[str, _Kind],
         WrapValidator(lambda value, _: _scales(value)),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quantizer.config import FallbackConfig
+from quantizer.config import QatConfig
 from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
 from quantizer.config import SitesConfig
@@ -293,8 +294,50 @@ def test_a_budget_needs_rows_of_its_own(write: Write) -> None:
 def test_rows_that_nothing_is_scored_on(write: Write, words: list[str]) -> None:
     (problem,) = _problems(lambda: load_run(write(TUNING), words))
     assert problem == (
-        "good.yaml:5: data.tuning: is used by fallback.max_drop and amp.measure 'metric' only; remove it"
+        "good.yaml:5: data.tuning: is used by fallback.max_drop, amp.measure 'metric' and qat only; remove it"
     )
+
+
+TRAINING = TUNING.replace("  tuning:", "  training: {name: vader, rows: 9}\n  tuning:").replace(
+    "fallback: {num: 3}", "qat: {}"
+)
+
+
+def test_a_training_needs_rows_of_its_own(write: Write) -> None:
+    run = load_run(write(TRAINING))
+    assert run.qat == QatConfig()
+    assert (run.qat.epochs, run.qat.scales) == (0.3, "learned")
+    training, tuning = _problems(lambda: load_run(write(TRAINING), ["~data.training", "~data.tuning"]))
+    assert "data.tuning: is missing; expected the rows to score on for qat, none of them of evaluation" in tuning
+    assert "data.training: is missing; expected the rows that qat trains on" in training
+    training, _ = sorted(_problems(lambda: load_run(write(TRAINING), ["~qat"])))
+    assert "data.training: is used by qat only; remove it, or add qat: {}" in training
+    for place in ("evaluation", "tuning"):
+        (shared,) = _problems(lambda place=place: load_run(write(TRAINING), [f"data.{place}={{name: vader, rows: 5}}"]))  # type: ignore[misc]
+        assert f"data.training: has rows of data.{place}: a score on rows that the model was trained on" in shared
+
+
+@pytest.mark.parametrize(
+    ("qat", "problem"),
+    [
+        ("{epochs: 0}", "qat.epochs: got the whole number 0; expected a number, above 0"),
+        ("{learning_rate: 1}", "qat.learning_rate: got the whole number 1; expected a number, above 0"),
+        ("{scales: grown}", "qat.scales: got the text 'grown'; expected fixed, average or learned, or a mapping"),
+        ("{scales: {'**': grown}}", "qat.scales: got a section; expected fixed, average or learned, or a mapping"),
+        ("{patience: 0}", "qat.patience: got the whole number 0; expected a whole number, at least 1, or null"),
+        ("{lr: 0.1}", "qat.lr: unknown key"),
+    ],
+)
+def test_bad_trainings(write: Write, qat: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match="^1 problem in the configuration:\n  - good.yaml:[0-9]+: .*" + problem):
+        load_run(write(TRAINING.replace("qat: {}", f"qat: {qat}")))
+
+
+def test_scales_by_pattern(write: Write) -> None:
+    run = load_run(write(TRAINING.replace("qat: {}", "qat: {scales: {'**': learned, '**.weight': fixed}}")))
+    assert run.qat is not None
+    assert run.qat.scales == {"**": "learned", "**.weight": "fixed"}
+    assert load_run(write(dump_yaml(run))) == run
 
 
 def test_problems_of_rows_and_budget_come_together(write: Write) -> None:

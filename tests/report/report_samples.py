@@ -24,6 +24,8 @@ from quantizer.report.record import EscapedProduct
 from quantizer.report.record import Evaluation
 from quantizer.report.record import Histogram
 from quantizer.report.record import RangeCandidate
+from quantizer.report.record import TrainingRun
+from quantizer.report.record import TrainingScore
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/bert/modeling_bert.py"
 SITES = (
@@ -83,11 +85,27 @@ def sample_record() -> RunRecord:
         engine=EngineFile(
             backend="openvino", path="engine/model.xml", build_seconds=1.42, verified="48 of 48 sites run in INT8"
         ),
+        training=sample_training(),
         inspection=sample_inspection(),
         diff=_diff(),
         versions={"quantizer": "0.1.0", "torch": "2.13.0+cpu", "openvino": "2026.4.1"},
         machine={"cpu": "Intel(R) Xeon(R) Processor @ 2.50GHz", "cores": 2, "memory_gib": 15.6, "gpu": None},
         stages=(Stage(name="calibrate", seconds=12.41), Stage(name="amp", seconds=151.2)),
+    )
+
+
+def sample_training() -> TrainingRun:
+    """A training of 60 steps whose fourth score is the best."""
+    scores = ((0, 0.8394), (12, 0.8544), (24, 0.8601), (36, 0.8721), (48, 0.8710))
+    return TrainingRun(
+        metric="accuracy",
+        higher_is_better=True,
+        planned=60,
+        losses=tuple(0.5 / (1 + step) for step in range(48)),
+        learning_rates=(1e-5,) * 48,
+        scores=tuple(TrainingScore(step=step, score=score, best=step == 36) for step, score in scores),
+        float_score=0.8739,
+        stopped="no better score in 1 evaluations",
     )
 
 

@@ -161,7 +161,9 @@ def test_the_page_shows_where_it_hurts_and_what_the_search_found() -> None:
     for title in ("Estimated divergence", "Quantizers", "Block"):
         assert f">{title}</th>" in text
     fallback = dataclasses.replace(sample_record().fallback, evaluations=(), float_score=None, max_drop=None)  # type: ignore[type-var]
-    without = html_from_record(dataclasses.replace(sample_record(), fallback=fallback, sensitivity=(), measure=None))
+    without = html_from_record(
+        dataclasses.replace(sample_record(), fallback=fallback, sensitivity=(), measure=None, training=None)
+    )
     assert "evaluations" not in without.partition("<pre>")[0]
     assert "1 group, by fallback(max_drop=0.005)" in without
 

@@ -1,0 +1,285 @@
+"""The training of a run: what it keeps, how it goes on after an interruption, and what ends it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+pytest.importorskip("transformers", reason="a run needs quantizer[hf]")
+pytest.importorskip("jinja2", reason="a run needs quantizer[report]")
+
+from safetensors.torch import load_file
+from tiny_run import tiny_run
+from tiny_run import write_rows
+
+from quantizer import Quantizer
+from quantizer.cli.main import main
+from quantizer.config import QatConfig
+from quantizer.errors import TrainingError
+from quantizer.report import read_record
+from quantizer.tasks import Row
+from quantizer.tasks import Task
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_rows
+from quantizer.tasks import load_tokenizer
+from quantizer.training import Course
+from quantizer.training import Training
+
+TASK = "sequence-classification"
+SETTINGS = {"epochs": 2.5, "learning_rate": 0.0001}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A tiny run with rows to train on."""
+    folder = tmp_path_factory.mktemp("training")
+    run = tiny_run(folder)
+    write_rows(folder / "training.csv", 60, seed=3)
+    _label_as_the_model_does(run)
+    run["data"]["training"] = {"name": "text-csv", "path": str(folder / "training.csv")}
+    run["data"]["tuning"] = {"name": "text-csv", "path": str(folder / "calibration.csv")}
+    run["quantizer"]["activations"] = {"percentile": 90.0}  # clips much, so that there is much to win
+    return {**run, "qat": SETTINGS}
+
+
+def _label_as_the_model_does(run: dict[str, Any]) -> None:
+    """So that the float model scores 1, and every other what it agrees with it."""
+    model = load_model(run["model"]["source"], TASK)
+    task = build_task(TASK, model, load_tokenizer(run["model"]["source"]), max_length=32, batch_size=8)
+    for part in ("calibration", "evaluation"):
+        path = Path(run["data"][part]["path"])
+        rows = load_rows("text-csv", path=str(path))
+        decisions = task.predict(lambda batch: model(**batch), rows).decisions
+        lines = [f"{row.text},{decision}" for row, decision in zip(rows, decisions, strict=True)]
+        path.write_text("\n".join(["text,label", *lines]) + "\n")
+
+
+class Bench:
+    """A model, its quantizer, and rows, fresh at each time as in a new process."""
+
+    def __init__(self, files: dict[str, Any]) -> None:
+        source = files["model"]["source"]
+        self.model = load_model(source, TASK)
+        self.task: Task = build_task(TASK, self.model, load_tokenizer(source), max_length=32, batch_size=8)
+        self.rows: list[Row] = load_rows("text-csv", path=files["data"]["training"]["path"])
+        self.quantizer = Quantizer(files["quantizer"])
+        self.quantizer.calibrate(self.model, self.task.batches(self.rows[:16]), progress=False)
+        self.proxy = self.quantizer.qat(self.model, scales="learned", copy=True)
+        self.told: list[str] = []
+        self.scored = 0
+
+    def divergence(self, model: nn.Module) -> float:
+        """Of the logits from the float model's: what is lost, and finer than an accuracy."""
+        self.scored += 1
+        with torch.no_grad():
+            return sum(
+                float((model(**batch).logits - self.model(**batch).logits).square().mean())
+                for batch in self.task.batches(self.rows[:24])
+            )
+
+    def training(self, folder: Path, score: Any = None, identity: str = "same", **settings: Any) -> Training:
+        return Training(
+            QatConfig(**SETTINGS | settings),
+            self.task,
+            self.rows,
+            score or self.divergence,
+            higher_is_better=False,
+            folder=folder,
+            identity=identity,
+            tell=self.told.append,
+        )
+
+    def train(self, folder: Path, **settings: Any) -> Course:
+        return self.training(folder, **settings).carry_out(self.model, self.proxy)
+
+
+def test_it_comes_nearer_to_the_float_model_and_keeps_the_best(files: dict[str, Any], tmp_path: Path) -> None:
+    bench = Bench(files)
+    before = {name: value.clone() for name, value in bench.model.state_dict().items()}
+    course = bench.train(tmp_path / "kept")
+    assert course.steps == len(course.losses) == len(course.rates) == 20
+    assert [step for step, _ in course.scores] == [0, 4, 8, 12, 16, 20]
+    assert course.float_score == 0
+    best = dict(course.scores)[course.best]
+    assert best == min(score for _, score in course.scores)
+    assert best < course.scores[0][1] / 2
+    # What is left is the best state, and the frozen model of it.
+    assert bench.divergence(bench.proxy) == best
+    assert bench.divergence(bench.quantizer.quantize(bench.model)) == best
+    assert all(torch.equal(before[name], value) for name, value in bench.model.state_dict().items())
+
+
+def test_the_rate_rises_and_falls_with_a_cosine(files: dict[str, Any], tmp_path: Path) -> None:
+    course = Bench(files).train(tmp_path / "kept", evaluations=1)
+    assert course.rates[:2] == [0.00005, 0.0001]
+    assert course.rates[11] == pytest.approx(0.0001 * 0.5)
+    falling = [0.00005 * (1 + math.cos(math.pi * step / 18)) for step in range(18)]
+    assert course.rates[2:] == pytest.approx(falling)
+
+
+def test_a_state_from_before_the_scales_were_fixed_comes_back_whole(files: dict[str, Any], tmp_path: Path) -> None:
+    bench = Bench(files)
+    scores = iter([0.0, 9.0, 1.0, 5.0, 6.0, 7.0, 8.0])  # float, before training, then worse after the first fifth
+    seen: list[float] = []
+
+    def score(model: nn.Module) -> float:
+        seen.append(bench.divergence(model))
+        return next(scores)
+
+    course = bench.train(tmp_path / "kept", score=score, freeze_scales=0.5)
+    assert course.best == 4
+    assert bench.divergence(bench.proxy) == seen[2]
+    assert bench.divergence(bench.quantizer.quantize(bench.model)) == seen[2]
+
+
+class Stop(Exception):
+    """An interruption."""
+
+
+def test_an_interrupted_training_goes_on_as_if_it_had_not_been(files: dict[str, Any], tmp_path: Path) -> None:
+    whole = Bench(files)
+    expected = whole.train(tmp_path / "whole")
+    first = Bench(files)
+
+    def stops(model: nn.Module) -> float:
+        if first.scored == 4:
+            raise Stop("now")
+        return first.divergence(model)
+
+    with pytest.raises(Stop, match="now"):
+        first.train(tmp_path / "kept", score=stops)
+    second = Bench(files)
+    course = second.train(tmp_path / "kept")
+    assert course == expected
+    assert f"going on after 8 of 20 steps, from {tmp_path / 'kept' / 'last.safetensors'}" in second.told
+    for one, two in zip(whole.proxy.state_dict().values(), second.proxy.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+    # All done: nothing is trained again.
+    third = Bench(files)
+    assert third.train(tmp_path / "kept") == expected
+    assert third.scored == 0
+
+
+def test_checkpoints_of_another_configuration(files: dict[str, Any], tmp_path: Path) -> None:
+    bench = Bench(files)
+    bench.train(tmp_path / "kept", evaluations=1, epochs=0.1)
+    before = (tmp_path / "kept" / "last.safetensors").read_bytes()
+    with pytest.raises(TrainingError, match=r"kept holds checkpoints of another configuration: remove it"):
+        Bench(files).train(tmp_path / "kept", identity="other")
+    assert (tmp_path / "kept" / "last.safetensors").read_bytes() == before
+
+
+def test_a_damaged_checkpoint(files: dict[str, Any], tmp_path: Path) -> None:
+    Bench(files).train(tmp_path / "kept", evaluations=1, epochs=0.1)
+    path = tmp_path / "kept" / "last.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(TrainingError, match=r"last\.safetensors is no checkpoint of a training, or damaged"):
+        Bench(files).train(tmp_path / "kept")
+
+
+def test_a_loss_that_is_no_number(files: dict[str, Any], tmp_path: Path) -> None:
+    bench, steps = Bench(files), 0
+
+    def ruin(_: nn.Module, __: Any, output: Any) -> Any:
+        nonlocal steps
+        steps += torch.is_grad_enabled()
+        if steps > 5:
+            output.logits = output.logits * float("nan")
+        return output
+
+    bench.proxy.register_forward_hook(ruin)
+    last = tmp_path / "kept" / "last.safetensors"
+    with pytest.raises(TrainingError, match=rf"the loss is nan after 5 steps: .*last good checkpoint is {last}"):
+        bench.train(tmp_path / "kept")
+    assert not any(torch.isnan(value).any() for value in load_file(last).values())
+
+
+def test_nothing_has_a_gradient(files: dict[str, Any], tmp_path: Path) -> None:
+    bench = Bench(files)
+    bench.proxy.register_forward_hook(lambda _, __, output: _detached(output))
+    with pytest.raises(TrainingError, match="no parameter has a gradient"):
+        bench.train(tmp_path / "kept")
+
+
+def _detached(output: Any) -> Any:
+    output.logits = output.logits.detach().requires_grad_()
+    if output.hidden_states is not None:
+        output.hidden_states = tuple(state.detach() for state in output.hidden_states)
+    return output
+
+
+def test_a_rate_that_destroys_the_model(files: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
+    # With ranges that clip nothing there is much to lose.
+    bench = Bench({**files, "quantizer": {**files["quantizer"], "activations": {"calibrator": "max"}}})
+    course = bench.train(tmp_path / "kept", learning_rate=0.05)
+    assert course.best == 0
+    (text, *_) = [line for line in bench.told if line.startswith("warning")]
+    assert "worse than the" in text
+    assert "a lower qat.learning_rate than 0.05 may help" in text
+    assert "a lower qat.learning_rate than 0.05 may help" in caplog.text
+    # The state of PTQ is what is left.
+    assert bench.divergence(bench.proxy) == course.scores[0][1]
+
+
+def test_patience(files: dict[str, Any], tmp_path: Path) -> None:
+    bench = Bench(files)
+    scores = iter([0.0, 9.0, 5.0, 6.0, 7.0])
+    course = bench.train(tmp_path / "kept", score=lambda _: next(scores), patience=2)
+    assert course.stopped == "no better score in 2 evaluations"
+    assert (course.best, len(course.losses)) == (4, 12)
+
+
+def test_a_run_reports_float_ptq_and_qat(
+    files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("openvino", reason="the engine of this run is OpenVINO's")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(files))
+    assert main(["run", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "out")]) == 0
+    record = read_record(tmp_path / "out" / "report.json")
+    assert [score.which for score in record.scores] == ["float", "ptq", "qat", "engine"]
+    assert record.training is not None
+    assert len(record.training.losses) == record.training.planned == 20
+    assert [score.step for score in record.training.scores] == [0, 4, 8, 12, 16, 20]
+    assert sum(score.best for score in record.training.scores) == 1
+    divergence = {score.which: score.paired.get("kl_divergence") for score in record.scores}
+    assert divergence["qat"] is not None
+    assert divergence["ptq"] is not None
+    assert divergence["qat"] < divergence["ptq"]
+    assert not (tmp_path / "out.training").exists()
+    printed = capsys.readouterr().out
+    assert "after 4 of 20 steps, mean loss" in printed
+    assert "best after" in printed
+    # The folder holds what was learned.
+    assert Quantizer.load(tmp_path / "out" / "quantizer").scales()
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["training"]["metric"] == "accuracy"
+
+
+def test_a_run_that_is_stopped_says_where_its_checkpoints_are(files: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**files, "qat": {"epochs": 400.0, "evaluations": 300}}))
+    command = [sys.executable, "-m", "quantizer", "run", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "out")]
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
+    last = tmp_path / "out.training" / "last.safetensors"
+    end = time.monotonic() + 120
+    while not last.exists() and run.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert f"the checkpoints are kept in {tmp_path / 'out.training'}; the same command goes on with them" in errors
+    assert last.exists()
+    assert not (tmp_path / "out").exists()
