@@ -1,0 +1,109 @@
+"""Accuracy before and after a training with rounded operands: SST-2, the default recipe, three seeds.
+
+    python benchmarks/training_accuracy.py [int8|int4] [SEEDS]
+
+Trained on rows of train with the float model's outputs (no labels), the state chosen on other rows of train, scored on
+dev, which is used for nothing else. Every kind of site, nothing put back to float.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from common import heading
+from common import minilm_sst2
+from common import sst2
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.config import QatConfig
+from quantizer.engines import Engine
+from quantizer.engines import load_engine
+from quantizer.stages import runner
+from quantizer.tasks import Predictions
+from quantizer.tasks import Row
+from quantizer.tasks import Task
+from quantizer.training import Training
+
+CALIBRATION, TRAINING, TUNING = slice(128), slice(128, 6120), slice(6120, 6920)
+BLOCKS = {"kinds": ["linear"], "activations": "int8", "weights": "int4", "block_size": 32}
+CASES = {"int8": ("INT8", ()), "int4": ("INT4 weights in blocks of 32, INT8 activations", (BLOCKS,))}
+BACKEND = "openvino"
+
+
+class Bench:
+    """A model with its rows."""
+
+    def __init__(self) -> None:
+        self.model, self.task = minilm_sst2()
+        self.train: list[Row] = sst2("train")
+        self.dev: list[Row] = sst2("dev")
+        self.base = self.predict(self.model)
+
+    def predict(self, model: nn.Module | Engine) -> Predictions:
+        """On dev."""
+        return self.task.predict(runner(model), self.dev)
+
+    def row(self, name: str, model: nn.Module | Engine, seconds: float | None = None) -> None:
+        """Print a row of the table."""
+        task: Task = self.task
+        found = self.predict(model)
+        paired, score = task.paired(self.base, found), task.score(found, self.dev)
+        took = "" if seconds is None else f"{seconds:.0f} s"
+        points = 100 * (score - task.score(self.base, self.dev))
+        figures = f"{100 * paired['label_flips']:.2f}% | {paired['kl_divergence']:.4f} | {took}"
+        print(f"| {name} | {score:.4f} | {points:+.2f} | {figures} |", flush=True)
+
+    def tuned(self, model: nn.Module) -> float:
+        """The score on the tuning rows."""
+        rows = self.train[TUNING]
+        return self.task.score(self.task.predict(runner(model), rows), rows)
+
+    def engine(self, quantizer: Quantizer, frozen: nn.Module, folder: Path) -> Engine:
+        """OpenVINO's."""
+        onnx = quantizer.export(frozen, folder / "model.onnx", self.task.example())
+        quantizer.build(onnx, folder / "model.engine")
+        return load_engine(BACKEND, folder / "model.engine")
+
+    def trained(self, formats: tuple[object, ...], seed: int, name: str) -> None:
+        """One training, and what came of it."""
+        quantizer = Quantizer(backend=BACKEND, sites={"residual_add": True}, formats=formats)
+        quantizer.calibrate(self.model, self.task.batches(self.train[CALIBRATION]), progress=False)
+        if seed == 0:
+            self.row(f"{name}: PTQ", quantizer.quantize(self.model))
+        with tempfile.TemporaryDirectory() as folder:
+            training = Training(
+                QatConfig(seed=seed),
+                self.task,
+                self.train[TRAINING],
+                self.tuned,
+                higher_is_better=True,
+                folder=Path(folder),
+                identity="",
+                tell=lambda line: print(f"  {line}", file=sys.stderr),
+            )
+            start = time.perf_counter()
+            training.carry_out(self.model, quantizer.qat(self.model, scales="learned", copy=True))
+            seconds = time.perf_counter() - start
+            frozen = quantizer.quantize(self.model)
+            self.row(f"{name}: QAT, seed {seed}", frozen, seconds)
+            self.row(f"{name}: QAT, seed {seed}, OpenVINO", self.engine(quantizer, frozen, Path(folder)))
+
+
+def main(case: str, seeds: int) -> None:
+    torch.set_num_threads(1)
+    bench = Bench()
+    print(heading("Training with rounded operands: SST-2 dev, 872 rows"))
+    print("| model | accuracy | points to float | label flips | KL | training |\n|---|---|---|---|---|---|")
+    bench.row("float", bench.model)
+    name, formats = CASES[case]
+    for seed in range(seeds):
+        bench.trained(formats, seed, name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "int8", int(sys.argv[2]) if len(sys.argv) > 2 else 3)
