@@ -149,7 +149,7 @@ class Quantizer:
         """
         self._served.take(model)
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        self._served.amp = Amp(model, self._served.decided(), measure, granularity, loss, wrapped)
+        self._served.amp = Amp(self._served.trained(model), self._served.decided(), measure, granularity, loss, wrapped)
         return self._served.amp.proxy
 
     def fallback(

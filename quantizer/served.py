@@ -119,10 +119,14 @@ class Served:
         self.trainable = trainable
         return trainable.proxy
 
+    def trained(self, model: nn.Module) -> nn.Module:
+        """The model, or the copy of it that was trained."""
+        return model if self.trainable is None else self.trainable.model
+
     def frozen(self, model: nn.Module) -> nn.Module:
         """The frozen proxy of a model, or of the copy of it that was trained."""
         self.take(model)
-        return frozen(model if self.trainable is None else self.trainable.model, self.plan())
+        return frozen(self.trained(model), self.plan())
 
     def decided(self) -> Plan:
         """What calibration decided or training learned, with what was put back."""

@@ -98,6 +98,17 @@ def test_a_copy_is_trained_and_the_model_left_alone() -> None:
     assert not torch.equal(trained(data(9)), frozen(data(9)))
 
 
+def test_what_is_measured_after_a_training_is_the_copy_that_was_trained() -> None:
+    model = Twice().train()
+    quantizer = calibrated(model)
+    proxy = quantizer.qat(model, copy=True)
+    train(proxy)
+    amp = quantizer.amp(model)
+    assert not torch.equal(amp(data(9)), model.eval()(data(9)))
+    quantizer.fallback(amp, ratio=1.0)
+    assert torch.equal(amp(data(9)), quantizer.quantize(model)(data(9)))
+
+
 def test_what_was_learned_is_saved(tmp_path: Any) -> None:
     model = Twice().eval()
     quantizer = calibrated(model)
