@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from quantizer.errors import CalibrationError
+from quantizer.errors import TrainingError
 from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import sites_of
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.plan import Plan
@@ -21,6 +23,7 @@ from quantizer.proxy.scales import with_scales
 from quantizer.qat import Scales
 from quantizer.qat import changed_scales
 from quantizer.qat import kinds_of
+from quantizer.qat import prepare_checkpoints
 from quantizer.qat import set_up_scales
 
 __all__ = ["Trainable"]
@@ -48,6 +51,7 @@ class Trainable:
     Raises:
         CalibrationError: scales cannot move before there are any.
         ConfigError: there is no such kind of scales, or a pattern matches nothing.
+        TrainingError: no parameter requires a gradient.
     """
 
     def __init__(
@@ -57,16 +61,23 @@ class Trainable:
         self.proxy = build_proxy(self.model, eager_attention=True)
         self._plan = plan
         if plan is None:
-            kinds_of({}, scales)
+            kinds = kinds_of({}, scales)
             if scales != "fixed":
                 raise CalibrationError(
                     f"scales={scales!r} starts from calibrated ones, and nothing was calibrated yet: run data through "
                     "calib(model), or call calibrate(model, batches), before qat()"
                 )
-            return
-        trained = put_back(plan, groups)
-        self._apply(trained)
-        set_up_scales(self.proxy, trained, kinds_of(trained, scales))
+        else:
+            trained = put_back(plan, groups)
+            kinds = kinds_of(trained, scales)
+            self._apply(trained)
+            set_up_scales(self.proxy, trained, kinds)
+        if not any(parameter.requires_grad for parameter in self.proxy.parameters()):
+            raise TrainingError(
+                f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train: call "
+                "requires_grad_() on the model, or on the part of it that is to be trained, before qat()"
+            )
+        prepare_checkpoints(self.proxy, kinds)
 
     def calibrate_first(self, observing: nn.Module, decided: Callable[[], Plan]) -> None:
         """Take ranges from the first batches that come: each goes through ``observing`` before it is rounded.

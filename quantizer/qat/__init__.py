@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantizer.qat.checkpoints import prepare_checkpoints
 from quantizer.qat.distillation import Distillation
 from quantizer.qat.scales import ScaleKind
 from quantizer.qat.scales import Scales
@@ -10,4 +11,4 @@ from quantizer.qat.scales import kinds_of
 from quantizer.qat.scales import set_up_scales
 from quantizer.qat.schedule import Schedule
 
-__all__ = ["Distillation", "ScaleKind", "Scales", "Schedule", "changed_scales", "kinds_of", "set_up_scales"]
+__all__ = ["Distillation", "ScaleKind", "Scales", "Schedule", "changed_scales", "kinds_of", "prepare_checkpoints", "set_up_scales"]

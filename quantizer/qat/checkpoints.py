@@ -1,0 +1,139 @@
+"""What a checkpoint of a proxy in training holds besides the model's parameters, so that only its own proxy loads it.
+
+A buffer keeps, as the bytes of a text, what was decided of every operand. A parameter that several operands share is
+in a checkpoint once: formats without shared tensors (safetensors) refuse it otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import TrainingError
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.qat.scales import ScaleKind
+
+__all__ = ["prepare_checkpoints"]
+
+_BUFFER = "quantizer_decisions"
+
+
+def prepare_checkpoints(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None:
+    """Let the proxy's state dict say what was decided, and refuse one that says otherwise.
+
+    A state dict that says nothing, such as the float model's, is loaded as ever.
+
+    Args:
+        proxy: to be trained.
+        kinds: of the scales, by ``SITE.OPERAND``; what is not among them is fixed.
+    """
+    proxy.register_buffer(_BUFFER, _as_bytes(_decisions(proxy, kinds)))
+    proxy.register_state_dict_pre_hook(partial(_before_saving, kinds))  # type: ignore[no-untyped-call]
+    proxy.register_state_dict_post_hook(_after_saving)  # type: ignore[no-untyped-call]
+    proxy.register_load_state_dict_pre_hook(partial(_before_loading, kinds))  # type: ignore[no-untyped-call]
+
+
+def _decisions(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> dict[str, str]:
+    """What is rounded, and how, by ``SITE.OPERAND``."""
+    names = (
+        (f"{site.path}.{operand.name}", site.quantizer(position))
+        for site in sites_of(proxy)
+        if site.active
+        for position, operand in enumerate(site.operation.operands)
+    )
+    return {name: _description(quantizer, kinds.get(name, "fixed")) for name, quantizer in names if quantizer.enabled}
+
+
+def _description(quantizer: OperandQuantizer, kind: ScaleKind) -> str:
+    """How an operand is rounded. The scales themselves may be others: a checkpoint has its own."""
+    parts = [quantizer.dtype, "per tensor" if quantizer.axis is None else f"axis {quantizer.axis}"]
+    if quantizer.block_size is not None:
+        parts.append(f"blocks of {quantizer.block_size}")
+    if quantizer.zero_point is not None:
+        parts.append(f"zero point {int(quantizer.zero_point)}")
+    if quantizer.factor is not None:
+        parts.append(f"smoothed by {zlib.crc32(quantizer.factor.float().cpu().numpy().tobytes()):08x}")
+    if quantizer.scale is not None:
+        parts.append(f"scale [{', '.join(map(str, quantizer.scale.shape))}] {kind}")
+    return ", ".join(parts)
+
+
+def _as_bytes(decisions: dict[str, str]) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(decisions).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(stored: Tensor) -> dict[str, str]:
+    try:
+        decisions = json.loads(stored.cpu().numpy().tobytes())
+    except ValueError as error:
+        raise TrainingError(
+            f"the checkpoint is damaged: {_BUFFER} cannot be read ({error}); take another one"
+        ) from error
+    if not isinstance(decisions, dict):
+        raise TrainingError(f"the checkpoint is damaged: {_BUFFER} is no mapping; take another one")
+    return decisions
+
+
+def _before_saving(kinds: Mapping[str, ScaleKind], proxy: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """What was decided may have changed with the first batches."""
+    buffer = getattr(proxy, _BUFFER)
+    setattr(proxy, _BUFFER, _as_bytes(_decisions(proxy, kinds)).to(buffer.device))
+
+
+def _after_saving(proxy: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for others in _shared(proxy).values():
+        for name in others:
+            del state_dict[prefix + name]
+
+
+def _before_loading(
+    kinds: Mapping[str, ScaleKind], proxy: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    stored = state_dict.get(prefix + _BUFFER)
+    if stored is not None:
+        _compare(_from_bytes(stored), _decisions(proxy, kinds))
+        setattr(proxy, _BUFFER, stored.clone().to(getattr(proxy, _BUFFER).device))
+    for first, others in _shared(proxy).items():
+        if prefix + first in state_dict:
+            state_dict.update({prefix + name: state_dict[prefix + first] for name in others})
+
+
+def _compare(there: dict[str, str], here: dict[str, str]) -> None:
+    """Hold the decisions of a checkpoint to those of the proxy that would load it.
+
+    Raises:
+        TrainingError: the proxy rounds otherwise.
+    """
+    differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    if not differing:
+        return
+    if not here:
+        raise TrainingError(
+            f"the checkpoint holds ranges of {len(there)} operands, and nothing was calibrated here yet: make the "
+            "proxy with the Quantizer of that training, Quantizer.load() of the folder that its save() wrote"
+        )
+    first = differing[0]
+    count = "1 operand differs, " if len(differing) == 1 else f"{len(differing)} operands differ, the first is "
+    raise TrainingError(
+        f"the checkpoint is of another configuration: {count}{first}: {there.get(first, 'not quantized')} in the "
+        f"checkpoint, {here.get(first, 'not quantized')} here. Make the proxy with the Quantizer of that training "
+        "(Quantizer.load() of the folder that its save() wrote) and the same scales=, or train without this checkpoint"
+    )
+
+
+def _shared(proxy: nn.Module) -> dict[str, list[str]]:
+    """The names of parameters of scales that several operands share: the first, and the others."""
+    names = defaultdict(list)
+    for path, module in proxy.named_modules():
+        if isinstance(module, OperandQuantizer) and module.change is not None:
+            names[id(module.change)].append(f"{path}.change")
+    return {first: others for first, *others in names.values() if others}
