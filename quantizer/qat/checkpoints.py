@@ -76,10 +76,10 @@ def _from_bytes(stored: Tensor) -> dict[str, str]:
         decisions = json.loads(stored.cpu().numpy().tobytes())
     except ValueError as error:
         raise TrainingError(
-            f"the checkpoint is damaged: {_BUFFER} cannot be read ({error}); take another one"
+            f"the checkpoint is damaged: its {_BUFFER} cannot be read ({error}); take an earlier one"
         ) from error
     if not isinstance(decisions, dict):
-        raise TrainingError(f"the checkpoint is damaged: {_BUFFER} is no mapping; take another one")
+        raise TrainingError(f"the checkpoint is damaged: its {_BUFFER} holds no mapping; take an earlier one")
     return decisions
 
 
