@@ -117,5 +117,9 @@ class Trainable:
 
     def _apply(self, plan: Plan) -> None:
         self._applied = plan
+        # With more batches an operand may be left float that was rounded before.
+        for site in sites_of(self.proxy):
+            for position in range(len(site.quantizers)):
+                site.quantizer(position).reset()
         apply_plan(self.proxy, plan)
         switch_on(self.proxy, plan)

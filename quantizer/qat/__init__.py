@@ -11,4 +11,13 @@ from quantizer.qat.scales import kinds_of
 from quantizer.qat.scales import set_up_scales
 from quantizer.qat.schedule import Schedule
 
-__all__ = ["Distillation", "ScaleKind", "Scales", "Schedule", "changed_scales", "kinds_of", "prepare_checkpoints", "set_up_scales"]
+__all__ = [
+    "Distillation",
+    "ScaleKind",
+    "Scales",
+    "Schedule",
+    "changed_scales",
+    "kinds_of",
+    "prepare_checkpoints",
+    "set_up_scales",
+]
