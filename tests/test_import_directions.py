@@ -76,7 +76,7 @@ ROOMS = {
     "onnx": {"export", "engines"},
     "onnxscript": {"export"},
     "onnx_ir": {"export"},
-    "transformers": {"tasks", "interop"},
+    "transformers": {"tasks", "interop", "qat"},
     "PIL": {"tasks"},
     "sklearn": {"tasks", "interop"},
     "scipy": {"tasks", "interop"},

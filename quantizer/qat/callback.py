@@ -1,0 +1,169 @@
+"""What a training with the ``Trainer`` of transformers needs besides a proxy: its schedule, and to be stopped in time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantizer.errors import MissingDependencyError
+from quantizer.errors import TrainingError
+from quantizer.proxy.build import is_proxy
+from quantizer.qat.schedule import Schedule
+
+try:
+    import transformers
+except ImportError as error:
+    raise MissingDependencyError("transformers", "hf") from error
+
+__all__ = ["QATCallback"]
+
+logger = logging.getLogger(__name__)
+
+
+class QATCallback(transformers.TrainerCallback):
+    """Accompanies the training of what ``qat()`` returned: ``Trainer(proxy, args, callbacks=[QATCallback()], ...)``.
+
+    It carries out the schedule, stops the training where it cannot go on, and warns when it makes the model worse than
+    it was before the first step. For that, evaluate before training: ``eval_on_start=True``, or ``trainer.evaluate()``.
+    What it compares is ``metric_for_best_model``, the loss by default.
+
+    Args:
+        freeze_scales: the share of the steps after which scales move no more; see ``Schedule``.
+        freeze_batch_norm: the share after which batch norms keep their statistics.
+    """
+
+    def __init__(self, *, freeze_scales: float = 0.8, freeze_batch_norm: float = 0.5) -> None:
+        self._freeze_scales = freeze_scales
+        self._freeze_batch_norm = freeze_batch_norm
+        self._schedule: Schedule | None = None
+        self._before: dict[str, float] = {}
+
+    def on_train_begin(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **keywords: Any,
+    ) -> None:
+        """Bring the proxy to the step that the training starts from, or is resumed from.
+
+        Raises:
+            TrainingError: what is trained is no proxy.
+        """
+        model = keywords["model"]
+        if not is_proxy(model):
+            raise TrainingError(
+                f"QATCallback is for a proxy in training, and the Trainer has a {type(model).__name__}: give the "
+                "Trainer what qat(model) returned"
+            )
+        self._schedule = Schedule(
+            model, state.max_steps, freeze_scales=self._freeze_scales, freeze_batch_norm=self._freeze_batch_norm
+        )
+        self._schedule.at(state.global_step)
+
+    def on_pre_optimizer_step(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **keywords: Any,
+    ) -> None:
+        """Look at the gradients while the parameters are still good.
+
+        Raises:
+            TrainingError: a gradient is no number, or there is none.
+        """
+        # The scaler of a training in float16 meets infinities all the time, and leaves such steps out.
+        if args.fp16:
+            return
+        model = keywords["model"]
+        if not _gradients_are_finite(model):
+            raise TrainingError(
+                f"step {state.global_step + 1}: a gradient is NaN or infinite, first of {_first_not_finite(model)!r}; the "
+                f"training stopped before the step. {_last_checkpoint(args, state)} Look for a loss that is NaN, or lower "
+                f"the learning rate ({args.learning_rate:g})"
+            )
+        if state.global_step == 0 and not _has_gradient(model):
+            raise TrainingError(
+                "step 1: no gradient anywhere: the loss depends on no parameter that is trained. Compute it from the "
+                "proxy's output, without detach() or no_grad(), and see which parameters require a gradient"
+            )
+
+    def on_step_end(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **keywords: Any,
+    ) -> None:
+        """Go on with the schedule; a checkpoint of this step is written after it."""
+        assert self._schedule is not None
+        self._schedule.at(state.global_step)
+
+    def on_evaluate(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **keywords: Any,
+    ) -> None:
+        """Compare with what the proxy scored before the first step, which is what PTQ scores."""
+        name = args.metric_for_best_model or "loss"
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        metrics: Mapping[str, float] = keywords["metrics"]
+        if name not in metrics:
+            return
+        if state.global_step == 0:
+            self._before[name] = metrics[name]
+        # After a resume, the history of the checkpoint has it.
+        history = {name: entry[name] for entry in reversed(state.log_history) if entry["step"] == 0 and name in entry}
+        before, now = (self._before | history).get(name), metrics[name]
+        if before is None:
+            return
+        higher_is_better = args.greater_is_better if args.metric_for_best_model else False
+        if now < before if higher_is_better else now > before:
+            logger.warning(
+                "%s is %.4g after %d steps, and was %.4g before the first: so far the training makes the model worse "
+                "than PTQ. If that lasts, lower the learning rate (%g)",
+                name,
+                now,
+                state.global_step,
+                before,
+                args.learning_rate,
+            )
+
+
+def _gradients_are_finite(model: nn.Module) -> bool:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    # The largest magnitude: a sum of squares would overflow where no gradient does.
+    return not gradients or bool(torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite())
+
+
+def _first_not_finite(model: nn.Module) -> str:
+    return next(
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not parameter.grad.isfinite().all()
+    )
+
+
+def _has_gradient(model: nn.Module) -> bool:
+    return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in model.parameters())
+
+
+def _last_checkpoint(args: transformers.TrainingArguments, state: transformers.TrainerState) -> str:
+    """Where to go on from, in words; folders that another run left are none of ours where they are further on."""
+    prefix = transformers.trainer_utils.PREFIX_CHECKPOINT_DIR + "-"
+    found = {
+        int(number): folder
+        for folder in Path(args.output_dir or ".").glob(f"{prefix}*")
+        if (number := folder.name.removeprefix(prefix)).isdecimal() and int(number) <= state.global_step
+    }
+    if not found:
+        return "There is no checkpoint to go back to."
+    return f"The last good checkpoint is {found[max(found)]}."
