@@ -1,4 +1,4 @@
-"""What a training with the ``Trainer`` of transformers needs besides a proxy: its schedule, and to be stopped in time."""
+"""What a training by the ``Trainer`` of transformers needs besides a proxy: its schedule, and a stop in time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class QATCallback(transformers.TrainerCallback):
         self._freeze_scales = freeze_scales
         self._freeze_batch_norm = freeze_batch_norm
         self._schedule: Schedule | None = None
-        self._before: dict[str, float] = {}
+        self._before: float | None = None
 
     def on_train_begin(
         self,
@@ -84,9 +84,9 @@ class QATCallback(transformers.TrainerCallback):
         model = keywords["model"]
         if not _gradients_are_finite(model):
             raise TrainingError(
-                f"step {state.global_step + 1}: a gradient is NaN or infinite, first of {_first_not_finite(model)!r}; the "
-                f"training stopped before the step. {_last_checkpoint(args, state)} Look for a loss that is NaN, or lower "
-                f"the learning rate ({args.learning_rate:g})"
+                f"step {state.global_step + 1}: a gradient is NaN or infinite, first that of "
+                f"{_first_not_finite(model)!r}; the training stopped before the step. {_last_checkpoint(args, state)} "
+                f"Look for a loss that is NaN, or lower the learning rate ({args.learning_rate:g})"
             )
         if state.global_step == 0 and not _has_gradient(model):
             raise TrainingError(
@@ -119,10 +119,10 @@ class QATCallback(transformers.TrainerCallback):
         if name not in metrics:
             return
         if state.global_step == 0:
-            self._before[name] = metrics[name]
+            self._before = metrics[name]
         # After a resume, the history of the checkpoint has it.
-        history = {name: entry[name] for entry in reversed(state.log_history) if entry["step"] == 0 and name in entry}
-        before, now = (self._before | history).get(name), metrics[name]
+        history = (entry[name] for entry in state.log_history if entry["step"] == 0 and name in entry)
+        before, now = next(history, self._before), metrics[name]
         if before is None:
             return
         higher_is_better = args.greater_is_better if args.metric_for_best_model else False
