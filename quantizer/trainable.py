@@ -20,6 +20,7 @@ from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.scales import with_scales
+from quantizer.proxy.sharing import share_for_good
 from quantizer.qat import Scales
 from quantizer.qat import changed_scales
 from quantizer.qat import kinds_of
@@ -59,6 +60,7 @@ class Trainable:
     ) -> None:
         self.model = copy.deepcopy(model) if own else model
         self.proxy = build_proxy(self.model, eager_attention=True)
+        share_for_good(self.proxy, self.model)
         self._plan = plan
         if plan is None:
             kinds = kinds_of({}, scales)

@@ -13,6 +13,7 @@ from torch import nn
 
 from quantizer.proxy.rewriter import ClassRewriter
 from quantizer.proxy.sharing import end_sharing
+from quantizer.proxy.sharing import hand_back
 from quantizer.proxy.site import Site
 from quantizer.source.closures import held
 from quantizer.source.closures import rebound
@@ -125,13 +126,18 @@ def _is_own(value: Any) -> bool:
 
 
 def as_sharer(module: nn.Module) -> None:
-    """Make a module of a proxy end the sharing before ``.to()``, ``.half()`` and the like change its tensors."""
+    """Make a module of a proxy end the sharing before ``.to()``, ``.half()`` and the like change its tensors.
+
+    One that shares for good hands back to the model what became of them.
+    """
     cls = type(module)
     if cls not in _SHARERS:
 
         def apply(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
             end_sharing(self)
-            return super(made, self)._apply(fn, recurse)  # type: ignore[misc]
+            result = super(made, self)._apply(fn, recurse)  # type: ignore[misc]
+            hand_back(self)
+            return result
 
         reachable: frozenset[str] = getattr(cls, "_quantizer_reachable", frozenset())
         body = {**_naming(original_class(module), reachable), "_apply": apply, "_quantizer_is_sharer": True}

@@ -1,4 +1,7 @@
-"""What a proxy shares with the user's model, and how it stops sharing before a cast would change the model too."""
+"""What a proxy shares with the user's model, and how it stops sharing before a cast would change the model too.
+
+A proxy in training never stops: what is done to its tensors is done to the model's.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
-__all__ = ["Sharing", "end_sharing", "share"]
+__all__ = ["Sharing", "Twin", "end_sharing", "hand_back", "share", "share_for_good"]
 
 _MARK = "_quantizer_shares"
+_TWIN = "_quantizer_twin"
 
 
 class Sharing:
@@ -30,11 +34,47 @@ class Sharing:
         return Sharing, ()
 
 
+class Twin:
+    """Stands in every module of a proxy in training, and knows the model's module whose tensors it has.
+
+    Copied or pickled it knows none, as a copy of a proxy has copies of its tensors.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
+        return Twin()
+
+    def __reduce__(self) -> tuple[type[Twin], tuple[()]]:
+        return Twin, ()
+
+
 def share(proxy: nn.Module) -> None:
     """Mark all modules of a new proxy: their tensors are those of the user's model."""
     sharing = Sharing(proxy)
     for module in proxy.modules():
         vars(module)[_MARK] = sharing
+
+
+def share_for_good(proxy: nn.Module, model: nn.Module) -> None:
+    """Let the tensors of a new proxy be those of ``model`` also after ``.to()``, ``.half()`` and the like."""
+    twins = dict(model.named_modules())
+    for path, module in proxy.named_modules():
+        vars(module).pop(_MARK, None)
+        if path in twins:
+            vars(module)[_TWIN] = Twin(twins[path])
+
+
+def hand_back(module: nn.Module) -> None:
+    """Give the twin of a module, where it has one, the tensors that the module has now."""
+    twin = vars(module).get(_TWIN)
+    if twin is None or twin.module is None:
+        return
+    for name in twin.module._parameters.keys() & module._parameters.keys():
+        twin.module._parameters[name] = module._parameters[name]
+    for name in twin.module._buffers.keys() & module._buffers.keys():
+        twin.module._buffers[name] = module._buffers[name]
 
 
 def end_sharing(module: nn.Module) -> None:
