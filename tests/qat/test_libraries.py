@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,9 @@ def test_accelerate(scales: Any, tmp_path: Path) -> None:
     step(prepared, optimizer, accelerator)
     assert not torch.equal(weight, model.get_parameter("classifier.weight"))
     accelerator.save_state(tmp_path)
-    kept = {name: value.clone() for name, value in proxy.state_dict().items()}
+    kept = copy.deepcopy(proxy.state_dict())
     step(prepared, optimizer, accelerator)
-    then = {name: value.clone() for name, value in proxy.state_dict().items()}
+    then = copy.deepcopy(proxy.state_dict())
     accelerator.load_state(tmp_path)
     assert_same(proxy.state_dict(), kept)
     step(prepared, optimizer, accelerator)
