@@ -24,7 +24,7 @@ from quantizer.proxy.sharing import share_for_good
 from quantizer.qat import Scales
 from quantizer.qat import changed_scales
 from quantizer.qat import kinds_of
-from quantizer.qat import prepare_checkpoints
+from quantizer.qat import prepare_state_dict
 from quantizer.qat import set_up_scales
 
 __all__ = ["Trainable"]
@@ -79,7 +79,7 @@ class Trainable:
                 f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train: call "
                 "requires_grad_() on the model, or on the part of it that is to be trained, before qat()"
             )
-        prepare_checkpoints(self.proxy, kinds)
+        prepare_state_dict(self.proxy, kinds)
 
     def calibrate_first(self, observing: nn.Module, decided: Callable[[], Plan]) -> None:
         """Take ranges from the first batches that come: each goes through ``observing`` before it is rounded.

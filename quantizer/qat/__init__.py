@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantizer.qat.checkpoints import prepare_checkpoints
+from quantizer.qat.state_dict import prepare_state_dict
 from quantizer.qat.distillation import Distillation
 from quantizer.qat.scales import ScaleKind
 from quantizer.qat.scales import Scales
@@ -18,6 +18,6 @@ __all__ = [
     "Schedule",
     "changed_scales",
     "kinds_of",
-    "prepare_checkpoints",
+    "prepare_state_dict",
     "set_up_scales",
 ]

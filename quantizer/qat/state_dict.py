@@ -22,12 +22,12 @@ from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.qat.scales import ScaleKind
 
-__all__ = ["prepare_checkpoints"]
+__all__ = ["prepare_state_dict"]
 
 _BUFFER = "quantizer_decisions"
 
 
-def prepare_checkpoints(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None:
+def prepare_state_dict(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None:
     """Let the proxy's state dict say what was decided, and refuse one that says otherwise.
 
     A state dict that says nothing, such as the float model's, is loaded as ever.
