@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from quantizer.qat.state_dict import prepare_state_dict
 from quantizer.qat.distillation import Distillation
 from quantizer.qat.scales import ScaleKind
 from quantizer.qat.scales import Scales
@@ -10,6 +9,7 @@ from quantizer.qat.scales import changed_scales
 from quantizer.qat.scales import kinds_of
 from quantizer.qat.scales import set_up_scales
 from quantizer.qat.schedule import Schedule
+from quantizer.qat.state_dict import prepare_state_dict
 
 __all__ = [
     "Distillation",

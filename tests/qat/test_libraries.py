@@ -1,4 +1,4 @@
-"""A proxy in training under what loops are made of: accelerate, peft, torch.compile, checkpointing, autocast, clipping."""
+"""A proxy in training under what loops are made of: accelerate, torch.compile, checkpointing, autocast, clipping."""
 
 from __future__ import annotations
 
