@@ -6,7 +6,7 @@
     ├── ProxyError               a model or proxy used in a way it cannot be
     ├── CalibrationError         calibration data, or a step that needs calibration first
     ├── SensitivityError         amp() or fallback() asked for something impossible
-    ├── TrainingError            a training that cannot begin, or came to nothing
+    ├── TrainingError            a training that cannot begin, go on or be resumed
     ├── ExportError              a model that cannot be written as Q/DQ ONNX
     ├── EngineError              an engine that does not build, load or run
     ├── TaskError                a model, data set or metric that a run names
@@ -69,7 +69,7 @@ class SensitivityError(QuantizerError):
 
 
 class TrainingError(QuantizerError):
-    """A training cannot begin, or came to nothing."""
+    """A training cannot begin, go on or be resumed, or came to nothing."""
 
 
 class ExportError(QuantizerError):

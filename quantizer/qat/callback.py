@@ -13,6 +13,7 @@ from torch import nn
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import TrainingError
 from quantizer.proxy.build import is_proxy
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.qat.schedule import Schedule
 
 try:
@@ -53,13 +54,18 @@ class QATCallback(transformers.TrainerCallback):
         """Bring the proxy to the step that the training starts from, or is resumed from.
 
         Raises:
-            TrainingError: what is trained is no proxy.
+            TrainingError: what is trained is no proxy, or its checkpoints would lack scales that move.
         """
         model = keywords["model"]
         if not is_proxy(model):
             raise TrainingError(
                 f"QATCallback is for a proxy in training, and the Trainer has a {type(model).__name__}: give the "
                 "Trainer what qat(model) returned"
+            )
+        if hasattr(model, "peft_config") and args.save_strategy != "no" and _scales_move(model):
+            raise TrainingError(
+                "a checkpoint of adapters holds the adapters alone, and would lack the scales that move: use "
+                "qat(model, scales='fixed'), or save_strategy='no'"
             )
         self._schedule = Schedule(
             model, state.max_steps, freeze_scales=self._freeze_scales, freeze_batch_norm=self._freeze_batch_norm
@@ -136,6 +142,11 @@ class QATCallback(transformers.TrainerCallback):
                 before,
                 args.learning_rate,
             )
+
+
+def _scales_move(model: nn.Module) -> bool:
+    quantizers = [module for module in model.modules() if isinstance(module, OperandQuantizer)]
+    return any(quantizer.change is not None or quantizer.watcher is not None for quantizer in quantizers)
 
 
 def _gradients_are_finite(model: nn.Module) -> bool:
