@@ -18,6 +18,9 @@ from quantizer.errors import TrainingError
 peft = pytest.importorskip("peft")
 trainers = pytest.importorskip("trainers")
 
+# peft asks transformers by a name that the next release drops.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
 INPUTS = batch("bert-classification")
 
 

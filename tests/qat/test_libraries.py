@@ -41,7 +41,7 @@ def calibrated(model: nn.Module, **config: Any) -> Quantizer:
 def gradients(proxy: nn.Module, runs: Any = None) -> dict[str, Tensor]:
     """Those of the loss, and the loss, of a proxy or of what was made of it."""
     proxy.zero_grad()
-    loss = (runs or proxy)(**INPUTS).loss
+    loss = (proxy if runs is None else runs)(**INPUTS).loss
     loss.backward()
     return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in proxy.named_parameters() if p.grad is not None}
 
@@ -58,6 +58,8 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: f
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
+# Dynamo instantiates the functions that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("scales", KINDS)
 def test_compiled(scales: Any) -> None:
     model = classifier()
