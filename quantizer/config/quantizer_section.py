@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 from typing import Any
+from typing import ClassVar
 from typing import Literal
 
 from pydantic import BeforeValidator
@@ -152,7 +153,10 @@ class FormatConfig(SelectionConfig):
 
 
 class QuantizerConfig(Section):
-    """The settings of a ``Quantizer``."""
+    """The settings of a ``Quantizer``; with ``quantizer.transformers_plugin``, a ``quantization_config`` too."""
+
+    # What transformers asks of one.
+    quant_method: ClassVar[str] = "quantizer"
 
     backend: Literal["tensorrt", "tensorrt-rtx", "openvino", "onnxruntime", "onnxruntime-avx2"] = Field(
         default="tensorrt",
@@ -185,3 +189,7 @@ class QuantizerConfig(Section):
             text = "got 'entropy', which counts equal steps, and those of fp8 are not; expected another calibrator"
             reject(("activations.calibrator", text))
         return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values, and the name that transformers knows them by."""
+        return {"quant_method": self.quant_method, **self.model_dump(mode="json")}

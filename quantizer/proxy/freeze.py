@@ -91,9 +91,7 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     own.
     """
     store_weights(proxy, plan)
-    switch_on(proxy, plan)
-    for site in sites_of(proxy):
-        site.frozen = True
+    _seal(proxy, plan)
     uses = Counter(id(parameter) for module in proxy.modules() for parameter in module._parameters.values())
     readers = Counter(path for entry in plan.values() for path in entry.reads)
     for site, quantizer, planned in _weights(proxy, plan):
@@ -115,7 +113,7 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
         ProxyError: the proxy has not the sites or parameters that the plan names.
     """
     apply_plan(proxy, plan)
-    switch_on(proxy, plan)
+    _seal(proxy, plan)
     for site, quantizer, planned in _weights(proxy, plan):
         weight = _scaled_weight(proxy, site, quantizer, planned)
         quantizer.stored = torch.empty_like(weight, dtype=qtype(quantizer.dtype).storage)
@@ -130,25 +128,31 @@ def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[s
 
 
 def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
-    """Whether a proxy is a frozen one of this very plan: these sites on, with these scales, weights as integers."""
+    """Whether a proxy is a frozen one of this very plan: these sites on, with these formats and scales."""
     sites = {site.path: site for site in sites_of(proxy)}
     if set(sites) != set(plan):
         return False
     return all(
-        sites[path].active == entry.quantized
+        sites[path].frozen
+        and sites[path].active == entry.quantized
         and all(_holds(sites[path].quantizer_of(planned.name), planned) for planned in entry.operands)
         for path, entry in plan.items()
     )
 
 
 def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
-    """Whether an operand is rounded as the plan says, and stored where it is a weight."""
-    if not planned.quantized:
-        return True
-    assert planned.scale is not None
-    scale, stored = quantizer.scale, quantizer.stored is not None
-    same = scale is not None and quantizer.dtype == planned.dtype and torch.equal(scale, planned.scale.to(scale))
-    return same and stored == (planned.role == "weight")
+    """Whether an operand is rounded as the plan says."""
+    scale = quantizer.scale
+    if scale is None or planned.scale is None or not planned.quantized:
+        return not planned.quantized
+    return quantizer.dtype == planned.dtype and torch.equal(scale, planned.scale.to(scale))
+
+
+def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Switch the planned sites on, for good."""
+    switch_on(proxy, plan)
+    for site in sites_of(proxy):
+        site.frozen = True
 
 
 def _scaled_weight(proxy: nn.Module, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> Tensor:
@@ -166,9 +170,7 @@ def _scaled_weight(proxy: nn.Module, site: Site, quantizer: OperandQuantizer, pl
     return parameter if planned.view is None else planned.view.of(parameter)
 
 
-def _hand_over(
-    owner: nn.Module, name: str, site: Site, quantizer: OperandQuantizer, planned: OperandPlan
-) -> None:
+def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> None:
     """Drop a module's parameter: the module reads it from its site."""
     del owner._parameters[name]
     owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
