@@ -8,6 +8,7 @@ integers; and ``from_pretrained`` of that folder, without an argument, gives the
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
@@ -27,14 +29,20 @@ from quantizer.interop.transformers_folder import METHOD
 from quantizer.interop.transformers_folder import STATE
 from quantizer.interop.transformers_folder import SavedConfig
 from quantizer.interop.transformers_folder import read_state
+from quantizer.interop.transformers_folder import require_loaded
 from quantizer.interop.transformers_folder import require_sites
-from quantizer.interop.transformers_folder import require_tensors
+from quantizer.numerics.packing import pack_pairs
+from quantizer.numerics.packing import packed_size
+from quantizer.numerics.packing import unpack_pairs
+from quantizer.numerics.qtype import qtype
 from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import sites_of
 from quantizer.proxy.freeze import dropped_parameters
 from quantizer.proxy.freeze import frozen_skeleton
 from quantizer.proxy.freeze import is_frozen_by
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.simulate import is_simulation
 from quantizer.proxy.state import state_bytes
@@ -66,6 +74,9 @@ class TransformersQuantizer(HfQuantizer):
         self._settings = quantization_config.settings
         self.quantizer = Quantizer(self._settings)
         self.frozen = self.pre_quantized and quantization_config.quantized
+        # While a model is loaded: from where, without which parameters, and the shapes of weights in less than a byte.
+        self._place, self._dropped = Path(), list[str]()
+        self._shapes: dict[OperandQuantizer, torch.Size] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersQuantizer:
         # A proxy is a copy of the model, and the model's Quantizer is the one that knows it.
@@ -82,7 +93,7 @@ class TransformersQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **keywords: Any
     ) -> None:
         files = [Path(file) for file in checkpoint_files or () if Path(file).suffix == ".safetensors"]
-        place, data, names = read_state(files)
+        place, data = read_state(files)
         if not self.frozen:
             if data is not None:
                 raise QuantizerError(
@@ -103,13 +114,26 @@ class TransformersQuantizer(HfQuantizer):
             use_eager_attention(model)
             require_sites(model, self.quantizer.plan, place)
             frozen_skeleton(model, self.quantizer.plan, dropped)
-        require_tensors(model, names, place)
+        for _, quantizer, stored in _packed(model):
+            self._shapes[quantizer] = stored.shape
+            quantizer.stored = stored.new_empty(packed_size(stored.numel()), dtype=torch.uint8)
+        for owner in _owners(model, dropped):
+            # Or transformers would fill what it takes for their weights.
+            vars(owner)["_is_hf_initialized"] = True
+        self._place, self._dropped = place, dropped
         known = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         model._keys_to_ignore_on_load_unexpected = {*known, rf"{STATE}$"}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **keywords: Any) -> None:
         # Of a float model transformers believes otherwise, and would refuse to train or to cast it.
         vars(model)["is_quantized"] = self.frozen
+        if not self.frozen:
+            return
+        require_loaded([*sites_of(model), *_owners(model, self._dropped)], self._place)
+        for quantizer, shape in self._shapes.items():
+            assert quantizer.stored is not None
+            quantizer.stored = unpack_pairs(quantizer.stored, shape)
+        self._shapes.clear()
 
     def _take(self, data: bytes, place: Path) -> list[str]:
         """Let the Quantizer be the one that was saved; the parameters that are dropped."""
@@ -145,7 +169,8 @@ class TransformersQuantizer(HfQuantizer):
                     f"decisions changed since; {_WAY} now"
                 )
             data = bytearray(_state(served.decided(), self.quantizer, dropped_parameters(model, plan)))
-            state = {**model.state_dict(), STATE: torch.frombuffer(data, dtype=torch.uint8)}
+            packed = {name: pack_pairs(stored) for name, _, stored in _packed(model)}
+            state = {**model.state_dict(), **packed, STATE: torch.frombuffer(data, dtype=torch.uint8)}
         elif served.decisions.decided and not is_proxy(model):
             logger.warning(
                 "this float model is saved as it is, without its calibration; %s to have a quantized one", _WAY
@@ -183,6 +208,18 @@ def quantizer_of(model: PreTrainedModel) -> Quantizer:
 def _state(decided: Plan, quantizer: Quantizer, dropped: list[str]) -> bytes:
     served = quantizer._served
     return state_bytes(decided, served.decisions.products(), {**served.document(), "dropped": dropped})
+
+
+def _packed(model: PreTrainedModel) -> Iterator[tuple[str, OperandQuantizer, Tensor]]:
+    """The stored weights whose steps are smaller than a byte, each after the name of the tensor."""
+    for path, module in model.named_modules():
+        if isinstance(module, OperandQuantizer) and module.stored is not None and qtype(module.dtype).is_packed:
+            yield f"{path}.stored", module, module.stored
+
+
+def _owners(model: PreTrainedModel, parameters: Sequence[str]) -> list[nn.Module]:
+    """The modules that have, or had, these parameters."""
+    return [model.get_submodule(path.rpartition(".")[0]) for path in parameters]
 
 
 def _restored(settings: QuantizerConfig, frozen: bool, state: bytes | None) -> TransformersQuantizer:

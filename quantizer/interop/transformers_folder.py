@@ -7,16 +7,17 @@ of the weights that they belong to, wherever that is split, renamed or sent to.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors import safe_open
+from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantizer.config import QuantizerConfig
@@ -30,7 +31,7 @@ from quantizer.proxy.plan import Plan
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
-__all__ = ["METHOD", "STATE", "SavedConfig", "read_state", "require_sites", "require_tensors"]
+__all__ = ["METHOD", "STATE", "SavedConfig", "read_state", "require_loaded", "require_sites"]
 
 METHOD = QuantizerConfig.quant_method
 STATE = "quantizer_state"
@@ -79,28 +80,29 @@ class SavedConfig(QuantizationConfigMixin):
 SavedConfig.__name__ = QuantizerConfig.__name__
 
 
-def read_state(files: Sequence[Path]) -> tuple[Path, bytes | None, list[str]]:
-    """The file with the state (or the folder), the state, and the names of all tensors.
+def read_state(files: Sequence[Path]) -> tuple[Path, bytes | None]:
+    """The state among the tensors of these files, after its file; after their folder None, where it is in none.
 
     Raises:
         QuantizerError: a file is damaged.
     """
-    place = files[0].parent if files else Path("what was given to from_pretrained()")
-    state: bytes | None = None
-    names: list[str] = []
+    found: tuple[Path, bytes | None] = files[0].parent if files else Path("what from_pretrained() was given"), None
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                names += tensors.keys()
-                if STATE in names and state is None:
-                    place, state = file, tensors.get_tensor(STATE).numpy().tobytes()
+                if STATE in tensors.keys():  # noqa: SIM118 - it is no mapping
+                    found = file, tensors.get_tensor(STATE).numpy().tobytes()
         except (OSError, SafetensorError) as error:
             raise QuantizerError(f"{file} cannot be read: {error}; copy it again, or save the model again") from error
-    return place, state, names
+    return found
 
 
 def require_sites(model: PreTrainedModel, plan: Plan, place: Path) -> None:
-    """Refuse a model of another class than the one that was saved, or of another version of its code."""
+    """Refuse a model of another class than the one that was saved, or of another version of its code.
+
+    Raises:
+        ProxyError: it has other sites.
+    """
     different = sorted(set(plan) ^ {site.path for site in sites_of(model)})
     if different:
         saved = (model.config.architectures or ["model"])[0]
@@ -111,16 +113,16 @@ def require_sites(model: PreTrainedModel, plan: Plan, place: Path) -> None:
         )
 
 
-def require_tensors(model: PreTrainedModel, names: Sequence[str], place: Path) -> None:
-    """Refuse files without all tensors of the sites: transformers would go on with others."""
+def require_loaded(modules: Iterable[nn.Module], place: Path) -> None:
+    """Refuse modules with tensors that were in no file, for which transformers takes whatever is in memory.
 
-    # By the ends of their names: of modules, transformers may have the names of an earlier version in the file.
-    def ends(paths: Iterable[str]) -> Counter[str]:
-        return Counter(".".join(path.split(".")[-2:]) for path in paths if "_quantizer." in path)
-
-    missing = ends(model.state_dict()) - ends(names)
+    Raises:
+        QuantizerError: there are such.
+    """
+    tensors = {tensor for module in modules for tensor in chain(module.parameters(), module.buffers())}
+    missing = sum(not getattr(tensor, "_is_hf_initialized", False) for tensor in tensors)
     if missing:
         raise QuantizerError(
-            f"{place} is damaged: {missing.total()} tensors of quantized operands are missing, such as a "
-            f"{next(iter(missing))}; copy it again, or save the model again"
+            f"{place} is damaged: {missing} tensors of quantized operations are missing there; copy it again, or save "
+            "the model again"
         )
