@@ -172,9 +172,7 @@ class TransformersQuantizer(HfQuantizer):
             packed = {name: pack_pairs(stored) for name, _, stored in _packed(model)}
             state = {**model.state_dict(), **packed, STATE: torch.frombuffer(data, dtype=torch.uint8)}
         elif served.decisions.decided and not is_proxy(model):
-            logger.warning(
-                "this float model is saved as it is, without its calibration; %s to have a quantized one", _WAY
-            )
+            logger.warning("this model is saved in float, without its calibration; %s to have it quantized", _WAY)
         model.config.quantization_config = SavedConfig(self._settings, quantized=quantized)
         return state, {}
 
