@@ -75,11 +75,14 @@ class Served:
             )
         if isinstance(model, nn.Module):
             self._model = weakref.ref(model)
-            self._skipped = list(skipped_sources(model))
-            self._patches = applied_patches(model)
-
+            self.look_at(model)
         if self.decisions.show(model, self._skipped) and self._carried is not None:
             self.fallback = carried_over(*self._carried, self.decisions.plan())
+
+    def look_at(self, model: nn.Module) -> None:
+        """Note what of a model's source, or a proxy's, the coverage tells."""
+        self._skipped = list(skipped_sources(model))
+        self._patches = applied_patches(model)
 
     def follow(self, other: Served, backend: str) -> None:
         """Serve another backend's model from one calibration: ``other`` is where it ran, for ``backend``.

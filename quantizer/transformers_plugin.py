@@ -114,6 +114,7 @@ class TransformersQuantizer(HfQuantizer):
             use_eager_attention(model)
             require_sites(model, self.quantizer.plan, place)
             frozen_skeleton(model, self.quantizer.plan, dropped)
+            self.quantizer._served.look_at(model)
         for _, quantizer, stored in _packed(model):
             self._shapes[quantizer] = stored.shape
             quantizer.stored = stored.new_empty(packed_size(stored.numel()), dtype=torch.uint8)
