@@ -153,9 +153,9 @@ class FormatConfig(SelectionConfig):
 
 
 class QuantizerConfig(Section):
-    """The settings of a ``Quantizer``; with ``quantizer.transformers_plugin``, a ``quantization_config`` too."""
+    """The settings of a ``Quantizer``."""
 
-    # What transformers asks of one.
+    # With ``to_dict``, what transformers asks of a quantization_config: see ``transformers_plugin.py``.
     quant_method: ClassVar[str] = "quantizer"
 
     backend: Literal["tensorrt", "tensorrt-rtx", "openvino", "onnxruntime", "onnxruntime-avx2"] = Field(
