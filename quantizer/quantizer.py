@@ -29,7 +29,6 @@ from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.ranks import ranks
-from quantizer.proxy.regions import Regions
 from quantizer.proxy.scales import scales_of
 from quantizer.proxy.scales import with_scales
 from quantizer.proxy.simulate import simulate
@@ -357,14 +356,8 @@ class Quantizer:
             CalibrationError: there is nothing to save yet.
             QuantizerError: the folder cannot be written.
         """
-        plan, decisions, fallback = self._served.decided(), self._served.decisions, self._served.fallback
-        document = {
-            "config": self.config.model_dump(mode="json"),
-            "scales_replaced": self._served.scales_replaced,
-            "fallback": None if fallback is None else fallback.document(),
-            "regions": decisions.regions().plain(),
-        }
-        return save_state(folder, plan, decisions.products(), document, decisions.seen())
+        plan, decisions = self._served.decided(), self._served.decisions
+        return save_state(folder, plan, decisions.products(), self._served.document(), decisions.seen())
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
@@ -380,16 +373,7 @@ class Quantizer:
         if "config" not in document or "fallback" not in document:
             raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
         loaded = cls(document["config"])
-        loaded._served.decisions.load(
-            plan,
-            products,
-            Regions.from_plain(document.get("regions")),
-            observed,
-            scales_replaced=document.get("scales_replaced", False),
-        )
-        kept = document["fallback"]
-        if kept is not None:
-            loaded._served.fallback = Fallback.from_document(kept)
+        loaded._served.load(plan, products, document, observed)
         return loaded
 
     # -- what there is to see --------------------------------------------------------------------------------------

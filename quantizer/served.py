@@ -20,8 +20,10 @@ from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
+from quantizer.proxy.regions import Regions
 from quantizer.proxy.simulate import is_simulation
 from quantizer.qat import Scales
 from quantizer.sensitivity import Fallback
@@ -73,11 +75,14 @@ class Served:
             )
         if isinstance(model, nn.Module):
             self._model = weakref.ref(model)
-            self._skipped = list(skipped_sources(model))
-            self._patches = applied_patches(model)
-
+            self.look_at(model)
         if self.decisions.show(model, self._skipped) and self._carried is not None:
             self.fallback = carried_over(*self._carried, self.decisions.plan())
+
+    def look_at(self, model: nn.Module) -> None:
+        """Note what of a model's source, or a proxy's, the coverage tells."""
+        self._skipped = list(skipped_sources(model))
+        self._patches = applied_patches(model)
 
     def follow(self, other: Served, backend: str) -> None:
         """Serve another backend's model from one calibration: ``other`` is where it ran, for ``backend``.
@@ -178,6 +183,28 @@ class Served:
             axes=axes,
             unsigned=target.unsigned_activations,
         )
+
+    def document(self) -> dict[str, Any]:
+        """What is saved beside plan and products, as plain values."""
+        return {
+            "config": self._config.model_dump(mode="json"),
+            "scales_replaced": self.scales_replaced,
+            "fallback": None if self.fallback is None else self.fallback.document(),
+            "regions": self.decisions.regions().plain(),
+        }
+
+    def load(
+        self,
+        plan: Plan,
+        products: tuple[CountedProduct, ...],
+        document: Mapping[str, Any],
+        observed: bytes | None = None,
+    ) -> None:
+        """Take over what was saved."""
+        regions, replaced = Regions.from_plain(document.get("regions")), document.get("scales_replaced", False)
+        self.decisions.load(plan, products, regions, observed, scales_replaced=replaced)
+        if document["fallback"] is not None:
+            self.fallback = Fallback.from_document(document["fallback"])
 
     def coverage(self) -> Coverage:
         """Every site found, and every product that calibration saw."""

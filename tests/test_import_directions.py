@@ -34,6 +34,7 @@ ORDER = (
     ("decisions", "amp", "trainable", "stages"),
     ("served", "tuning", "training"),
     ("pipeline", "quantizer", "qat_calibrate", "conversion"),
+    ("transformers_plugin",),
     ("cli",),
     ("__main__",),
 )
@@ -76,7 +77,7 @@ ROOMS = {
     "onnx": {"export", "engines"},
     "onnxscript": {"export"},
     "onnx_ir": {"export"},
-    "transformers": {"tasks", "interop", "qat"},
+    "transformers": {"tasks", "interop", "qat", "transformers_plugin"},
     "PIL": {"tasks"},
     "sklearn": {"tasks", "interop"},
     "scipy": {"tasks", "interop"},

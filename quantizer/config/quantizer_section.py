@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 from typing import Any
+from typing import ClassVar
 from typing import Literal
 
 from pydantic import BeforeValidator
@@ -154,6 +155,9 @@ class FormatConfig(SelectionConfig):
 class QuantizerConfig(Section):
     """The settings of a ``Quantizer``."""
 
+    # With ``to_dict``, what transformers asks of a quantization_config: see ``transformers_plugin.py``.
+    quant_method: ClassVar[str] = "quantizer"
+
     backend: Literal["tensorrt", "tensorrt-rtx", "openvino", "onnxruntime", "onnxruntime-avx2"] = Field(
         default="tensorrt",
         description="The engine that will run the quantized model; 'onnxruntime-avx2': ONNX Runtime on x86 without "
@@ -185,3 +189,7 @@ class QuantizerConfig(Section):
             text = "got 'entropy', which counts equal steps, and those of fp8 are not; expected another calibrator"
             reject(("activations.calibrator", text))
         return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values, and the name that transformers knows them by."""
+        return {"quant_method": self.quant_method, **self.model_dump(mode="json")}

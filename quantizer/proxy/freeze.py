@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 
+import torch
+from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ProxyError
+from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.classes import with_stored_weight
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -16,7 +20,17 @@ from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.site import Site
 
-__all__ = ["apply_factor", "apply_plan", "apply_site_plan", "freeze", "store_weights", "switch_on"]
+__all__ = [
+    "apply_factor",
+    "apply_plan",
+    "apply_site_plan",
+    "dropped_parameters",
+    "freeze",
+    "frozen_skeleton",
+    "is_frozen_by",
+    "store_weights",
+    "switch_on",
+]
 
 
 def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
@@ -66,17 +80,7 @@ def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         ProxyError: the proxy has no parameter of a weight's name, so it was made from another model.
     """
     for site, quantizer, planned in _weights(proxy, plan):
-        owner, name = _owner(proxy, planned)
-        parameter = owner._parameters.get(name)
-        if parameter is None:
-            raise ProxyError(
-                f"{site.path}: the calibration belongs to another model, whose weight is {planned.parameter!r}; "
-                "calibrate this model with a Quantizer of its own"
-            )
-        assert quantizer.scale is not None
-        # A weight comes back in its module's own float type, which is that of its scale.
-        quantizer.scale = quantizer.scale.to(parameter.dtype)
-        quantizer.store(parameter if planned.view is None else planned.view.of(parameter))
+        quantizer.store(_scaled_weight(proxy, site, quantizer, planned))
 
 
 def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
@@ -87,19 +91,91 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     own.
     """
     store_weights(proxy, plan)
-    switch_on(proxy, plan)
-    for site in sites_of(proxy):
-        site.frozen = True
+    _seal(proxy, plan)
     uses = Counter(id(parameter) for module in proxy.modules() for parameter in module._parameters.values())
     readers = Counter(path for entry in plan.values() for path in entry.reads)
     for site, quantizer, planned in _weights(proxy, plan):
         owner, name = _owner(proxy, planned)
         alone = uses[id(owner._parameters[name])] == 1 and readers[planned.parameter or ""] == 1
         if alone and planned.view is None and owner is proxy.get_submodule(site.host_path):
-            del owner._parameters[name]
-            owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
-            # What the module shows is the weight without the factor, so the site reads its own.
-            quantizer.handed_over = quantizer.factor is None
+            _hand_over(owner, name, site, quantizer, planned)
+
+
+def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:
+    """Give a proxy on the meta device the tensors of a frozen one, for its weights to be loaded; scales are there.
+
+    Args:
+        proxy: has no weights yet.
+        plan: that of the frozen proxy.
+        dropped: parameters that it does not have, see ``dropped_parameters``.
+
+    Raises:
+        ProxyError: the proxy has not the sites or parameters that the plan names.
+    """
+    apply_plan(proxy, plan)
+    _seal(proxy, plan)
+    for site, quantizer, planned in _weights(proxy, plan):
+        weight = _scaled_weight(proxy, site, quantizer, planned)
+        quantizer.stored = torch.empty_like(weight, dtype=qtype(quantizer.dtype).storage)
+        if planned.parameter in dropped:
+            _hand_over(*_owner(proxy, planned), site, quantizer, planned)
+
+
+def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[str]:
+    """The parameters that a frozen proxy of this plan has no more: it reads them from its sites."""
+    weights = ((planned.parameter or "", *_owner(proxy, planned)) for _, _, planned in _weights(proxy, plan))
+    return sorted({path for path, owner, name in weights if name not in owner._parameters})
+
+
+def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
+    """Whether a proxy is a frozen one of this very plan: these sites on, with these formats and scales."""
+    sites = {site.path: site for site in sites_of(proxy)}
+    if set(sites) != set(plan):
+        return False
+    return all(
+        sites[path].frozen
+        and sites[path].active == entry.quantized
+        and all(_holds(sites[path].quantizer_of(planned.name), planned) for planned in entry.operands)
+        for path, entry in plan.items()
+    )
+
+
+def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
+    """Whether an operand is rounded as the plan says."""
+    scale = quantizer.scale
+    if scale is None or planned.scale is None or not planned.quantized:
+        return not planned.quantized
+    return quantizer.dtype == planned.dtype and torch.equal(scale, planned.scale.to(scale))
+
+
+def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Switch the planned sites on, for good."""
+    switch_on(proxy, plan)
+    for site in sites_of(proxy):
+        site.frozen = True
+
+
+def _scaled_weight(proxy: nn.Module, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> Tensor:
+    """The weight as its site sees it; its scale takes its type."""
+    owner, name = _owner(proxy, planned)
+    parameter = owner._parameters.get(name)
+    if parameter is None:
+        raise ProxyError(
+            f"{site.path}: the calibration belongs to another model, whose weight is {planned.parameter!r}; "
+            "calibrate this model with a Quantizer of its own"
+        )
+    assert quantizer.scale is not None
+    # A weight comes back in its module's own float type, which is that of its scale.
+    quantizer.scale = quantizer.scale.to(parameter.dtype)
+    return parameter if planned.view is None else planned.view.of(parameter)
+
+
+def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> None:
+    """Drop a module's parameter: the module reads it from its site."""
+    del owner._parameters[name]
+    owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
+    # What the module shows is the weight without the factor, so the site reads its own.
+    quantizer.handed_over = quantizer.factor is None
 
 
 def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:

@@ -3,19 +3,25 @@
 A folder holds ``quantizer.yaml`` (format, config, fallback, every site with its reason, every product counted) and
 ``ranges.safetensors`` (amax, scale and smooth of every operand, float32, under ``SITE/OPERAND/amax``, ``/scale`` and
 ``/smooth``), and ``observed.safetensors``, what calibration saw, to go on with. It appears as a whole or not at all.
+
+Inside of another file both are bytes: a safetensors file of the same tensors and ``document`` uint8, the rest as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from safetensors import SafetensorError
+from safetensors.torch import load
 from safetensors.torch import load_file
+from safetensors.torch import save
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,12 +33,13 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.weight import WeightView
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["load_state", "save_state", "state_bytes", "state_of_bytes"]
 
 FORMAT = 1
 _YAML = "quantizer.yaml"
 _TENSORS = "ranges.safetensors"
 _OBSERVED = "observed.safetensors"
+_DOCUMENT = "document"
 _TENSOR_FIELDS = ("amax", "scale", "smooth")
 _OPERAND_FIELDS = tuple(name for name in OperandPlan.__slots__ if name not in _TENSOR_FIELDS)
 _SITE_FIELDS = tuple(name for name in SitePlan.__slots__ if name != "operands")
@@ -57,21 +64,9 @@ def save_state(
     Raises:
         QuantizerError: the folder cannot be written.
     """
-    tensors: dict[str, Tensor] = {}
-    sites = []
-    for entry in plan.values():
-        site: dict[str, Any] = {name: getattr(entry, name) for name in _SITE_FIELDS}
-        site["operands"] = [_fields(operand) for operand in entry.operands]
-        sites.append(site)
-        for operand in entry.operands:
-            for name in _TENSOR_FIELDS:
-                value = getattr(operand, name)
-                if value is not None:
-                    # A copy: both operands of a product have one ``smooth``, and the format shares no memory.
-                    tensors[f"{entry.name}/{operand.name}/{name}"] = value.contiguous().clone()
+    whole, tensors = _plain(plan, products, document)
 
     def fill(target: Path) -> None:
-        whole = {"format": FORMAT, **document, "sites": sites, "products": [product.plain() for product in products]}
         text = yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
         (target / _YAML).write_text(text, encoding="utf-8")
         save_file(tensors, target / _TENSORS)
@@ -103,9 +98,65 @@ def load_state(
         ) from error
     except (OSError, yaml.YAMLError, SafetensorError) as error:
         raise QuantizerError(f"{source} cannot be read: {error}") from error
+    plan, products = _from_plain(document, tensors, source / _YAML)
+    return plan, products, document, observed
+
+
+def state_bytes(plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]) -> bytes:
+    """What ``save_state`` writes, without a snapshot, as the bytes of one safetensors file."""
+    whole, tensors = _plain(plan, products, document)
+    text = bytearray(json.dumps(whole).encode())
+    return save({**tensors, _DOCUMENT: torch.frombuffer(text, dtype=torch.uint8)})
+
+
+def state_of_bytes(data: bytes, place: object) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any]]:
+    """What ``state_bytes`` gave: the plan, the products and the document.
+
+    Args:
+        data: the bytes.
+        place: where they were, for an error.
+
+    Raises:
+        QuantizerError: they are none of ours, of another format, or damaged.
+    """
+    try:
+        tensors = load(data)
+        document = json.loads(tensors.pop(_DOCUMENT).numpy().tobytes())
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise QuantizerError(f"{place} is damaged: {error}") from error
+    plan, products = _from_plain(document, tensors, place)
+    return plan, products, document
+
+
+def _plain(
+    plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Plain values, and tensors by name."""
+    tensors: dict[str, Tensor] = {}
+    sites = []
+    for entry in plan.values():
+        site: dict[str, Any] = {name: getattr(entry, name) for name in _SITE_FIELDS}
+        site["operands"] = [_fields(operand) for operand in entry.operands]
+        sites.append(site)
+        for operand in entry.operands:
+            for name in _TENSOR_FIELDS:
+                value = getattr(operand, name)
+                if value is not None:
+                    # A copy: both operands of a product have one ``smooth``, and the format shares no memory.
+                    tensors[f"{entry.name}/{operand.name}/{name}"] = value.contiguous().clone()
+    plain = [product.plain() for product in products]
+    return {"format": FORMAT, **document, "sites": sites, "products": plain}, tensors
+
+
+def _from_plain(document: Any, tensors: Mapping[str, Tensor], place: object) -> tuple[Plan, tuple[CountedProduct, ...]]:
+    """Plan and products, taken out of what ``_plain`` gave.
+
+    Raises:
+        QuantizerError: it is of another format, or damaged.
+    """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else None
-        raise QuantizerError(f"{source / _YAML}: format {found!r}; this version reads format {FORMAT}")
+        raise QuantizerError(f"{place}: format {found!r}; this version reads format {FORMAT}")
     plan: Plan = {}
     try:
         for site in document.pop("sites"):
@@ -124,8 +175,8 @@ def load_state(
         if lost:
             raise ValueError(f"products of {sorted(map(str, lost))[0]!r}, which is no site")
     except (KeyError, TypeError, ValueError) as error:
-        raise QuantizerError(f"{source / _YAML} is damaged: {error}") from error
-    return plan, products, document, observed
+        raise QuantizerError(f"{place} is damaged: {error}") from error
+    return plan, products
 
 
 def _fields(operand: OperandPlan) -> dict[str, Any]:

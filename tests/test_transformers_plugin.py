@@ -1,0 +1,308 @@
+"""The plug-in for transformers: ready to calibrate, calibrated, quantized, saved, and loaded again bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Snapshot
+from helpers import assert_same
+from helpers import batch
+from helpers import differences
+from helpers import tiny
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer import QuantizerConfig
+from quantizer.errors import ProxyError
+from quantizer.tasks import build_task
+from quantizer.tasks import load_rows
+from quantizer.tasks import load_tokenizer
+
+tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install quantizer[hf]")
+plugin = importlib.import_module("quantizer.transformers_plugin")
+quantizer_of = plugin.quantizer_of
+
+SHARED = Path(__file__).parents[1].parent / "shared"
+INT4 = {"weights": "int4", "activations": "int8", "block_size": 16, "kinds": ["linear"]}
+TEXT = batch("bert", padded=True)
+Prepare = Callable[[Quantizer, nn.Module, dict[str, Tensor]], None]
+
+
+def ready(folder: Path, auto: Any = None, **config: Any) -> nn.Module:
+    """The model of a folder, with a ``Quantizer`` of its own."""
+    auto = auto or tf.AutoModelForSequenceClassification
+    model: nn.Module = auto.from_pretrained(folder, quantization_config=QuantizerConfig(**config))
+    return model
+
+
+def quantized(model: nn.Module, inputs: dict[str, Tensor] = TEXT, prepare: Prepare | None = None) -> nn.Module:
+    """What its ``Quantizer`` makes of a model, calibrated on one batch."""
+    q = quantizer_of(model)
+    q.calibrate(model, [inputs], progress=False)
+    if prepare is not None:
+        prepare(q, model, inputs)
+    return q.quantize(model)
+
+
+def put_back(q: Quantizer, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    amp = q.amp(model)
+    amp(**inputs)
+    q.fallback(amp, num=5)
+
+
+def trained(q: Quantizer, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    proxy = q.qat(model, scales="learned")
+    optimizer = torch.optim.SGD(proxy.parameters(), lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        proxy(**inputs, labels=torch.tensor([0, 1, 2])).loss.backward()
+        optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny float classifier."""
+    folder = tmp_path_factory.mktemp("bert")
+    tiny("bert-classification").save_pretrained(folder)
+    return folder
+
+
+def llama(tied: bool) -> nn.Module:
+    config = tf.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=99,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    model: nn.Module = tf.LlamaForCausalLM(config)
+    return model
+
+
+# -- float: ready to calibrate -------------------------------------------------------------------------------------
+
+
+def test_the_model_is_the_float_one_and_knows_its_quantizer(bert):
+    plain = tf.AutoModelForSequenceClassification.from_pretrained(bert)
+    model = ready(bert, backend="openvino", exclude={"names": ["classifier"]})
+    assert type(model) is type(plain)
+    assert_same(model(**TEXT), plain(**TEXT))
+    q = quantizer_of(model)
+    assert q.config.backend == "openvino"
+    assert q.config.exclude.names == ("classifier",)
+    assert model.hf_quantizer.quantizer is q
+    before = Snapshot.of(model)
+    frozen = quantized(model)
+    assert not q.plan["classifier.forward.linear_0"].quantized
+    assert differences(frozen(**TEXT), model(**TEXT))
+    before.assert_unchanged(model)
+    # transformers refuses to cast and to train what it calls quantized.
+    assert model.half().dtype == torch.float16
+
+
+@pytest.mark.parametrize("given", [{"quant_method": "quantizer", "backend": "openvino"}], ids=["mapping"])
+def test_a_mapping_is_a_config_too(bert, given):
+    model = tf.AutoModelForSequenceClassification.from_pretrained(bert, quantization_config=given)
+    assert quantizer_of(model).config == QuantizerConfig(backend="openvino")
+
+
+def test_a_float_model_is_saved_ready_to_calibrate(bert, tmp_path, caplog):
+    model = ready(bert, backend="openvino")
+    with caplog.at_level(logging.WARNING, "quantizer"):
+        model.save_pretrained(tmp_path / "float")
+        assert not caplog.records
+        quantizer_of(model).calibrate(model, [TEXT], progress=False)
+        model.save_pretrained(tmp_path / "calibrated")
+    assert "saved in float, without its calibration; save what quantize(model)" in caplog.text
+    for name in ("float", "calibrated"):
+        again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
+        assert quantizer_of(again).config == quantizer_of(model).config
+        assert_same(again(**TEXT), model(**TEXT))
+        assert differences(quantized(again)(**TEXT), model(**TEXT))
+
+
+def test_a_model_that_was_loaded_without_has_no_quantizer(bert):
+    with pytest.raises(ProxyError, match=r"has no Quantizer: load it with from_pretrained\(path, quantization_config="):
+        quantizer_of(tf.AutoModelForSequenceClassification.from_pretrained(bert))
+
+
+# -- quantized: saved and loaded -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "prepare"),
+    [
+        pytest.param({"backend": "openvino"}, None, id="int8"),
+        pytest.param({"dtype": "fp8"}, None, id="fp8"),
+        pytest.param({"formats": [INT4]}, None, id="int4-blocks"),
+        pytest.param({"formats": [INT4]}, trained, id="int4-blocks-trained"),
+        pytest.param({"activations": {"smooth": 0.5}, "sites": {"embedding": True}}, None, id="smooth-embedding"),
+        pytest.param({}, put_back, id="put-back"),
+        pytest.param({"backend": "onnxruntime"}, trained, id="trained"),
+    ],
+)
+def test_saving_and_loading_is_exact(bert, tmp_path, config, prepare):
+    model = ready(bert, **config)
+    frozen = quantized(model, prepare=prepare)
+    frozen.save_pretrained(tmp_path / "one")
+    expected = frozen(**TEXT)
+    assert differences(expected, model(**TEXT))
+    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "one")
+    assert_same(again(**TEXT), expected)
+    # The same decisions too, and the same files when it is saved once more.
+    ours, theirs = quantizer_of(model), quantizer_of(again)
+    assert str(theirs.coverage) == str(ours.coverage)
+    assert str(theirs.ranges) == str(ours.ranges)
+    again.save_pretrained(tmp_path / "two")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("auto", "make", "inputs"),
+    [
+        pytest.param("AutoModel", lambda: tiny("vit"), batch("vit"), id="vit"),
+        pytest.param("AutoModelForCausalLM", lambda: llama(tied=True), TEXT, id="llama-tied"),
+        pytest.param("AutoModelForCausalLM", lambda: llama(tied=False), TEXT, id="llama"),
+    ],
+)
+def test_other_models(tmp_path, auto, make, inputs):
+    make().save_pretrained(tmp_path / "float")
+    auto = getattr(tf, auto)
+    model = ready(tmp_path / "float", auto, backend="openvino")
+    inputs = inputs if "pixel_values" in inputs else {**inputs, "use_cache": False}
+    frozen = quantized(model, inputs)
+    frozen.save_pretrained(tmp_path / "int8")
+    again = auto.from_pretrained(tmp_path / "int8")
+    assert_same(again(**inputs), frozen(**inputs))
+    if model.config.to_dict().get("tie_word_embeddings") and hasattr(again, "lm_head"):
+        assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_weights_are_integers_and_files_may_be_many(bert, tmp_path):
+    from safetensors.torch import load_file
+
+    frozen = quantized(ready(bert, formats=[{**INT4, "names": ["bert.encoder.layer.0.**"]}]))
+    frozen.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    tensors = {name: value for file in files for name, value in load_file(file).items()}
+    layers = "bert.encoder.layer.{}.output.dense.{}"
+    assert layers.format(0, "weight") not in tensors
+    stored = layers.format("{}", "site_forward_linear_0._weight_quantizer.stored")
+    assert tensors[stored.format(1)].dtype == torch.int8
+    assert tensors[stored.format(1)].shape == (32, 64)
+    assert tensors[stored.format(0)].shape == (32 * 64 // 2,)
+    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert_same(again(**TEXT), frozen(**TEXT))
+
+
+def test_a_loaded_model_is_the_frozen_one(bert, tmp_path):
+    pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+    from transformers.trainer_utils import validate_quantization_for_training
+
+    model = ready(bert, backend="openvino")
+    frozen = quantized(model)
+    frozen.save_pretrained(tmp_path / "int8")
+    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "int8")
+    q = quantizer_of(again)
+    assert q.export(again, tmp_path / "again.onnx", TEXT).is_file()
+    with pytest.raises(ProxyError, match="this is a proxy already"):
+        q.qat(again)
+    # What the Trainer asks of a model.
+    with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
+        validate_quantization_for_training(again)
+    validate_quantization_for_training(model)
+
+
+def test_a_pickled_proxy_can_still_be_saved(bert, tmp_path):
+    frozen = quantized(ready(bert, backend="openvino"))
+    copied = pickle.loads(pickle.dumps(frozen))
+    copied.save_pretrained(tmp_path)
+    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert_same(again(**TEXT), frozen(**TEXT))
+
+
+def test_what_was_not_quantized_or_is_no_more_so_is_not_saved(bert, tmp_path):
+    model = ready(bert)
+    frozen = quantized(model)
+    q = quantizer_of(model)
+    refused = (
+        r"takes what quantize\(model\) gave, and this proxy is another, or the Quantizer's decisions changed since"
+    )
+    for proxy in (q.proxy(model), q.calib(model, resume=True), q.amp(model), q.simulate(model)):
+        with pytest.raises(ProxyError, match=refused):
+            proxy.save_pretrained(tmp_path / "refused")
+    put_back(q, model, TEXT)
+    with pytest.raises(ProxyError, match=refused):
+        frozen.save_pretrained(tmp_path / "refused")
+    q.clear_fallback()
+    frozen.save_pretrained(tmp_path / "as before")
+
+
+def test_a_proxy_in_training_is_saved_with_its_float_weights(bert, tmp_path):
+    model = ready(bert)
+    q = quantizer_of(model)
+    q.calibrate(model, [TEXT], progress=False)
+    proxy = q.qat(model)
+    with torch.no_grad():
+        proxy.classifier.bias.add_(1.0)
+    proxy.save_pretrained(tmp_path)
+    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert_same(again(**TEXT), model(**TEXT))
+
+
+# -- registering ---------------------------------------------------------------------------------------------------
+
+
+def test_registering_twice_is_harmless(bert, tmp_path):
+    model = ready(bert, backend="openvino")
+    frozen = quantized(model)
+    frozen.save_pretrained(tmp_path / "one")
+    importlib.import_module("quantizer.transformers_plugin")
+    importlib.reload(plugin)
+    # Those from before go on, and what they saved loads.
+    assert plugin.quantizer_of(model) is frozen.hf_quantizer.quantizer
+    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "one")
+    assert_same(again(**TEXT), frozen(**TEXT))
+    frozen.save_pretrained(tmp_path / "two")
+    assert (tmp_path / "two" / "model.safetensors").read_bytes() == (
+        tmp_path / "one" / "model.safetensors"
+    ).read_bytes()
+
+
+# -- a real model --------------------------------------------------------------------------------------------------
+
+
+def test_a_real_classifier_comes_back_bit_for_bit(tmp_path):
+    source, data = SHARED / "models" / "minilm-sst2", SHARED / "data" / "sst2"
+    if not (source.is_dir() and data.is_dir()):
+        pytest.skip(f"model or data are not here: no folders {source} and {data}")
+    model = ready(source, backend="openvino")
+    task = build_task("sequence-classification", model, load_tokenizer(str(source)), min_length=16)
+    rows = load_rows("sst2-text", path=data / "stsa.binary.dev", rows=48)
+    batches = task.batches(rows)
+    q = quantizer_of(model)
+    q.calibrate(model, batches[:1], progress=False)
+    frozen = q.quantize(model)
+    frozen.save_pretrained(tmp_path)
+    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with torch.no_grad():
+        for inputs in batches:
+            assert_same(again(**inputs), frozen(**inputs))
+    floats = sum(parameter.nbytes for parameter in model.parameters())
+    size = (tmp_path / "model.safetensors").stat().st_size / floats
+    # The table of embeddings, which stays float, is half of this model.
+    print(f"model.safetensors: {size:.2f} of the float weights")
+    assert size < 0.66
