@@ -60,13 +60,12 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: f
 
 # Dynamo instantiates the functions that it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("scales", KINDS)
-def test_compiled(scales: Any) -> None:
+def test_compiled() -> None:
     model = classifier()
-    proxy = calibrated(model).qat(model, scales=scales)
+    proxy = calibrated(model).qat(model, scales="learned")
     expected = gradients(proxy)
     torch._dynamo.reset()
-    compiled = torch.compile(proxy, backend="aot_eager", fullgraph=scales != "average")
+    compiled = torch.compile(proxy, backend="aot_eager", fullgraph=True)
     assert_close(gradients(proxy, compiled), expected, bound=1e-5)
 
 
