@@ -287,6 +287,12 @@ def arguments() -> argparse.Namespace:
 
 def run(asked: argparse.Namespace) -> None:
     torch.manual_seed(asked.seed)
+    q = Quantizer(
+        backend=asked.backend,
+        weights={"granularity": asked.weights},
+        sites={"residual_add": True if asked.residual_adds else "auto"},
+        exclude={"names": asked.float},
+    )
     tokenizer = load_tokenizer(asked.model)
     teaching, unseen = read_squad(asked.train), read_squad(asked.evaluation)
     windows, scored = (make_windows(q, tokenizer, asked.max_length, asked.doc_stride) for q in (teaching, unseen))
@@ -306,12 +312,6 @@ def run(asked: argparse.Namespace) -> None:
         one.save_pretrained(asked.output / "model")
 
     # 2. Take the ranges from the training file, and put the worst groups back to float if asked.
-    q = Quantizer(
-        backend=asked.backend,
-        weights={"granularity": asked.weights},
-        sites={"residual_add": True if asked.residual_adds else "auto"},
-        exclude={"names": asked.float},
-    )
     size = asked.batch_size
     ranged = [make_batch(windows[at : at + size], tokenizer) for at in range(0, len(windows), size)]
     ranged = ranged[: -(-asked.calibration // size)]
