@@ -41,6 +41,7 @@ from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
 from quantizer.files import whole_file
 from quantizer.qat import Distillation
+from quantizer.qat import Schedule
 from quantizer.tasks import load_tokenizer
 from quantizer.tasks import read_checkpoint
 from quantizer.tasks import resolve_source
@@ -208,8 +209,9 @@ def train(
     *,
     steps: int,
     lr: float,
+    after: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """AdamW with a rate that falls to 0 by a cosine; the losses.
+    """AdamW with a rate that falls to 0 by a cosine; the losses. ``after`` is called with the steps done so far.
 
     Raises:
         TaskError: a loss is no finite number.
@@ -226,6 +228,7 @@ def train(
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+        after(step + 1)
         losses.append(loss.item())
     return losses
 
@@ -333,7 +336,9 @@ def run(asked: argparse.Namespace) -> None:
         return distillation(proxy(**batch), **batch)
 
     taken = asked.qat_steps if asked.qat_steps is not None else max(50, steps // 10)
-    said("QAT", train(proxy, distance, batches, steps=taken, lr=asked.qat_lr))
+    if taken:
+        course = Schedule(proxy, taken)  # scales are fixed late
+        said("QAT", train(proxy, distance, batches, steps=taken, lr=asked.qat_lr, after=course.at))
     trained = q.quantize(model)
 
     # 4. Export, build, and score all of them on the other file.

@@ -104,7 +104,11 @@ def _logits(output: Any) -> dict[str, Tensor]:
     if not isinstance(output, Mapping):
         found = getattr(output, "logits", None)
         return {} if found is None else {"logits": found}
-    return {name: value for name, value in output.items() if name == "logits" or name.endswith("_logits")}
+    return {
+        name: value
+        for name, value in output.items()
+        if (name == "logits" or name.endswith("_logits")) and isinstance(value, Tensor)
+    }
 
 
 def _entry(output: Any, name: str) -> Any:
