@@ -72,8 +72,8 @@ def _output(notebook: Any, line: str, kind: str) -> str:
     return str(found[-1])
 
 
-def test_there_is_a_notebook() -> None:
-    assert [path.name for path in NOTEBOOKS] == ["quantize_minilm.ipynb"]
+def test_there_are_two_notebooks() -> None:
+    assert [path.name for path in NOTEBOOKS] == ["quantize_minilm.ipynb", "train_quantized.ipynb"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -130,6 +130,29 @@ def test_minilm_engine_is_close_to_float() -> None:
     assert means["engine"] > 0.97
     assert "+        return self.site_forward_linear_0(F.linear, input, self.weight, self.bias)" in printed
     assert "times as fast" in printed
+
+
+def test_training_with_the_rounding_is_shown_step_by_step() -> None:
+    notebook = _executed(EXAMPLES / "train_quantized.ipynb")
+    assert "<svg" in _output(notebook, "q.sensitivity.plot(limit=8)", "text/html")
+    assert "<polyline" in _output(notebook, "curve(losses)", "image/svg+xml")
+    table = [
+        line
+        for cell in _code_cells(notebook)
+        for output in cell.outputs
+        if output.output_type == "stream" and output.name == "stdout"
+        for line in output.text.splitlines()
+        if line.endswith(" dB")
+    ][-5:]
+    rows = {line[:22].strip(): [float(cell) for cell in line[22:].split()[:4]] for line in table}
+    assert list(rows) == ["float", "PTQ", "PTQ, 2 in float", "QAT", "engine"]
+    accuracy, _, divergence, _ = ({name: row[at] for name, row in rows.items()} for at in range(4))
+    assert accuracy["float"] > 0.9
+    assert divergence["float"] == 0
+    assert divergence["PTQ, 2 in float"] < divergence["PTQ"] / 2
+    assert divergence["QAT"] < divergence["PTQ"] / 2
+    assert divergence["engine"] < divergence["PTQ"] / 2
+    assert accuracy["engine"] == pytest.approx(accuracy["QAT"], abs=0.02)
 
 
 def test_bert_ptq_shows_every_step_and_scores_in_pairs() -> None:

@@ -4,8 +4,9 @@ Legend: z the proxy's and y the teacher's logits [.., C], T the temperature; h_l
 
     loss = T^2 KL(softmax(y / T) || softmax(z / T)) + hidden * mean over l of |h_l - g_l|^2 / |g_l|^2
 
-(Hinton et al. 2015, arXiv:1503.02531; the factor T^2 keeps the gradient's size.) An output without ``logits`` is
-compared as a hidden state is. Padding, where the inputs hold an ``attention_mask`` [B, S], is left out.
+(Hinton et al. 2015, arXiv:1503.02531; the factor T^2 keeps the gradient's size.) Of several logits (``start_logits``
+and ``end_logits``, where an answer begins and ends) it is the mean. An output without any is compared as a hidden state
+is. Padding of tokens [B, S, ..], where the inputs hold an ``attention_mask`` [B, S], is left out.
 """
 
 from __future__ import annotations
@@ -74,10 +75,13 @@ class Distillation:
         return loss + self._hidden * sum(_relative(h, g, mask) for h, g in pairs) / len(pairs)
 
     def _of_outputs(self, output: Any, wanted: Any, mask: Tensor | None) -> Tensor:
-        z, y = _entry(output, "logits"), _entry(wanted, "logits")
-        if z is None or y is None:
-            z, y = _first_tensor(output), _first_tensor(wanted)
-            return _relative(z, y, mask)
+        found, known = _logits(output), _logits(wanted)
+        pairs = [(found[name], known[name]) for name in found if name in known]
+        if not pairs:
+            return _relative(_first_tensor(output), _first_tensor(wanted), mask)
+        return torch.stack([self._divergence(z, y, mask) for z, y in pairs]).mean()
+
+    def _divergence(self, z: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
         log_q, log_p = ((_real(value, mask).float() / self._temperature).log_softmax(-1) for value in (z, y))
         # A class that is ruled out by -inf is so in both, and -inf less -inf is no number.
         terms = torch.where(log_p > -torch.inf, log_p.exp() * (log_p - log_q), 0)
@@ -91,7 +95,20 @@ def _relative(found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
 
 def _real(value: Tensor, mask: Tensor | None) -> Tensor:
     """The rows of real tokens of [B, S, ..]; all of what has another shape."""
-    return value[mask] if mask is not None and value.shape[:2] == mask.shape else value
+    # Logits [B, C] may have as many classes as there are tokens.
+    return value[mask] if mask is not None and value.dim() > 2 and value.shape[:2] == mask.shape else value
+
+
+def _logits(output: Any) -> dict[str, Tensor]:
+    """What an output calls ``logits`` or ``.._logits``, by name."""
+    if not isinstance(output, Mapping):
+        found = getattr(output, "logits", None)
+        return {} if found is None else {"logits": found}
+    return {
+        name: value
+        for name, value in output.items()
+        if (name == "logits" or name.endswith("_logits")) and isinstance(value, Tensor)
+    }
 
 
 def _entry(output: Any, name: str) -> Any:

@@ -86,6 +86,31 @@ def test_a_class_that_is_ruled_out_counts_for_nothing() -> None:
     assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
 
 
+def test_several_logits_count_alike() -> None:
+    model = Classifier().eval()
+    y = model(data())["logits"].detach()
+    z = y + torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
+
+    class Span(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"loss": None, "start_logits": y, "end_logits": 2 * y, "hidden": x}
+
+    loss = Distillation(Span())
+    one = Distillation(model)({"logits": z}, data())
+    assert loss({"start_logits": z, "end_logits": 2 * y, "hidden": data(2)}, data()).item() == pytest.approx(
+        one.item() / 2
+    )
+    assert loss({"start_logits": y, "end_logits": 2 * z}, data()).item() > 0.01
+
+
+def test_classes_are_no_tokens() -> None:
+    model = Classifier().eval()
+    mask = torch.tensor([[1, 1, 0, 0]]).expand(8, 4)  # as many tokens as there are classes
+    output = {"logits": model(data())["logits"].detach() + torch.tensor([0.0, 0, 0, 3])}
+    loss = Distillation(model)
+    assert loss(output, data(), attention_mask=mask).item() == loss(output, data()).item() > 0.01
+
+
 def test_an_output_without_logits() -> None:
     model = nn.Linear(16, 8).eval()
     torch.testing.assert_close(Distillation(model)(model(data()) * 1.5, data()), torch.tensor(0.25))
