@@ -64,7 +64,7 @@ class QatConfig(Section):
         default=1.0, gt=0, description="Both models' logits are divided by it before they are compared."
     )
     hidden: float = Field(
-        default=1.0, ge=0, description="Weight of the hidden states beside the output; 0: the output alone."
+        default=10.0, ge=0, description="Weight of the hidden states beside the output; 0: the output alone."
     )
     evaluations: int = Field(
         default=5, ge=1, description="How often the score on data.tuning is taken, with a checkpoint each time."
