@@ -50,7 +50,7 @@ class Course:
         losses: the loss of each step.
         rates: the learning rate of each step.
         scores: (steps done, score on the tuning rows); the first is that of PTQ, before any step.
-        best: the steps after which the score was best; of equal ones the last.
+        best: the steps after which it was as it was kept: the last whose score is within the tolerance of the best.
         stopped: why it ended before all steps were done; None: it did not.
     """
 
@@ -188,8 +188,8 @@ class Training:
         mean = f", mean loss {sum(since) / len(since):.4g}" if since else ", which is PTQ"
         self._tell(f"after {step} of {self._steps} steps{mean}:")
         score = self._score(proxy)
-        scores = dict(course.scores)
-        is_best = not scores or self._sign * score >= self._sign * scores[course.best]
+        highest = max((self._sign * other for _, other in course.scores), default=-math.inf)
+        is_best = self._sign * score >= highest - self._settings.tolerance
         course.scores.append((step, score))
         if is_best:
             course.best = step

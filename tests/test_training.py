@@ -39,7 +39,7 @@ from quantizer.training import Course
 from quantizer.training import Training
 
 TASK = "sequence-classification"
-SETTINGS = {"epochs": 2.5, "learning_rate": 0.0001}
+SETTINGS: dict[str, Any] = {"epochs": 2.5, "learning_rate": 0.0001, "tolerance": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +232,14 @@ def test_a_rate_that_destroys_the_model(files: dict[str, Any], tmp_path: Path, c
     assert "a lower qat.learning_rate than 0.05 may help" in caplog.text
     # The state of PTQ is what is left.
     assert bench.divergence(bench.proxy) == course.scores[0][1]
+
+
+def test_a_later_score_that_is_hardly_worse_is_preferred(files: dict[str, Any], tmp_path: Path) -> None:
+    bench = Bench(files)
+    scores = iter([0.0, 9.0, 1.0, 1.4, 1.6, 0.9, 1.45])
+    assert bench.train(tmp_path / "kept", score=lambda _: next(scores), tolerance=0.5).best == 16
+    scores = iter([0.0, 9.0, 1.0, 1.4, 1.6, 0.9, 1.35])
+    assert bench.train(tmp_path / "other", score=lambda _: next(scores), tolerance=0.5).best == 20
 
 
 def test_patience(files: dict[str, Any], tmp_path: Path) -> None:

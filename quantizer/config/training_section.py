@@ -69,7 +69,13 @@ class QatConfig(Section):
     evaluations: int = Field(
         default=5, ge=1, description="How often the score on data.tuning is taken, with a checkpoint each time."
     )
+    tolerance: float = Field(
+        default=0.005,
+        ge=0,
+        description="The state that is kept is the last whose score is at most so much worse than the best: scores of "
+        "some hundred rows differ by that much by chance, and the later state is nearer to the float model.",
+    )
     patience: int | None = Field(
-        default=None, ge=1, description="Stop after so many scores without a better one; null: never."
+        default=None, ge=1, description="Stop after so many scores that are none to keep; null: never."
     )
     seed: int = Field(default=0, ge=0, description="Decides the order of the rows.")
