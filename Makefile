@@ -37,6 +37,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/export_architectures.py
 	$(BIN)/python benchmarks/export_speed.py
 	$(BIN)/python benchmarks/training_speed.py
+	$(BIN)/python benchmarks/training_accuracy.py
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-no-deps.txt
 	$(PYTHON) -m venv .venv

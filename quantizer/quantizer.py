@@ -211,7 +211,8 @@ class Quantizer:
         """A proxy to train: it rounds as the engine will, and gradients pass through the rounding.
 
         It shares its parameters with the model: training it trains the model, which nothing else here does. What
-        ``fallback`` put back is trained in float. ``quantize(model)`` then takes what was learned.
+        ``fallback`` put back is trained in float. ``quantize(model)`` then takes what was learned. A second call starts
+        from the ranges of calibration again, and from the model's weights as they are.
 
         Args:
             model: the float model; the proxy is in its train or eval mode.

@@ -117,7 +117,8 @@ class Served:
         self.take(model)
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
-            self.trainable = Trainable(model, self.decided(), groups, scales, own=own)
+            # Not from the scales of an earlier training, whose weights may have been those of a copy.
+            self.trainable = Trainable(model, self.decisions.plan(), groups, scales, own=own)
             return self.trainable.proxy
         trainable = Trainable(model, None, {}, scales, own=own)
         trainable.calibrate_first(self.calibrate(model, resume=False), self.decisions.plan)

@@ -109,6 +109,21 @@ def test_what_is_measured_after_a_training_is_the_copy_that_was_trained() -> Non
     assert torch.equal(amp(data(9)), quantizer.quantize(model)(data(9)))
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_second_training_starts_from_the_calibrated_ranges(own: bool) -> None:
+    model = Twice().train()
+    quantizer = calibrated(model)
+    before = quantizer.scales()
+    train(quantizer.qat(model, scales="learned", copy=own))
+    assert any(not torch.equal(before[name], scale) for name, scale in quantizer.scales().items())
+    again = quantizer.qat(model, scales="learned", copy=own)
+    for name, scale in quantizer.scales().items():
+        # The range of a weight is that of the weight as it is.
+        if own or not name.endswith(".weight"):
+            assert torch.equal(before[name], scale), name
+    assert torch.equal(again.eval()(data(9)), quantizer.quantize(model)(data(9)))
+
+
 def test_what_was_learned_is_saved(tmp_path: Any) -> None:
     model = Twice().eval()
     quantizer = calibrated(model)
