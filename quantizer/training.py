@@ -103,7 +103,7 @@ class Training:
         self._scored_at = {math.ceil(self._steps * number / settings.evaluations) for number in numbers}
 
     def carry_out(self, model: nn.Module, proxy: nn.Module) -> Course:
-        """Train the proxy on what the float model says, and leave it as it was at its best.
+        """Train the proxy on what the float model says, and leave it as it was when it was kept.
 
         Raises:
             TrainingError: the loss is no number, nothing has a gradient, or the checkpoint that lies there is of
@@ -169,7 +169,8 @@ class Training:
 
     def _batch(self, step: int) -> dict[str, Tensor]:
         number, at = divmod(step, self._a_pass)
-        generator = torch.Generator().manual_seed(self._settings.seed + number)
+        # No pass of one seed is that of another.
+        generator = torch.Generator().manual_seed(self._settings.seed * 2**16 + number)
         order = torch.randperm(len(self._rows), generator=generator).tolist()
         size = self._task.batch_size
         (batch,) = self._task.batches([self._rows[row] for row in order[at * size : (at + 1) * size]])
