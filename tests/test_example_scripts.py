@@ -1,0 +1,34 @@
+"""The scripts among the examples: they run as their reader would run them, and print figures."""
+
+from __future__ import annotations
+
+from example_runs import NEEDED
+from example_runs import printed as printed_by
+from example_runs import skip_without
+
+
+def test_bert_ptq_shows_every_step_and_scores_in_pairs() -> None:
+    skip_without(*NEEDED)
+    printed = printed_by("bert_ptq.py", "--fallback", "1")
+    assert "linear 38 of 38, matmul 12 of 12" in printed
+    costs = printed.split("## What each group costs")[1].split("## The engine")[0]
+    assert sum(line.rstrip().endswith(" yes") for line in costs.splitlines()) == 1
+    rows = {line.split(":")[0]: line for line in printed.splitlines() if "label_flips" in line}
+    assert list(rows) == ["float", "frozen", "engine"]
+    flips = {name: float(line.split("label_flips ")[1].split(",")[0]) for name, line in rows.items()}
+    decibels = {name: float(line.split("sqnr_db ")[1]) for name, line in rows.items()}
+    assert flips["float"] == 0
+    assert max(flips.values()) < 0.1
+    assert min(decibels.values()) > 15
+
+
+def test_gpt2_scales_agree_with_model_optimizer() -> None:
+    skip_without("transformers", "modelopt")
+    rows = [line.split() for line in printed_by("gpt2_tripy_scales.py").splitlines() if line.startswith("transformer.")]
+    assert [row[0] for row in rows] == [
+        f"transformer.h.{block}.{name}"
+        for block in range(2)
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+    assert {row[5] for row in rows} == {"0"}
+    assert max(float(row[6]) for row in rows) < 1e-6
