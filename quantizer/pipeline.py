@@ -60,7 +60,6 @@ from quantizer.report.from_plan import escaped_records
 from quantizer.report.from_plan import site_records
 from quantizer.report.search_records import fallback_reason
 from quantizer.report.search_records import fallback_record
-from quantizer.report.training_record import training_record
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
 from quantizer.settings import float_dtype
@@ -193,7 +192,7 @@ class _Run:
             sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
             fallback=fallback_record(chosen) if (chosen := quantizer.chosen_fallback) is not None else None,
-            training=None if course is None else training_record(course, task.metric_name, task.higher_is_better),
+            training=None if course is None else course.record(task),
             engine=self._engine(built["engine"], bool(engines)),
             inspection=inspection,
             diff=quantizer.diff(model),
@@ -260,7 +259,7 @@ class _Run:
         with self._stage("search what goes back to float"):
             known = ScoreCache(self.kept.scores, fingerprint(quantizer.plan, score)).known
             kept = f"going on with {known} scores of" if known else "until the run is complete, each score is kept in"
-            self.console.print(f"{kept} {self.kept.scores}", markup=False, highlight=False, soft_wrap=True)
+            self._say(f"{kept} {self.kept.scores}")
             chosen = quantizer.fallback(
                 proxy,
                 max_drop=asked.max_drop,
@@ -270,11 +269,7 @@ class _Run:
                 costs=asked.costs,
                 cache=self.kept.scores,
             )
-            self.console.print(
-                f"{len(chosen.groups)} groups put back to float, {fallback_reason(chosen)}",
-                markup=False,
-                highlight=False,
-            )
+            self._say(f"{len(chosen.groups)} groups put back to float, {fallback_reason(chosen)}")
 
     def _quantize(
         self, quantizer: Quantizer, model: nn.Module, task: Task, score: TuningScore
@@ -294,9 +289,8 @@ class _Run:
         self, settings: QatConfig, quantizer: Quantizer, model: nn.Module, task: Task, score: TuningScore
     ) -> Course:
         """Train a copy, so that the float model stays what all is compared with."""
-        sections = self.config.model_dump(mode="json", include={"quantizer", "amp", "fallback", "qat"})
         rows = _rows(self.config.data.training)
-        identity = hashlib.sha256(repr((sections, score.reads, rows)).encode()).hexdigest()
+        parts = fingerprint(quantizer.plan, score), settings.model_dump(mode="json"), rows
         training = Training(
             settings,
             task,
@@ -304,7 +298,7 @@ class _Run:
             score,
             higher_is_better=score.higher_is_better,
             folder=self.kept.training,
-            identity=identity,
+            identity=hashlib.sha256(repr(parts).encode()).hexdigest(),
             tell=self._say,
         )
         with self._stage("train with rounded operands"):

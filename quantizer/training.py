@@ -23,12 +23,15 @@ from tqdm.auto import tqdm
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
 from quantizer.numerics.learning import GAIN
-from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.build import quantizers_of
 from quantizer.qat import Distillation
 from quantizer.qat import Schedule
 from quantizer.qat.checkpoint import read_checkpoint
 from quantizer.qat.checkpoint import read_facts
 from quantizer.qat.checkpoint import write_checkpoint
+from quantizer.qat.gradients import has_gradient
+from quantizer.report.record import TrainingRun
+from quantizer.report.record import TrainingScore
 from quantizer.tasks import Row
 from quantizer.tasks import Task
 
@@ -61,6 +64,19 @@ class Course:
     scores: list[tuple[int, float]] = field(default_factory=list)
     best: int = 0
     stopped: str | None = None
+
+    def record(self, task: Task) -> TrainingRun:
+        """The same for the report; the scores are the task's."""
+        return TrainingRun(
+            metric=task.metric_name,
+            higher_is_better=task.higher_is_better,
+            planned=self.steps,
+            losses=tuple(self.losses),
+            learning_rates=tuple(self.rates),
+            scores=tuple(TrainingScore(step=step, score=s, best=step == self.best) for step, s in self.scores),
+            float_score=self.float_score,
+            stopped=self.stopped,
+        )
 
 
 class Training:
@@ -140,7 +156,7 @@ class Training:
 
     def _groups(self, proxy: nn.Module) -> list[dict[str, Any]]:
         """What is trained: weights, and learned scales with a rate of their own."""
-        scales = {id(q.change) for q in proxy.modules() if isinstance(q, OperandQuantizer)}
+        scales = {id(quantizer.change) for quantizer in quantizers_of(proxy)}
         trained = [parameter for parameter in proxy.parameters() if parameter.requires_grad]
         # A scale moves GAIN times as far as a weight would.
         rates = self._settings.learning_rate, self._settings.scale_learning_rate / GAIN
@@ -159,7 +175,7 @@ class Training:
             )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        if step == 0 and not any(_has_gradient(p) for group in optimizer.param_groups for p in group["params"]):
+        if step == 0 and not has_gradient(p for group in optimizer.param_groups for p in group["params"]):
             raise TrainingError(
                 "no parameter has a gradient: the outputs that are compared depend on none of them, or on nothing that "
                 "is quantized"
@@ -224,7 +240,3 @@ class Training:
         course.scores = [(int(step), float(score)) for step, score in course.scores]
         self._tell(f"going on after {len(course.losses)} of {self._steps} steps, from {self._last}")
         return course
-
-
-def _has_gradient(parameter: Tensor) -> bool:
-    return parameter.grad is not None and bool((parameter.grad != 0).any())

@@ -20,6 +20,7 @@ from quantizer.proxy.classes import original_class
 from quantizer.proxy.classes import reachable_in
 from quantizer.proxy.classes import rebind_kept
 from quantizer.proxy.classes import rewritten_method
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.sharing import share
 from quantizer.proxy.site import Site
 from quantizer.source.catalogue import operation
@@ -34,6 +35,7 @@ __all__ = [
     "build_proxy",
     "instrument",
     "is_proxy",
+    "quantizers_of",
     "sites_of",
     "skipped_sources",
     "source_diff",
@@ -130,6 +132,11 @@ def sites_of(proxy: nn.Module) -> Iterator[Site]:
     for module in proxy.modules():
         if isinstance(module, Site):
             yield module
+
+
+def quantizers_of(proxy: nn.Module) -> list[OperandQuantizer]:
+    """The quantizers of all operands of a proxy, in the order of its modules."""
+    return [module for module in proxy.modules() if isinstance(module, OperandQuantizer)]
 
 
 def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:

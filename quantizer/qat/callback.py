@@ -13,7 +13,8 @@ from torch import nn
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import TrainingError
 from quantizer.proxy.build import is_proxy
-from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.build import quantizers_of
+from quantizer.qat.gradients import has_gradient
 from quantizer.qat.schedule import Schedule
 
 try:
@@ -94,7 +95,7 @@ class QATCallback(transformers.TrainerCallback):
                 f"{_first_not_finite(model)!r}; the training stopped before the step. {_last_checkpoint(args, state)} "
                 f"Look for a loss that is NaN, or lower the learning rate ({args.learning_rate:g})"
             )
-        if state.global_step == 0 and not _has_gradient(model):
+        if state.global_step == 0 and not has_gradient(model.parameters()):
             raise TrainingError(
                 "step 1: no gradient anywhere: the loss depends on no parameter that is trained. Compute it from the "
                 "proxy's output, without detach() or no_grad(), and see which parameters require a gradient"
@@ -145,7 +146,7 @@ class QATCallback(transformers.TrainerCallback):
 
 
 def _scales_move(model: nn.Module) -> bool:
-    quantizers = [module for module in model.modules() if isinstance(module, OperandQuantizer)]
+    quantizers = quantizers_of(model)
     return any(quantizer.change is not None or quantizer.watcher is not None for quantizer in quantizers)
 
 
@@ -161,10 +162,6 @@ def _first_not_finite(model: nn.Module) -> str:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and not parameter.grad.isfinite().all()
     )
-
-
-def _has_gradient(model: nn.Module) -> bool:
-    return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in model.parameters())
 
 
 def _last_checkpoint(args: transformers.TrainingArguments, state: transformers.TrainerState) -> str:

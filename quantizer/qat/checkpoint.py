@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,13 @@ def write_checkpoint(
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts in a file.
+    """The facts in a file; its tensors are not read.
 
     Raises:
         TrainingError: it is no such file, or damaged.
     """
-    return _read(path)[0]
+    with _opened(path) as file:
+        return dict(json.loads(file.metadata()[_FACTS]))
 
 
 def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -59,7 +62,8 @@ def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimiz
     Raises:
         TrainingError: it is no such file, it is damaged, or of another model or configuration.
     """
-    tensors = _read(path)[1]
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     try:
         proxy.load_state_dict(model)
@@ -74,10 +78,12 @@ def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimiz
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})[_FACTS])
-            return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            if _FACTS not in (file.metadata() or {}):
+                raise KeyError(_FACTS)
+            yield file
     except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
         raise TrainingError(f"{path} is no checkpoint of a training, or damaged: {error}") from error

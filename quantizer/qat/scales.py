@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ConfigError
+from quantizer.proxy.build import quantizers_of
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.observe import padding_mask
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -106,7 +107,7 @@ def changed_scales(proxy: nn.Module, plan: Plan) -> dict[str, Tensor]:
 
 def fix_scales(proxy: nn.Module) -> None:
     """Let all scales be what they have become. Called again, it sees to it that they stay so."""
-    quantizers = [quantizer for quantizer in proxy.modules() if isinstance(quantizer, OperandQuantizer)]
+    quantizers = quantizers_of(proxy)
     for quantizer in quantizers:
         quantizer.fix_scale()
     # An optimizer's momentum moves them on, and a checkpoint would carry that into the next scale.

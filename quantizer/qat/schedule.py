@@ -9,8 +9,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from quantizer.errors import QuantizerError
 from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import quantizers_of
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.qat import moving_average
 from quantizer.qat.scales import fix_scales
 
@@ -50,7 +50,7 @@ class Schedule:
 
     def at(self, step: int) -> None:
         """Bring the proxy to where it is after ``step`` steps, 0 or more; called twice, it changes nothing more."""
-        quantizers = [module for module in self._proxy.modules() if isinstance(module, OperandQuantizer)]
+        quantizers = quantizers_of(self._proxy)
         moving_average.step(quantizers)
         if step >= self._freeze_scales:
             fix_scales(self._proxy)

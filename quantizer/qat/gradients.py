@@ -1,0 +1,14 @@
+"""What the gradients of a step say of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+__all__ = ["has_gradient"]
+
+
+def has_gradient(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of them has a gradient that is not all zeros."""
+    return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)
