@@ -275,7 +275,9 @@ def test_a_run_reports_float_ptq_and_qat(
     assert json.loads((tmp_path / "out" / "report.json").read_text())["training"]["metric"] == "accuracy"
 
 
-def test_a_run_that_is_stopped_says_where_its_checkpoints_are(files: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_says_where_its_checkpoints_are(
+    files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**files, "qat": {"epochs": 400.0, "evaluations": 300}}))
     command = [sys.executable, "-m", "quantizer", "run", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "out")]
     run = subprocess.Popen(
@@ -291,3 +293,8 @@ def test_a_run_that_is_stopped_says_where_its_checkpoints_are(files: dict[str, A
     assert f"the checkpoints are kept in {tmp_path / 'out.training'}; the same command goes on with them" in errors
     assert last.exists()
     assert not (tmp_path / "out").exists()
+    # From other calibration data the scales start elsewhere: it is another training.
+    kept = last.read_bytes()
+    assert main([*command[3:], "data.calibration.rows=8"]) == 1
+    assert "holds checkpoints of another configuration: remove it to begin anew" in capsys.readouterr().err
+    assert last.read_bytes() == kept
