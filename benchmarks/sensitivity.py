@@ -29,7 +29,7 @@ from torch import Tensor
 from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.observe import padding_mask
+from quantizer.proxy.padding import padding_mask
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import groups_of
 from quantizer.sensitivity.site_changes import watched

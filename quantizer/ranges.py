@@ -24,10 +24,10 @@ from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.observe import Observation
-from quantizer.proxy.observe import padding_mask
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.operand_plans import judged_as
 from quantizer.proxy.operand_plans import scale_of
+from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.ranks import summed
 from quantizer.proxy.smooth import ALPHAS

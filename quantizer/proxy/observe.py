@@ -30,6 +30,8 @@ from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.magnitudes import Magnitudes
+from quantizer.proxy.padding import padding_mask
+from quantizer.proxy.padding import without_padding
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance
 from quantizer.proxy.range_group import ChannelRange
@@ -49,9 +51,7 @@ __all__ = [
     "VARIES",
     "SiteRecord",
     "one_size",
-    "padding_mask",
     "same_weight",
-    "without_padding",
 ]
 
 EMPTY = "an operand was empty in every call"
@@ -92,26 +92,6 @@ def one_size(first: int | None, second: int | None) -> int | None:
     if first is None or second is None:
         return second if first is None else first
     return first if first == second else 0
-
-
-def padding_mask(keywords: Mapping[str, Any]) -> Tensor | None:
-    """The mask [B, S] among a model's inputs, True where a token is real; None where nothing is padded."""
-    mask = keywords.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return None
-    real = mask.bool()
-    return None if bool(real.all()) else real
-
-
-def without_padding(value: Tensor, mask: Tensor | None) -> Tensor:
-    """The real positions of an operand [B, .., S, ..]; all of it where no axis, or more than one, has the length S.
-
-    What the network computes at padding is read by nobody, yet it can set the range of everything else.
-    """
-    if mask is None or value.dim() < 3 or value.shape[0] != mask.shape[0]:
-        return value
-    axes = [axis for axis in range(1, value.dim()) if value.shape[axis] == mask.shape[1]]
-    return value.movedim(axes[0], 1)[mask] if len(axes) == 1 else value
 
 
 class Observation:

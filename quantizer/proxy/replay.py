@@ -19,8 +19,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from quantizer.proxy.kept_batches import Batch
-from quantizer.proxy.observe import padding_mask
-from quantizer.proxy.observe import without_padding
+from quantizer.proxy.padding import padding_mask
+from quantizer.proxy.padding import without_padding
 from quantizer.proxy.site import Site
 
 __all__ = ["SiteCall", "replay"]

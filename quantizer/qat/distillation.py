@@ -22,7 +22,8 @@ from torch import nn
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.proxy.build import is_proxy
-from quantizer.proxy.observe import padding_mask
+from quantizer.proxy.padding import output_without_padding
+from quantizer.proxy.padding import padding_mask
 
 __all__ = ["Distillation"]
 
@@ -82,21 +83,17 @@ class Distillation:
         return torch.stack([self._divergence(z, y, mask) for z, y in pairs]).mean()
 
     def _divergence(self, z: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-        log_q, log_p = ((_real(value, mask).float() / self._temperature).log_softmax(-1) for value in (z, y))
+        log_q, log_p = (
+            (output_without_padding(value, mask).float() / self._temperature).log_softmax(-1) for value in (z, y)
+        )
         # A class that is ruled out by -inf is so in both, and -inf less -inf is no number.
         terms = torch.where(log_p > -torch.inf, log_p.exp() * (log_p - log_q), 0)
         return terms.sum(-1).mean() * self._temperature**2
 
 
 def _relative(found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
-    found, wanted = _real(found, mask).float(), _real(wanted, mask).float()
+    found, wanted = output_without_padding(found, mask).float(), output_without_padding(wanted, mask).float()
     return (found - wanted).square().sum() / wanted.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def _real(value: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows of real tokens of [B, S, ..]; all of what has another shape."""
-    # Logits [B, C] may have as many classes as there are tokens.
-    return value[mask] if mask is not None and value.dim() > 2 and value.shape[:2] == mask.shape else value
 
 
 def _logits(output: Any) -> dict[str, Tensor]:

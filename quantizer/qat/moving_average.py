@@ -16,8 +16,8 @@ from torch import Tensor
 from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
-from quantizer.proxy.observe import without_padding
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.padding import without_padding
 from quantizer.proxy.ranks import ranks
 
 __all__ = ["MOMENTUM", "MovingAverage", "Padding", "least_scale", "step"]

@@ -19,8 +19,8 @@ from torch import nn
 from quantizer.errors import ConfigError
 from quantizer.proxy.build import quantizers_of
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.observe import padding_mask
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.rules import matches

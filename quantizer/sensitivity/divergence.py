@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import SensitivityError
+from quantizer.proxy.padding import has_padding
+from quantizer.proxy.padding import output_without_padding
 
 __all__ = ["Divergence", "Probe", "flat_output"]
 
@@ -88,7 +90,7 @@ def flat_output(output: Any, mask: Tensor | None) -> Tensor:
     tensors = _floats(output)
     if not tensors:
         raise SensitivityError(f"the model's output ({type(output).__name__}) holds no floating-point tensor")
-    return torch.cat([_without_padding(tensor.detach(), mask).double().flatten() for tensor in tensors])
+    return torch.cat([output_without_padding(tensor.detach(), mask).double().flatten() for tensor in tensors])
 
 
 def _floats(output: Any) -> list[Tensor]:
@@ -103,22 +105,14 @@ def _logits(output: Any) -> Tensor | None:
 
 
 def _rows(logits: Tensor, mask: Tensor | None) -> Tensor:
-    return _without_padding(logits, mask).reshape(-1, logits.shape[-1])
-
-
-def _without_padding(value: Tensor, mask: Tensor | None) -> Tensor:
-    return value[mask] if _padded(value, mask) else value
+    return output_without_padding(logits, mask).reshape(-1, logits.shape[-1])
 
 
 def _zero_padding(value: Tensor, mask: Tensor | None) -> Tensor:
-    if not _padded(value, mask):
+    if not has_padding(value, mask):
         return value
     assert mask is not None
     return value * mask.reshape(*mask.shape, *[1] * (value.dim() - 2))
-
-
-def _padded(value: Tensor, mask: Tensor | None) -> bool:
-    return mask is not None and value.dim() > 2 and value.shape[:2] == mask.shape
 
 
 def _normal(like: Tensor) -> Tensor:

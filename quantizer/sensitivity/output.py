@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from quantizer.proxy.observe import padding_mask
+from quantizer.proxy.padding import padding_mask
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.reuse import Reuse
