@@ -48,8 +48,8 @@ class Bench:
         """On dev."""
         return self.task.predict(runner(model), self.dev)
 
-    def row(self, name: str, model: nn.Module | Engine, seconds: float | None = None) -> None:
-        """Print a row of the table."""
+    def row(self, name: str, model: nn.Module | Engine, seconds: float | None = None) -> float:
+        """Print a row of the table; the score in it."""
         task: Task = self.task
         found = self.predict(model)
         paired, score = task.paired(self.base, found), task.score(found, self.dev)
@@ -57,6 +57,7 @@ class Bench:
         points = 100 * (score - task.score(self.base, self.dev))
         figures = f"{100 * paired['label_flips']:.2f}% | {paired['kl_divergence']:.4f} | {took}"
         print(f"| {name} | {score:.4f} | {points:+.2f} | {figures} |", flush=True)
+        return score
 
     def tuned(self, model: nn.Module) -> float:
         """The score on the tuning rows."""
@@ -69,8 +70,8 @@ class Bench:
         quantizer.build(onnx, folder / "model.engine")
         return load_engine(BACKEND, folder / "model.engine")
 
-    def trained(self, formats: tuple[object, ...], seed: int, name: str) -> None:
-        """One training, and what came of it."""
+    def trained(self, formats: tuple[object, ...], seed: int, name: str) -> dict[str, float]:
+        """One training, and the scores that came of it."""
         quantizer = Quantizer(backend=BACKEND, sites={"residual_add": True}, formats=formats)
         quantizer.calibrate(self.model, self.task.batches(self.train[CALIBRATION]), progress=False)
         if seed == 0:
@@ -90,8 +91,11 @@ class Bench:
             training.carry_out(self.model, quantizer.qat(self.model, scales="learned", copy=True))
             seconds = time.perf_counter() - start
             frozen = quantizer.quantize(self.model)
-            self.row(f"{name}: QAT, seed {seed}", frozen, seconds)
-            self.row(f"{name}: QAT, seed {seed}, OpenVINO", self.engine(quantizer, frozen, Path(folder)))
+            engine = self.engine(quantizer, frozen, Path(folder))
+            return {
+                "proxy": self.row(f"{name}: QAT, seed {seed}", frozen, seconds),
+                "OpenVINO": self.row(f"{name}: QAT, seed {seed}, OpenVINO", engine),
+            }
 
 
 def main(case: str, seeds: int) -> None:
@@ -99,10 +103,12 @@ def main(case: str, seeds: int) -> None:
     bench = Bench()
     print(heading("Training with rounded operands: SST-2 dev, 872 rows"))
     print("| model | accuracy | points to float | label flips | KL | training |\n|---|---|---|---|---|---|")
-    bench.row("float", bench.model)
+    base = bench.row("float", bench.model)
     name, formats = CASES[case]
-    for seed in range(seeds):
-        bench.trained(formats, seed, name)
+    scores = [bench.trained(formats, seed, name) for seed in range(seeds)]
+    for which in ("proxy", "OpenVINO"):
+        mean = sum(found[which] for found in scores) / len(scores)
+        print(f"\nmean of {seeds} seeds, {which}: {mean:.4f}, {100 * (mean - base):+.2f} points to float")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from quantizer.errors import TaskError
 from quantizer.files import whole_file
 from quantizer.qat import Distillation
 from quantizer.qat import Schedule
+from quantizer.qat import parameter_groups
 from quantizer.tasks import load_tokenizer
 from quantizer.tasks import read_checkpoint
 from quantizer.tasks import resolve_source
@@ -203,29 +204,29 @@ def shuffled(windows: Sequence[Window], size: int, seed: int) -> Iterator[list[W
 
 
 def train(
-    module: nn.Module,
+    groups: Sequence[Any],
     loss_of: Callable[[list[Window]], Tensor],
     batches: Iterator[list[Window]],
     *,
     steps: int,
-    lr: float,
     after: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """AdamW with a rate that falls to 0 by a cosine; the losses. ``after`` is called with the steps done so far.
+    """AdamW with rates that fall to 0 by a cosine; the losses. ``after`` is called with the steps done so far.
 
     Raises:
         TaskError: a loss is no finite number.
     """
-    optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(groups)
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(steps, 1))
     losses = []
     for step in tqdm(range(steps), disable=None, leave=False):
         loss = loss_of(next(batches))
         if not bool(torch.isfinite(loss)):
-            raise TaskError(f"the loss of step {step + 1} of {steps} is {loss.item()}: lower the rate, {lr:g}")
+            raise TaskError(f"the loss of step {step + 1} of {steps} is {loss.item()}: lower the learning rate")
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         schedule.step()
         after(step + 1)
@@ -309,7 +310,8 @@ def run(asked: argparse.Namespace) -> None:
         begins, ends = torch.tensor([window.span for window in some]).T
         return model(**make_batch(some, tokenizer), start_positions=begins, end_positions=ends).loss
 
-    said("float", train(model.train(), answer_loss, batches, steps=steps, lr=asked.lr))
+    groups = [{"params": list(model.train().parameters()), "lr": asked.lr}]
+    said("float", train(groups, answer_loss, batches, steps=steps))
     model.eval()
     for one in (model, tokenizer):
         one.save_pretrained(asked.output / "model")
@@ -338,7 +340,8 @@ def run(asked: argparse.Namespace) -> None:
     taken = asked.qat_steps if asked.qat_steps is not None else max(50, steps // 10)
     if taken:
         course = Schedule(proxy, taken)  # scales are fixed late
-        said("QAT", train(proxy, distance, batches, steps=taken, lr=asked.qat_lr, after=course.at))
+        groups = parameter_groups(proxy, asked.qat_lr)
+        said("QAT", train(groups, distance, batches, steps=taken, after=course.at))
     trained = q.quantize(model)
 
     # 4. Export, build, and score all of them on the other file.

@@ -67,7 +67,6 @@ from quantizer.settings import refuse_run
 from quantizer.stages import Kept
 from quantizer.stages import Stages
 from quantizer.stages import bar
-from quantizer.stages import build_shown
 from quantizer.stages import engine_inputs
 from quantizer.stages import runner
 from quantizer.stages import score_record
@@ -354,7 +353,8 @@ class _Run:
             export_onnx(model, paths["float"], example, opset=config.export.opset, dtype=torch.float32)
         with self._stage("build the engines"):
             return {
-                name: build_shown(backend, path, path.with_suffix(".engine"), options) for name, path in paths.items()
+                name: self._stage.build(backend, path, path.with_suffix(".engine"), options)
+                for name, path in paths.items()
             }
 
     def _inspect(self, built: BuildResult) -> Inspection:

@@ -33,7 +33,7 @@ from quantizer.tasks import Task
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Kept", "Stages", "bar", "build_shown", "engine_inputs", "runner", "score_record", "work_kept"]
+__all__ = ["Kept", "Stages", "bar", "engine_inputs", "runner", "score_record", "work_kept"]
 
 
 class Stages:
@@ -63,6 +63,19 @@ class Stages:
         with tqdm.external_write_mode():
             self.console.print(f"  {score:.5f} on the tuning rows, {seconds:.1f} s", highlight=False)
 
+    def build(self, backend: str, onnx: Path, engine: Path, options: BuildOptions) -> BuildResult:
+        """Build an engine, with a bar in a terminal that shows how far the builder is, and say what it warned of."""
+        with tqdm(total=100, desc=engine.name, unit="%", leave=False, disable=None) as shown:
+
+            def progress(share: float, phase: str) -> None:
+                shown.set_postfix_str(phase, refresh=False)
+                shown.update(round(100 * share) - shown.n)
+
+            built = build_engine(backend, onnx, engine, replace(options, progress=progress))
+        for warning in built.warnings:
+            self.console.print(f"  warning: {engine.name}: {warning}", highlight=False, markup=False)
+        return built
+
 
 @contextmanager
 def bar(name: str) -> Iterator[Callable[[int, int], None]]:
@@ -74,17 +87,6 @@ def bar(name: str) -> Iterator[Callable[[int, int], None]]:
             shown.update(done - shown.n)
 
         yield progress
-
-
-def build_shown(backend: str, onnx: Path, engine: Path, options: BuildOptions) -> BuildResult:
-    """Build an engine, with a bar in a terminal that shows how far the builder is and what it does."""
-    with tqdm(total=100, desc=engine.name, unit="%", leave=False, disable=None) as shown:
-
-        def progress(share: float, phase: str) -> None:
-            shown.set_postfix_str(phase, refresh=False)
-            shown.update(round(100 * share) - shown.n)
-
-        return build_engine(backend, onnx, engine, replace(options, progress=progress))
 
 
 def runner(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:

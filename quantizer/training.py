@@ -13,7 +13,6 @@ from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +21,9 @@ from tqdm.auto import tqdm
 
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
-from quantizer.numerics.learning import GAIN
-from quantizer.proxy.build import quantizers_of
 from quantizer.qat import Distillation
 from quantizer.qat import Schedule
+from quantizer.qat import parameter_groups
 from quantizer.qat.checkpoint import read_checkpoint
 from quantizer.qat.checkpoint import read_facts
 from quantizer.qat.checkpoint import write_checkpoint
@@ -128,7 +126,9 @@ class Training:
         settings = self._settings
         proxy.eval()
         distillation = Distillation(model, temperature=settings.temperature, hidden=settings.hidden)
-        optimizer = torch.optim.AdamW(self._groups(proxy), weight_decay=0.0)
+        rates = settings.learning_rate, settings.scale_learning_rate
+        groups = parameter_groups(proxy, rates[0], scale_learning_rate=rates[1])
+        optimizer = torch.optim.AdamW([{**group, "highest": group["lr"]} for group in groups], weight_decay=0.0)
         schedule = Schedule(proxy, self._steps, freeze_scales=settings.freeze_scales)
         course = self._resumed(proxy, optimizer)
         if course is None:
@@ -153,15 +153,6 @@ class Training:
         read_checkpoint(self._best, proxy)
         schedule.at(self._steps)
         return course
-
-    def _groups(self, proxy: nn.Module) -> list[dict[str, Any]]:
-        """What is trained: weights, and learned scales with a rate of their own."""
-        scales = {id(quantizer.change) for quantizer in quantizers_of(proxy)}
-        trained = [parameter for parameter in proxy.parameters() if parameter.requires_grad]
-        # A scale moves GAIN times as far as a weight would.
-        rates = self._settings.learning_rate, self._settings.scale_learning_rate / GAIN
-        groups = [[p for p in trained if (id(p) in scales) == of_scales] for of_scales in (False, True)]
-        return [{"params": g, "highest": rate} for g, rate in zip(groups, rates, strict=True) if g]
 
     def _step(self, step: int, proxy: nn.Module, distillation: Distillation, optimizer: torch.optim.Optimizer) -> float:
         batch = self._batch(step)

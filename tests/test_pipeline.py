@@ -18,6 +18,7 @@ import torch
 import yaml
 
 import quantizer.pipeline as pipeline
+import quantizer.stages as stages
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
@@ -324,6 +325,11 @@ def test_a_bf16_rest_is_built_scored_and_seen(at: Path, capsys: pytest.CaptureFi
         error = capsys.readouterr().err
         assert "in f32 on this CPU, where bf16 was asked for" in error
         pytest.skip(error)
+    import openvino
+
+    native = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    told = "warning: model.engine: this CPU has no BF16 instructions" in " ".join(capsys.readouterr().out.split())
+    assert told == (not native)
     record = read_record(at / "out" / "report.json")
     assert record.inspection is not None
     assert {"int8", "bf16"} <= {share.precision for share in record.inspection.shares}
@@ -342,10 +348,10 @@ def test_a_bf16_rest_is_not_for_every_engine(at: Path, capsys: pytest.CaptureFix
 def test_an_engine_that_lacks_the_precision_ends_the_run(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build = pipeline.build_shown
+    build = stages.build_engine
     # The float model in the place of the quantized one.
     monkeypatch.setattr(
-        pipeline, "build_shown", lambda name, path, *rest: build(name, path.with_name("float.onnx"), *rest)
+        stages, "build_engine", lambda name, path, *rest: build(name, path.with_name("float.onnx"), *rest)
     )
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
     assert "the openvino engine lacks the precision that was asked for: the graph asks for INT8" in (
@@ -367,7 +373,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "score": (pipeline._Run, "_score"),
     "export": (Quantizer, "export"),
     "export float": (pipeline, "export_onnx"),
-    "build": (pipeline, "build_shown"),
+    "build": (stages, "build_engine"),
     "inspect": (pipeline, "observe_engine"),
     "load engine": (pipeline, "load_engine"),
     "latency": (pipeline, "interleaved_latency"),

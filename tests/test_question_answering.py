@@ -275,7 +275,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
 
     folder = tmp_path_factory.mktemp("squad")
-    model = transformers.AutoModel.from_pretrained(resolve_source(MINILM), num_hidden_layers=3)
+    model = transformers.AutoModel.from_pretrained(resolve_source(MINILM), num_hidden_layers=2)
     model.save_pretrained(folder / "small")
     load_tokenizer(MINILM).save_pretrained(folder / "small")
     _written(folder / "train.json", _people(1, 24))

@@ -44,10 +44,11 @@ class QatConfig(Section):
         "the steps and falls with a cosine.",
     )
     scale_learning_rate: float = Field(
-        default=0.05,
+        default=0.2,
         gt=0,
         lt=1,
-        description="The highest rate of scales that are learned: how far a step moves one at most, as a share of it.",
+        description="The highest rate of learned scales of activations: how far a step moves one at most, as a share "
+        "of it. Learned scales of weights have the rate of the weights.",
     )
     scales: Annotated[
         _Kind | dict[str, _Kind],

@@ -56,7 +56,6 @@ from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.stages import Stages
 from quantizer.stages import bar
-from quantizer.stages import build_shown
 from quantizer.stages import runner
 from quantizer.stages import score_record
 from quantizer.stages import work_kept
@@ -316,7 +315,7 @@ class _Run:
             compute_capability=self._capability(name),
             inference_precision=self._precision(name),
         )
-        return build_shown(name, onnx, engine, options)
+        return self.stage.build(name, onnx, engine, options)
 
     def _capability(self, name: str) -> str | None:
         return self.asked.compute_capability if name == "tensorrt-rtx" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quantizer.qat.distillation import Distillation
+from quantizer.qat.parameter_groups import parameter_groups
 from quantizer.qat.scales import ScaleKind
 from quantizer.qat.scales import Scales
 from quantizer.qat.scales import changed_scales
@@ -18,6 +19,7 @@ __all__ = [
     "Schedule",
     "changed_scales",
     "kinds_of",
+    "parameter_groups",
     "prepare_state_dict",
     "set_up_scales",
 ]

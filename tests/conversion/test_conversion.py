@@ -26,6 +26,7 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
 from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.conversion.run as steps  # noqa: E402
+import quantizer.stages as stages  # noqa: E402
 from quantizer.conversion import load_converted  # noqa: E402
 from quantizer.conversion import measure  # noqa: E402
 from quantizer.conversion.check import OutputCheck  # noqa: E402
@@ -294,7 +295,7 @@ def _with_a_wrong_scale(build: Callable[..., Any]) -> Callable[..., Any]:
 def test_an_engine_that_computes_something_else_is_refused(
     place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "build_shown", _with_a_wrong_scale(steps.build_shown))
+    monkeypatch.setattr(stages, "build_engine", _with_a_wrong_scale(stages.build_engine))
     code, said = convert("--quantization", "--calibration", place.data("calibration"), "--rows", "12", *SIZES)
     assert code == 1
     assert "openvino engine, batch 1 x sequence 16, output 'logits': SQNR " in said
@@ -303,14 +304,17 @@ def test_an_engine_that_computes_something_else_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("step", ["build_shown", "check_engine", "measure_latency", "export_onnx"])
+STEPS = [(stages, "build_engine"), *((steps, name) for name in ("check_engine", "measure_latency", "export_onnx"))]
+
+
+@pytest.mark.parametrize(("where", "step"), STEPS, ids=[name for _, name in STEPS])
 def test_interrupted_nothing_is_left(
-    convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, step: str
 ) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(steps, step, stopped)
+    monkeypatch.setattr(where, step, stopped)
     assert convert(*SIZES) == (130, "interrupted: nothing was written\n")
     assert not list(tmp_path.iterdir())
 

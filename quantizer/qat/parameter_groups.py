@@ -1,0 +1,48 @@
+"""What an optimizer trains at which rate: ranges of activations have further to go than anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from quantizer.errors import QuantizerError
+from quantizer.numerics.learning import GAIN
+from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import quantizers_of
+
+__all__ = ["parameter_groups"]
+
+
+def parameter_groups(
+    proxy: nn.Module, learning_rate: float, *, scale_learning_rate: float = 0.2
+) -> list[dict[str, Any]]:
+    """The groups to give to an Adam or AdamW.
+
+    Learned scales of activations have a rate of their own: calibration may have left one at a third of what training
+    wants, and a rate that is right for weights would not get there in thousands of steps. Scales of weights start where
+    the weights are, and go with them.
+
+    Args:
+        proxy: what ``qat()`` returned.
+        learning_rate: of weights, and of learned scales of weights.
+        scale_learning_rate: how far a step moves a learned scale of an activation at most, as a share of it.
+
+    Returns:
+        Groups with ``params`` and ``lr``, none of them empty.
+
+    Raises:
+        QuantizerError: ``proxy`` is no proxy, or a rate is not above 0.
+    """
+    if not is_proxy(proxy):
+        raise QuantizerError(f"{type(proxy).__name__} is no proxy: parameter_groups takes what qat() returned")
+    for name, rate in (("learning_rate", learning_rate), ("scale_learning_rate", scale_learning_rate)):
+        if not 0 < rate < float("inf"):
+            raise QuantizerError(f"{name} is {rate}, expected a number above 0")
+    ranges = {id(quantizer.change) for quantizer in quantizers_of(proxy) if quantizer.of_samples}
+    trained = [parameter for parameter in proxy.parameters() if parameter.requires_grad]
+    of_ranges = [parameter for parameter in trained if id(parameter) in ranges]
+    rest = [parameter for parameter in trained if id(parameter) not in ranges]
+    # A scale moves GAIN times as far as a weight would.
+    groups = [{"params": rest, "lr": learning_rate}, {"params": of_ranges, "lr": scale_learning_rate / GAIN}]
+    return [group for group in groups if group["params"]]
