@@ -121,6 +121,48 @@ def _(x: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("quantizer::inside", mutates_args=())
+def _inside(
+    x: Tensor,
+    scale: Tensor,
+    dtype: str = "int8",
+    axis: int | None = None,
+    block_size: int | None = None,
+    zero_point: Tensor | None = None,
+) -> Tensor:
+    """1 where x [*] is not clipped and 0 where it is, [*] in int8, a byte a value.
+
+    x is compared with the edges of the range, which is half of the work of dividing and rounding it again. Compared
+    into floats: on a CPU these loops run on vectors, and those that write bool do not.
+    """
+    result, below = torch.empty_like(x, dtype=torch.float32), torch.empty_like(x, dtype=torch.float32)
+    values = in_blocks(x.float(), axis, block_size)
+    low, high = (beside(edge, x.dim(), axis, block_size) for edge in _edges(scale.float(), qtype(dtype), zero_point))
+    torch.ge(values, low, out=in_blocks(result, axis, block_size))
+    torch.le(values, high, out=in_blocks(below, axis, block_size))
+    return result.mul_(below).to(torch.int8)
+
+
+@_inside.register_fake
+def _(x: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(x, dtype=torch.int8)
+
+
+def _edges(scale: Tensor, kind: QType, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The least and the largest x that clamp leaves alone: FP8 is clamped before it is rounded, an integer after."""
+    if kind.is_float:
+        return kind.qmin * scale, kind.qmax * scale
+    shift = torch.zeros_like(scale) if zero_point is None else zero_point.to(scale.dtype)
+    first, last = kind.qmin - shift, kind.qmax - shift
+    low, high = (first - 0.5) * scale, (last + 0.5) * scale
+    # Halfway between two steps rounds to the even one, which may be the one beyond.
+    infinity = torch.full_like(scale, torch.inf)
+    return (
+        low.where(first % 2 == 0, low.nextafter(infinity)),
+        high.where(last % 2 == 0, high.nextafter(-infinity)),
+    )
+
+
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """A byte a value where only x is trained; x itself where its scale is."""
     x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point = inputs
@@ -128,24 +170,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     if ctx.learns:
         ctx.save_for_backward(x, scale, zero_point)
     elif ctx.needs_input_grad[0]:
-        ctx.save_for_backward(_inside(*_unclipped(x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point)))
-
-
-def _unclipped(
-    x: Tensor, scale: Tensor, dtype: str, axis: int | None, block_size: int | None, zero_point: Tensor | None
-) -> tuple[Tensor, QType]:
-    """What clamp meets, in blocks, and its format: FP8 is clamped before it is rounded, an integer afterwards."""
-    kind = qtype(dtype)
-    steps = torch.div(in_blocks(x.float(), axis, block_size), beside(scale, x.dim(), axis, block_size))
-    if not kind.is_float:
-        steps = steps.round_()
-    if zero_point is not None:
-        steps = steps.add_(beside(zero_point, x.dim(), axis, block_size))
-    return steps, kind
-
-
-def _inside(steps: Tensor, kind: QType) -> Tensor:
-    return (steps >= kind.qmin) & (steps <= kind.qmax)
+        ctx.save_for_backward(_inside(x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point))
 
 
 def _straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -153,7 +178,7 @@ def _straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.learns:
         return _with_learned_scale(ctx, gradient)
     inside = ctx.saved_tensors[0] if ctx.saved_tensors else None
-    return None if inside is None else gradient * inside.reshape(gradient.shape), None, None, None, None, None
+    return None if inside is None else gradient * inside.to(gradient.dtype), None, None, None, None, None
 
 
 def _with_learned_scale(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -161,16 +186,18 @@ def _with_learned_scale(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     arXiv:1902.08153, equation 3; q without its zero point).
     """
     x, scale, zero_point = ctx.saved_tensors
+    how = ctx.dtype, ctx.axis, ctx.block_size, zero_point
     where = (x.dim(), ctx.axis, ctx.block_size)
-    inside = _inside(*_unclipped(x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point))
-    rounded = in_blocks(_steps(x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point), ctx.axis, ctx.block_size)
+    inside = _inside(x, scale, *how)
+    rounded = in_blocks(_steps(x, scale, *how), ctx.axis, ctx.block_size)
     if zero_point is not None:
         rounded = rounded - beside(zero_point, *where)
     exact = in_blocks(x.float(), ctx.axis, ctx.block_size) / beside(scale, *where)
-    slope = (rounded - exact.where(inside, 0.0)) * in_blocks(gradient.float(), ctx.axis, ctx.block_size)
+    kept = in_blocks(inside, ctx.axis, ctx.block_size).bool()
+    slope = (rounded - exact.where(kept, 0.0)) * in_blocks(gradient.float(), ctx.axis, ctx.block_size)
     shape = beside(scale, *where).shape
     summed = slope.sum_to_size(shape) if shape else slope.sum()
-    passed = gradient * inside.reshape(x.shape) if ctx.needs_input_grad[0] else None
+    passed = gradient * inside.to(gradient.dtype) if ctx.needs_input_grad[0] else None
     return passed, summed.reshape(scale.shape).to(scale.dtype), None, None, None, None
 
 

@@ -119,7 +119,7 @@ def test_what_backward_keeps_of_a_fixed_scale_is_a_byte_a_value() -> None:
     x = torch.randn(6, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         ops.fake_quantize(x, torch.tensor(0.01))
-    assert [(tensor.dtype, tensor.numel()) for tensor in kept] == [(torch.bool, 48)]
+    assert [(tensor.dtype, tensor.numel()) for tensor in kept] == [(torch.int8, 48)]
 
 
 def test_the_gradient_of_a_trained_scale_is_divided() -> None:
