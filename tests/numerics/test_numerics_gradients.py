@@ -88,6 +88,26 @@ def test_gradients_are_those_of_the_references(case: Case) -> None:
     torch.testing.assert_close(learned_scale.grad.double(), exact_scale.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "zero_point"), [("int8", None), ("int4", None), ("uint8", 100), ("uint8", 101), ("fp8", None)]
+)
+def test_the_edges_of_the_range_are_those_of_the_values(dtype: str, zero_point: int | None) -> None:
+    kind = qtype(dtype)
+    scale, zero = torch.tensor(0.25), zero_point or 0
+    # Halfway between steps, and the nearest numbers on both sides of that: division by 0.25 is exact.
+    ends = torch.tensor([kind.qmin - zero, kind.qmax - zero], dtype=torch.float32)
+    ties = (ends[:, None] + torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0])).flatten() * scale
+    upwards, downwards = torch.full_like(ties, torch.inf), torch.full_like(ties, -torch.inf)
+    x = torch.cat([ties, ties.nextafter(upwards), ties.nextafter(downwards)]).requires_grad_()
+    given = None if zero_point is None else torch.tensor(zero_point, dtype=torch.uint8)
+    ops.fake_quantize(x, scale, dtype, None, None, given).sum().backward()
+    steps = x.detach() / scale if kind.is_float else (x.detach() / scale).round() + zero
+    expected = (steps >= kind.qmin) & (steps <= kind.qmax)
+    assert 0 < int(expected.sum()) < x.numel()
+    assert x.grad is not None
+    assert torch.equal(x.grad.bool(), expected)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_scale_alone_can_be_trained(case: Case) -> None:
     x, scale, weights, zero = example(case)
