@@ -32,12 +32,12 @@ class QatConfig(Section):
     """A short training on data.training against the float model's own outputs: no labels are read."""
 
     epochs: float = Field(
-        default=0.3,
+        default=0.5,
         gt=0,
-        description="Passes over data.training: about a tenth of those that the model was fine-tuned with.",
+        description="Passes over data.training: a tenth, or some more, of those that the model was fine-tuned with.",
     )
     learning_rate: float = Field(
-        default=1e-5,
+        default=2e-5,
         gt=0,
         lt=1,
         description="The highest rate, about 1% of that of a training from scratch; it rises over the first tenth of "
