@@ -41,8 +41,8 @@ bench: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-no-deps.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements-no-deps.txt
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements-no-deps.txt
 	touch $(INSTALLED)
 
 clean:
