@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 # Before transformers is imported anywhere: it reads these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,7 +14,10 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
 import torch
+from helpers import BYTE_PRODUCTS_ARE_EXACT
 from hypothesis import settings
+
+from quantizer.targets.registry import profiles
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would the programs that they start and
 # interrupt.
@@ -40,3 +44,16 @@ def _one_random_state() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def exact_byte_products() -> Iterator[None]:
+    """Engines on the CPU compute what their files say: weights of INT8 have 7 bits where the CPU has no VNNI.
+
+    Two products of bytes then fit into the 16 bits in which they are added; those of two activations may still not.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not BYTE_PRODUCTS_ARE_EXACT:
+            for name in profiles.names():
+                patch.setitem(profiles._entries, name, replace(profiles[name], weight_steps=64))
+        yield

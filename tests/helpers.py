@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch import nn
@@ -36,6 +37,19 @@ _VISION = {
     "image_size": 16,
     "patch_size": 4,
 }
+
+
+def _byte_products_are_exact() -> bool:
+    found = Path("/proc/cpuinfo")
+    flags = found.read_text(encoding="utf-8", errors="replace") if found.exists() else ""
+    return "avx2" not in flags or "vnni" in flags
+
+
+# Without VNNI, OpenVINO and ONNX Runtime multiply bytes by VPMADDUBSW: two products are added in 16 bits, and saturate.
+BYTE_PRODUCTS_ARE_EXACT = _byte_products_are_exact()
+needs_exact_byte_products = pytest.mark.skipif(
+    not BYTE_PRODUCTS_ARE_EXACT, reason="this x86 CPU has no VNNI: its products of bytes saturate"
+)
 
 
 def tiny(architecture: str, attention: str = "eager", *, train: bool = False) -> nn.Module:

@@ -45,6 +45,8 @@ COMPLETE = {
     "report.json",
 }
 
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
 
 @dataclass(frozen=True)
 class Place:

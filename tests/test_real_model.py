@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import needs_exact_byte_products
 from torch import nn
 
 from quantizer import Quantizer
@@ -30,6 +31,8 @@ CALIBRATION_PAIRS = 64
 PAIRS = 500
 BUDGET = 0.006
 DYNAMIC = {"batch": (1, 8, 32), "sequence": (16, 128, 512)}
+
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 @dataclass
@@ -123,6 +126,7 @@ def test_the_default_is_no_worse(stsb: Case, products: Quantized, default: Quant
     assert cosine >= 0.985
 
 
+@needs_exact_byte_products
 def test_the_openvino_engine_scores_what_the_proxy_scores(stsb: Case, default: Quantized, tmp_path: Path) -> None:
     pytest.importorskip("openvino", reason="needs quantizer[openvino]")
     pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")

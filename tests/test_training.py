@@ -269,7 +269,7 @@ def test_a_run_reports_float_ptq_and_qat(
     assert not (tmp_path / "out.training").exists()
     printed = capsys.readouterr().out
     assert "after 4 of 20 steps, mean loss" in printed
-    assert "best after" in printed
+    assert "kept the state after" in printed
     # The folder holds what was learned.
     assert Quantizer.load(tmp_path / "out" / "quantizer").scales()
     assert json.loads((tmp_path / "out" / "report.json").read_text())["training"]["metric"] == "accuracy"

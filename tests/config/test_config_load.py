@@ -306,7 +306,7 @@ TRAINING = TUNING.replace("  tuning:", "  training: {name: vader, rows: 9}\n  tu
 def test_a_training_needs_rows_of_its_own(write: Write) -> None:
     run = load_run(write(TRAINING))
     assert run.qat == QatConfig()
-    assert (run.qat.epochs, run.qat.scales) == (0.3, "learned")
+    assert (run.qat.epochs, run.qat.scales) == (0.5, "learned")
     training, tuning = _problems(lambda: load_run(write(TRAINING), ["~data.training", "~data.tuning"]))
     assert "data.tuning: is missing; expected the rows to score on for qat, none of them of evaluation" in tuning
     assert "data.training: is missing; expected the rows that qat trains on" in training

@@ -35,6 +35,8 @@ from quantizer.conversion.check import tolerance  # noqa: E402
 SIZES = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
 BACKENDS = ("openvino", "onnxruntime")
 
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
 
 @dataclass(frozen=True)
 class Place:

@@ -36,6 +36,8 @@ from quantizer.conversion import measure  # noqa: E402
 MADE = {"vit": "openvino", "resnet": "onnxruntime"}
 """Which of the two is converted for which backend."""
 
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
 
 @dataclass(frozen=True)
 class Place:

@@ -15,7 +15,8 @@ from quantizer.engines import load_engine
 onnx = pytest.importorskip("onnx", reason="needs quantizer[onnx]")
 pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
 
-WEIGHT = np.random.default_rng(0).integers(-127, 128, (8, 6)).astype(np.int8)
+# Seven bits: without VNNI a CPU adds two products of bytes in 16 bits.
+WEIGHT = np.random.default_rng(0).integers(-64, 65, (8, 6)).astype(np.int8)
 PRODUCT = "q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) w = DequantizeLinear <axis = 1> (v, t, o) "
 
 

@@ -15,6 +15,7 @@ from helpers import ConvNet
 from helpers import Mlp
 from helpers import Snapshot
 from helpers import batch
+from helpers import needs_exact_byte_products
 from helpers import tiny
 from torch import Tensor
 from torch import nn
@@ -32,6 +33,8 @@ pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
 
 MASK = -30000.0
 PRODUCTS = ("MatMul", "Gemm", "Conv")
+
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
 
 @dataclass
@@ -347,6 +350,7 @@ def test_onnxruntime_computes_what_the_proxy_computes(bert_openvino: Exported, r
     assert sqnr_db(pooled, results[1]) > 100
 
 
+@needs_exact_byte_products
 @pytest.mark.parametrize(("rows", "length"), [(1, 2), (4, 16), (7, 40)])
 def test_openvino_computes_what_the_proxy_computes(bert_openvino: Exported, rows: int, length: int) -> None:
     pytest.importorskip("openvino", reason="needs quantizer[openvino]")

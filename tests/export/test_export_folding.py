@@ -36,6 +36,8 @@ g (float[2, 4] x, float[2, 3] u) => (float[2, 3] y{outputs})
 """
 _LINEAR = "d = DequantizeLinear <axis = 1> (q, t) p = MatMul (x, d)"
 
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
 
 def graph(nodes: str, outputs: str = "") -> Any:
     proto = onnx.parser.parse_model(_TEXT.format(nodes=nodes, outputs=outputs))

