@@ -303,8 +303,8 @@ class _Run:
         with self._stage("train with rounded operands"):
             course = training.carry_out(model, quantizer.qat(model, scales=settings.scales, copy=True))
             self._say(
-                f"kept the state after {course.best} of {course.steps} steps: {dict(course.scores)[course.best]:.5f} on "
-                f"the tuning rows, {course.scores[0][1]:.5f} before training, {course.float_score:.5f} in float"
+                f"kept the state after {course.best} of {course.steps} steps: {dict(course.scores)[course.best]:.5f} "
+                f"on the tuning rows, {course.scores[0][1]:.5f} before training, {course.float_score:.5f} in float"
             )
         return course
 

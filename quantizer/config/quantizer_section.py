@@ -152,16 +152,19 @@ class FormatConfig(SelectionConfig):
         return self
 
 
+_Backend = Literal["tensorrt", "tensorrt-rtx", "openvino", "openvino-avx2", "onnxruntime", "onnxruntime-avx2"]
+
+
 class QuantizerConfig(Section):
     """The settings of a ``Quantizer``."""
 
     # With ``to_dict``, what transformers asks of a quantization_config: see ``transformers_plugin.py``.
     quant_method: ClassVar[str] = "quantizer"
 
-    backend: Literal["tensorrt", "tensorrt-rtx", "openvino", "onnxruntime", "onnxruntime-avx2"] = Field(
+    backend: _Backend = Field(
         default="tensorrt",
-        description="The engine that will run the quantized model; 'onnxruntime-avx2': ONNX Runtime on x86 without "
-        "VNNI, with weights of 7 bits.",
+        description="The engine that will run the quantized model; 'openvino-avx2' and 'onnxruntime-avx2': these on "
+        "x86 without VNNI, with weights of 7 bits.",
     )
     dtype: Literal["int8", "fp8"] = Field(default="int8", description="Number format of what is quantized.")
     formats: Annotated[tuple[FormatConfig, ...], BeforeValidator(tuple_from_list)] = Field(

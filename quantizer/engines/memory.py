@@ -23,7 +23,10 @@ __all__ = ["main", "peak_rss_mib"]
 
 _RUNS = 3
 # What a backend's own load() imports; imported first, so that the baseline has it.
-_LIBRARIES = {"openvino": "openvino", "onnxruntime": "onnxruntime", "onnxruntime-avx2": "onnxruntime"}
+_LIBRARIES = {
+    **dict.fromkeys(("openvino", "openvino-avx2"), "openvino"),
+    **dict.fromkeys(("onnxruntime", "onnxruntime-avx2"), "onnxruntime"),
+}
 
 
 def peak_rss_mib() -> float:

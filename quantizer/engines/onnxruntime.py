@@ -24,6 +24,7 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.byte_products import saturation_warnings
 from quantizer.engines.facts import inspection_from_layers
 from quantizer.engines.facts import run_note
 from quantizer.engines.files import checked_onnx
@@ -132,7 +133,12 @@ class ONNXRuntimeBackend:
                 fuse_biases(part)
         if options.progress:
             options.progress(1.0, "optimize")
-        return BuildResult(engine_path, engine_path.stat().st_size, time.perf_counter() - started)
+        return BuildResult(
+            engine_path,
+            engine_path.stat().st_size,
+            time.perf_counter() - started,
+            saturation_warnings(self.name, onnx_path),
+        )
 
     def load(self, path: Path, *, threads: int = 1) -> ONNXRuntimeEngine:
         """Load an engine file or any other ONNX file."""

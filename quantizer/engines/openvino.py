@@ -22,6 +22,7 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.byte_products import saturation_warnings
 from quantizer.engines.facts import inspection_from_layers
 from quantizer.engines.facts import run_note
 from quantizer.engines.files import checked_engine
@@ -72,16 +73,22 @@ class OpenVINOEngine:
 
 
 class OpenVINOBackend:
-    """Builds and loads OpenVINO engines for the CPU."""
+    """Builds and loads OpenVINO engines for the CPU.
 
-    name = "openvino"
+    Args:
+        name: the backend's name; what an engine computes depends on the file and the machine alone.
+    """
+
     device = "cpu"
+
+    def __init__(self, name: str = "openvino") -> None:
+        self.name = name
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Compile the ONNX file and write the compiled model."""
         if options.compute_capability is not None:
             raise EngineError(
-                f"backend openvino builds for the CPU: leave out compute_capability {options.compute_capability!r}"
+                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
             )
         options.check_for(self.name)
         precision = options.inference_precision or "float32"
@@ -100,7 +107,7 @@ class OpenVINOBackend:
             engine_path,
             engine_path.stat().st_size,
             time.perf_counter() - started,
-            (_EMULATED,) if emulated else (),
+            (*((_EMULATED,) if emulated else ()), *saturation_warnings(self.name, onnx_path)),
         )
 
     def load(self, path: Path, *, threads: int = 1) -> OpenVINOEngine:
@@ -199,4 +206,5 @@ def _reason(error: RuntimeError) -> str:
     return " ".join(kept) or str(error)
 
 
-backends.add("openvino")(OpenVINOBackend())
+for _name in ("openvino", "openvino-avx2"):
+    backends.add(_name)(OpenVINOBackend(_name))

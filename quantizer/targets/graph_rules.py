@@ -108,18 +108,16 @@ graph_rules.add("tensorrt")(_TENSORRT)
 # Its parser (1.7.1) read an opset that TensorRT is not documented for, and the engine was built.
 graph_rules.add("tensorrt-rtx")(replace(_TENSORRT, severities={**_TENSORRT.severities, "opset-range": "warning"}))
 
-graph_rules.add("openvino")(
-    GraphRules(
-        severities={
-            **_ALWAYS,
-            "half-attention": "warning",
-            "attention-operator": "warning",
-            "signedness": "warning",
-        },
-        own_domains=frozenset({"com.microsoft"}),
-        refused=frozenset({"QGemm"}),
-        signed_cost="is a tenth slower",
-    )
+_OPENVINO = GraphRules(
+    severities={
+        **_ALWAYS,
+        "half-attention": "warning",
+        "attention-operator": "warning",
+        "signedness": "warning",
+    },
+    own_domains=frozenset({"com.microsoft"}),
+    refused=frozenset({"QGemm"}),
+    signed_cost="is a tenth slower",
 )
 
 _ONNXRUNTIME = GraphRules(
@@ -128,5 +126,7 @@ _ONNXRUNTIME = GraphRules(
     signed_cost="leaves half of such products in float behind their DequantizeLinear",
 )
 
+for _name in ("openvino", "openvino-avx2"):
+    graph_rules.add(_name)(_OPENVINO)
 for _name in ("onnxruntime", "onnxruntime-avx2"):
     graph_rules.add(_name)(_ONNXRUNTIME)

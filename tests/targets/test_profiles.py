@@ -18,7 +18,8 @@ from quantizer.targets import profiles
 
 
 def test_names() -> None:
-    assert profiles.names() == ["onnxruntime", "onnxruntime-avx2", "openvino", "tensorrt", "tensorrt-rtx"]
+    cpu = ["onnxruntime", "onnxruntime-avx2", "openvino", "openvino-avx2"]
+    assert profiles.names() == [*cpu, "tensorrt", "tensorrt-rtx"]
 
 
 def test_the_configuration_knows_every_target_and_an_engine_runs_it() -> None:
@@ -54,12 +55,17 @@ def test_rest_of_the_graph(name: str, dtype: str) -> None:
         ("tensorrt", "none"),
         ("tensorrt-rtx", "none"),
         ("openvino", "weighted"),
+        ("openvino-avx2", "weighted"),
         ("onnxruntime", "all"),
         ("onnxruntime-avx2", "all"),
     ],
 )
 def test_where_activations_are_unsigned(name: str, where: str) -> None:
     assert profile(name).unsigned_activations == where
+
+
+def test_without_vnni_no_two_activations_are_multiplied() -> None:
+    assert profile("openvino").site_kinds - profile("openvino-avx2").site_kinds == {"matmul"}
 
 
 def test_onnxruntime_wants_float_attention() -> None:
