@@ -6,6 +6,10 @@ BIN := .venv/bin
 EXTRAS := hf,onnx,openvino,onnxruntime,report,notebook,test,lint
 INSTALLED := .venv/.installed
 
+# pip installs without bytecode, which takes a minute; the first import of a module writes its own, unless the
+# environment forbids it: then every process would compile torch and transformers afresh.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint bench clean
 
 demo: $(INSTALLED)
