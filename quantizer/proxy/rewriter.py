@@ -136,23 +136,23 @@ class ClassRewriter:
         """
         self._renew()
         classes = {cls for module in model.modules() for cls in original(module).__mro__ if _is_ours(cls)}
+        functions = [_functions(cls) for cls in classes]
         names = {"forward", *kept} | {name for name in vars(original(model)) if not name.startswith("_")}
         reached: set[str] = set()
         while names - reached:
             name = (names - reached).pop()
             reached.add(name)
-            for cls in classes:
-                names |= self._functions(cls).get(name, set())
-        return frozenset(name for cls in classes for name in self._functions(cls) if name in reached)
+            # Only what is reached is read: the rest of a library's base classes leads into dozens of its files.
+            names = names.union(*(self._names_read(found[name]) for found in functions if name in found))
+        return frozenset(name for found in functions for name in found if name in reached)
 
-    def _functions(self, cls: type) -> dict[str, set[str]]:
-        functions = {name: attribute for name, attribute in vars(cls).items() if isinstance(attribute, _FUNCTIONS)}
-        for attribute in functions.values():
-            if attribute not in self.read:
-                self.read[attribute] = self.rebuilder.names_read(attribute)
-        read = {name: self.read[attribute] for name, attribute in functions.items()}
-        # A forward that is no function cannot be looked into, but must be reported.
-        return read | {name: set() for name in {"forward"} & vars(cls).keys() - read.keys()}
+    def _names_read(self, attribute: Any) -> set[str]:
+        """Attribute names that a function mentions; a forward that is no function cannot be looked into."""
+        if not isinstance(attribute, _FUNCTIONS):
+            return set()
+        if attribute not in self.read:
+            self.read[attribute] = self.rebuilder.names_read(attribute)
+        return self.read[attribute]
 
     def rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
         """The generated class of a module class, with those of its functions rewritten that are ``reachable``."""
@@ -212,8 +212,9 @@ class ClassRewriter:
     def _is_mentioned(self, cls: type, owner: type, name: str) -> bool:
         """Whether a function of a base may run: it is not overridden, or a subclass mentions its name."""
         above = [base for base in cls.__mro__[: cls.__mro__.index(owner)] if _is_ours(base)]
-        overridden = any(name in vars(base) for base in above)
-        return not overridden or any(name in read for base in above for read in self._functions(base).values())
+        if not any(name in vars(base) for base in above):
+            return True
+        return any(name in self._names_read(own) for base in above for own in _functions(base).values())
 
     def _lent(self, cls: type, reachable: frozenset[str]) -> tuple[tuple[str, tuple[types.FunctionType, ...]], ...]:
         candidates: dict[str, tuple[types.FunctionType, ...]] = {}
@@ -287,6 +288,11 @@ class ClassRewriter:
         if rebuilt.borrows and name not in choice.lends:
             return Rebuilt(passed_on=[rebuilt], borrows=True)
         return rebuilt
+
+
+def _functions(cls: type) -> dict[str, Any]:
+    """What a class itself defines and may run, by name; its forward too where that is no function."""
+    return {name: own for name, own in vars(cls).items() if name == "forward" or isinstance(own, _FUNCTIONS)}
 
 
 def _places(cls: type, reachable: frozenset[str]) -> Iterator[tuple[type, str, Any]]:

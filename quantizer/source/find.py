@@ -97,7 +97,6 @@ class _Finder(ast.NodeVisitor):
         self.namespace = namespace
         self.file = file
         self.locals = bound_names(node)
-        self._texts = constant_texts(node)
         self.counts: dict[str, int] = {}
         self.depth = 0
         self.blocked: str | None = None
@@ -345,7 +344,8 @@ class _Finder(ast.NodeVisitor):
         """The text that a call's first argument is: one that stands there, or in a constant; empty where neither."""
         first = node.args[0] if isinstance(node, ast.Call) and node.args else None
         if isinstance(first, ast.Name):
-            value = self._texts.get(first.id) if first.id in self.locals else self.namespace.get(first.id)
+            texts: Mapping[str, Any] = constant_texts(self.node) if first.id in self.locals else self.namespace
+            value = texts.get(first.id)
         else:
             value = first.value if isinstance(first, ast.Constant) else None
         return value if isinstance(value, str) else ""
