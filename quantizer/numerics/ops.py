@@ -22,6 +22,7 @@ nothing: reading a scale would wait for the device at each call. ``quantizer.fun
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,13 +47,22 @@ def _steps(
     result = torch.empty_like(x, dtype=torch.float32)
     steps = in_blocks(result, axis, block_size)
     torch.div(in_blocks(x.float(), axis, block_size), beside(scale, x.dim(), axis, block_size), out=steps)
-    if kind.is_float:
-        # Clamped first: a cast need not saturate.
-        return result.clamp_(kind.qmin, kind.qmax).to(kind.storage).float()
-    steps.round_()
-    if zero_point is not None:
-        steps.add_(beside(zero_point, x.dim(), axis, block_size))
-    return result.clamp_(kind.qmin, kind.qmax)
+    _nearest(steps, kind, None if zero_point is None else beside(zero_point, x.dim(), axis, block_size))
+    return _held(result.clamp_(kind.qmin, kind.qmax), kind)
+
+
+def _nearest(exact: Tensor, kind: QType, zero_point: Tensor | None) -> Tensor:
+    """x / s to the steps before they are clamped, in place. FP8 is clamped first: a cast need not saturate."""
+    if not kind.is_float:
+        exact.round_()
+        if zero_point is not None:
+            exact.add_(zero_point)
+    return exact
+
+
+def _held(clamped: Tensor, kind: QType) -> Tensor:
+    """Clamped steps as the format holds them, in float32."""
+    return clamped.to(kind.storage).float() if kind.is_float else clamped
 
 
 def _to_values(
@@ -182,23 +192,71 @@ def _straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _with_learned_scale(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of the scale too: q - x / s where nothing was clipped, and q where it was (LSQ, Esser et al. 2020,
-    arXiv:1902.08153, equation 3; q without its zero point).
-    """
     x, scale, zero_point = ctx.saved_tensors
-    how = ctx.dtype, ctx.axis, ctx.block_size, zero_point
-    where = (x.dim(), ctx.axis, ctx.block_size)
-    inside = _inside(x, scale, *how)
-    rounded = in_blocks(_steps(x, scale, *how), ctx.axis, ctx.block_size)
+    passed, of_scale = _lsq_gradients(gradient, x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point)
+    return passed if ctx.needs_input_grad[0] else None, of_scale, None, None, None, None
+
+
+@torch.library.custom_op("quantizer::lsq_gradients", mutates_args=())
+def _lsq_gradients(
+    gradient: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    dtype: str = "int8",
+    axis: int | None = None,
+    block_size: int | None = None,
+    zero_point: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x [*] and of its scale: q - x / s where nothing was clipped, and q where it was (LSQ, Esser et
+    al. 2020, arXiv:1902.08153, equation 3; q without its zero point).
+    """
+    passed = torch.empty_like(gradient)
+    zero = None if zero_point is None else beside(zero_point, x.dim(), axis, block_size)
+    lsq = partial(_lsq_of, beside(scale, x.dim(), axis, block_size), qtype(dtype), axis, block_size, zero)
+    if axis is None and x.numel() > _PIECE and x.device.type == "cpu":
+        rows = max(1, _PIECE * len(x) // x.numel())
+        pieces = zip(*(torch.split(whole, rows) for whole in (gradient, x, passed)), strict=True)
+        summed = torch.stack([lsq(*piece) for piece in pieces]).sum()
+    else:
+        summed = lsq(gradient, x, passed)
+    return passed, summed.reshape(scale.shape).to(scale.dtype)
+
+
+_PIECE = 2**18
+"""How many values' gradients a CPU computes at a time: what is allocated for more is mapped and cleared afresh at each
+call, which takes longer than the arithmetic."""
+
+
+def _lsq_of(
+    scale: Tensor,
+    kind: QType,
+    axis: int | None,
+    block_size: int | None,
+    zero_point: Tensor | None,
+    gradient: Tensor,
+    x: Tensor,
+    passed: Tensor,
+) -> Tensor:
+    """Writes the gradient of x to ``passed`` and returns that of the scale. Scale and zero point stand beside x."""
+    exact = in_blocks(x.float(), axis, block_size) / scale
+    nearest = _nearest(exact.clone(), kind, zero_point)
+    clamped = nearest.clamp(kind.qmin, kind.qmax)
+    inside = torch.eq(nearest, clamped, out=nearest)
+    rounded = _held(clamped, kind)
     if zero_point is not None:
-        rounded = rounded - beside(zero_point, *where)
-    exact = in_blocks(x.float(), ctx.axis, ctx.block_size) / beside(scale, *where)
-    kept = in_blocks(inside, ctx.axis, ctx.block_size).bool()
-    slope = (rounded - exact.where(kept, 0.0)) * in_blocks(gradient.float(), ctx.axis, ctx.block_size)
-    shape = beside(scale, *where).shape
-    summed = slope.sum_to_size(shape) if shape else slope.sum()
-    passed = gradient * inside.to(gradient.dtype) if ctx.needs_input_grad[0] else None
-    return passed, summed.reshape(scale.shape).to(scale.dtype), None, None, None, None
+        rounded = rounded - zero_point
+    # Of what is outside nothing is subtracted, and 0 times infinity is no number.
+    span = kind.qmax - kind.qmin + 1
+    slope = rounded.addcmul_(exact.clamp_(-span, span), inside, value=-1)
+    arriving = in_blocks(gradient.float(), axis, block_size)
+    summed = slope.mul_(arriving).sum_to_size(scale.shape) if scale.shape else slope.mul_(arriving).sum()
+    in_blocks(passed, axis, block_size).copy_(inside.mul_(arriving))
+    return summed
+
+
+@_lsq_gradients.register_fake
+def _(gradient: Tensor, x: Tensor, scale: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gradient), torch.empty_like(scale)
 
 
 fake_quantize.register_autograd(_straight_through, setup_context=_keep_for_backward)

@@ -88,20 +88,48 @@ def test_gradients_are_those_of_the_references(case: Case) -> None:
     torch.testing.assert_close(learned_scale.grad.double(), exact_scale.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=str)
+def test_gradients_of_many_values_are_those_of_the_references(case: Case) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2**17, generator=generator) * 3  # three pieces, the last one shorter
+    scale = torch.tensor(1 / 32)  # x / s is exact: no tie is decided by the precision
+    zero = example(case)[3]
+    exact_x, exact_scale, exact = reference(x, scale, case)
+    exact.square().sum().backward()
+    assert exact_x.grad is not None
+    assert exact_scale.grad is not None
+    x, scale = x.requires_grad_(), scale.requires_grad_()
+    ops.fake_quantize(x, scale, case.dtype, zero_point=zero).square().sum().backward()
+    assert x.grad is not None
+    assert scale.grad is not None
+    assert torch.equal(x.grad.double(), exact_x.grad)
+    torch.testing.assert_close(scale.grad.double(), exact_scale.grad, rtol=1e-5, atol=0.0)
+
+
+def test_an_infinite_value_counts_as_the_edge_of_the_range() -> None:
+    x, scale = torch.tensor([1.0, torch.inf, -torch.inf], requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    ops.fake_quantize(x, scale).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 0.0, 0.0]
+    assert scale.grad is not None
+    assert scale.grad.item() == 127 - 128
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize(
     ("dtype", "zero_point"), [("int8", None), ("int4", None), ("uint8", 100), ("uint8", 101), ("fp8", None)]
 )
-def test_the_edges_of_the_range_are_those_of_the_values(dtype: str, zero_point: int | None) -> None:
+def test_the_edges_of_the_range_are_those_of_the_values(dtype: str, zero_point: int | None, learns: bool) -> None:
     kind = qtype(dtype)
-    scale, zero = torch.tensor(0.25), zero_point or 0
+    scale, zero = torch.tensor(0.25, requires_grad=learns), zero_point or 0
     # Halfway between steps, and the nearest numbers on both sides of that: division by 0.25 is exact.
     ends = torch.tensor([kind.qmin - zero, kind.qmax - zero], dtype=torch.float32)
-    ties = (ends[:, None] + torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0])).flatten() * scale
+    ties = (ends[:, None] + torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0])).flatten() * 0.25
     upwards, downwards = torch.full_like(ties, torch.inf), torch.full_like(ties, -torch.inf)
     x = torch.cat([ties, ties.nextafter(upwards), ties.nextafter(downwards)]).requires_grad_()
     given = None if zero_point is None else torch.tensor(zero_point, dtype=torch.uint8)
     ops.fake_quantize(x, scale, dtype, None, None, given).sum().backward()
-    steps = x.detach() / scale if kind.is_float else (x.detach() / scale).round() + zero
+    steps = x.detach() / 0.25 if kind.is_float else (x.detach() / 0.25).round() + zero
     expected = (steps >= kind.qmin) & (steps <= kind.qmax)
     assert 0 < int(expected.sum()) < x.numel()
     assert x.grad is not None
