@@ -40,7 +40,7 @@ _YAML = "quantizer.yaml"
 _TENSORS = "ranges.safetensors"
 _OBSERVED = "observed.safetensors"
 _DOCUMENT = "document"
-# The same safe values either way: libyaml reads and writes a large plan ten times as fast.
+# The same safe values either way: libyaml reads and writes a large plan several times as fast.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _TENSOR_FIELDS = ("amax", "scale", "smooth")
