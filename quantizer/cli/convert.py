@@ -53,8 +53,8 @@ complete when the command ends well, and absent otherwise."""
             "--backend",
             nargs="+",
             default=["openvino"],
-            help="openvino, onnxruntime, tensorrt, tensorrt-rtx; several share one calibration (default: openvino, "
-            "which runs on any x86 CPU, so that what it builds is checked here)",
+            help="openvino, onnxruntime, or these with -avx2 for CPUs without VNNI, tensorrt, tensorrt-rtx; several "
+            "share one calibration (default: openvino, which runs on any x86 CPU: what it builds is checked here)",
         )
         target.add_argument("--dtype", help="int8 or fp8 (default: int8)")
         for option, kind in (("--batch-size", "rows in a batch"), ("--seq-len", "tokens in a row of text")):
