@@ -23,6 +23,7 @@ import torch
 from common import call
 from common import heading
 from common import minilm
+from common import session_as_written
 from peers import BatchReader
 from peers import model_optimizer
 from peers import nncf_model
@@ -53,7 +54,6 @@ def observing_model_optimizer(model: torch.nn.Module, batch: Batch) -> torch.nn.
 
 def onnxruntime_pass(path: Path, folder: Path, batch: Batch, method: str) -> Callable[[], object]:
     """One batch through ONNX Runtime's calibrator of the operands of all matrix products."""
-    import onnxruntime
     from onnxruntime.quantization import CalibrationMethod
     from onnxruntime.quantization.calibrate import create_calibrator
 
@@ -61,10 +61,7 @@ def onnxruntime_pass(path: Path, folder: Path, batch: Batch, method: str) -> Cal
         path, ["MatMul", "Gemm"], str(folder / f"{method}.onnx"), calibrate_method=CalibrationMethod[method]
     )
     # As it makes its own session, but with one thread.
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    calibrator.infer_session = onnxruntime.InferenceSession(calibrator.augmented_model_path, options)
+    calibrator.infer_session = session_as_written(calibrator.augmented_model_path)
     return lambda: calibrator.collect_data(BatchReader([batch]))
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,6 +85,16 @@ def call(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[],
             return model(**batch)
 
     return run
+
+
+def session_as_written(path: str | Path) -> Any:
+    """ONNX Runtime on one thread, node by node: nothing of the file fused."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(path, options)
 
 
 def heading(title: str) -> str:

@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import onnxruntime
 import torch
 from common import heading
 from common import minilm_sst2
+from common import session_as_written
 from common import sst2
 from torch import nn
 
@@ -73,10 +73,7 @@ class Bench:
         """The exported file, as it is written and as OpenVINO runs it."""
         onnx = quantizer.export(frozen, folder / "model.onnx", self.task.example())
         quantizer.build(onnx, folder / "model.engine")
-        settings = onnxruntime.SessionOptions()
-        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        settings.intra_op_num_threads = 1
-        as_written = ONNXRuntimeEngine(onnxruntime.InferenceSession(onnx, settings))
+        as_written = ONNXRuntimeEngine(session_as_written(onnx))
         return {"file, node by node": as_written, "OpenVINO": load_engine(BACKEND, folder / "model.engine")}
 
     def trained(self, formats: tuple[object, ...], seed: int, name: str) -> dict[str, float]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.onnx_graph import read_graph
 
 __all__ = ["saturates", "saturation_warnings"]
@@ -13,20 +13,15 @@ __all__ = ["saturates", "saturation_warnings"]
 _EXACT = {"openvino": "openvino-avx2", "onnxruntime": "onnxruntime-avx2"}
 """The backend whose files such a CPU computes exactly, by the one whose files it does not."""
 
-_CPU_INFO = Path("/proc/cpuinfo")
 
-
-@cache
 def saturates() -> bool:
     """Whether this is an x86 CPU without VNNI; False where the system does not tell.
 
     OpenVINO and ONNX Runtime multiply bytes by VPMADDUBSW there, which adds two products in 16 bits and saturates: of a
     linear with full ranges 19 dB were left.
     """
-    if not _CPU_INFO.exists():
-        return False
-    flags = _CPU_INFO.read_text(encoding="utf-8", errors="replace")
-    return "avx2" in flags and "vnni" not in flags
+    flags = cpu_flags()
+    return "avx2" in flags and not any("vnni" in flag for flag in flags)
 
 
 def saturation_warnings(backend: str, onnx_path: Path) -> tuple[str, ...]:

@@ -35,6 +35,10 @@ from quantizer.numerics.qtype import qtype
 
 __all__ = ["dequantize", "fake_quantize", "quantize"]
 
+_PIECE = 2**18
+"""How many values' gradients a CPU computes at a time: what is allocated for more is mapped and cleared afresh at each
+call, which takes longer than the arithmetic."""
+
 
 def _steps(
     x: Tensor, scale: Tensor, dtype: str, axis: int | None, block_size: int | None, zero_point: Tensor | None
@@ -135,10 +139,10 @@ def _(x: Tensor, *others: Any) -> Tensor:
 def _inside(
     x: Tensor,
     scale: Tensor,
-    dtype: str = "int8",
-    axis: int | None = None,
-    block_size: int | None = None,
-    zero_point: Tensor | None = None,
+    dtype: str,
+    axis: int | None,
+    block_size: int | None,
+    zero_point: Tensor | None,
 ) -> Tensor:
     """1 where x [*] is not clipped and 0 where it is, [*] in int8, a byte a value.
 
@@ -202,10 +206,10 @@ def _lsq_gradients(
     gradient: Tensor,
     x: Tensor,
     scale: Tensor,
-    dtype: str = "int8",
-    axis: int | None = None,
-    block_size: int | None = None,
-    zero_point: Tensor | None = None,
+    dtype: str,
+    axis: int | None,
+    block_size: int | None,
+    zero_point: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x [*] and of its scale: q - x / s where nothing was clipped, and q where it was (LSQ, Esser et
     al. 2020, arXiv:1902.08153, equation 3; q without its zero point).
@@ -220,11 +224,6 @@ def _lsq_gradients(
     else:
         summed = lsq(gradient, x, passed)
     return passed, summed.reshape(scale.shape).to(scale.dtype)
-
-
-_PIECE = 2**18
-"""How many values' gradients a CPU computes at a time: what is allocated for more is mapped and cleared afresh at each
-call, which takes longer than the arithmetic."""
 
 
 def _lsq_of(
@@ -249,9 +248,8 @@ def _lsq_of(
     span = kind.qmax - kind.qmin + 1
     slope = rounded.addcmul_(exact.clamp_(-span, span), inside, value=-1)
     arriving = in_blocks(gradient.float(), axis, block_size)
-    summed = slope.mul_(arriving).sum_to_size(scale.shape) if scale.shape else slope.mul_(arriving).sum()
     in_blocks(passed, axis, block_size).copy_(inside.mul_(arriving))
-    return summed
+    return slope.mul_(arriving).sum_to_size(scale.shape)
 
 
 @_lsq_gradients.register_fake

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections.abc import Iterable
 from importlib import metadata
-from pathlib import Path
+
+from quantizer.engines.cpu import cpu_flags
+from quantizer.engines.cpu import cpu_info
 
 __all__ = ["PACKAGES", "collect_machine", "collect_versions"]
 
@@ -52,26 +53,15 @@ def collect_machine() -> dict[str, str | int | float | None]:
 
     ``memory_gib`` is the machine's memory, None where the system does not tell.
     """
-    info = _cpu_info()
-    flags = set(info.get("flags", info.get("features", "")).split())
+    flags = cpu_flags()
     return {
-        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "cpu": cpu_info().get("model name") or platform.processor() or platform.machine(),
         "instructions": ", ".join(name for name in _INSTRUCTIONS if name in flags) or None,
         "cores": _usable_cores(),
         "memory_gib": _memory_gib(),
         "os": platform.platform(),
         "python": platform.python_version(),
     }
-
-
-def _cpu_info() -> dict[str, str]:
-    """First block of /proc/cpuinfo, keys in lower case; empty on other systems."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    pairs = re.findall(r"^([^:\n]+?)\s*:\s*(.*)$", text.split("\n\n")[0], flags=re.MULTILINE)
-    return {key.lower(): value for key, value in pairs}
 
 
 def _usable_cores() -> int:

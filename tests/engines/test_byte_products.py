@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,9 @@ from helpers import BYTE_PRODUCTS_ARE_EXACT
 
 from quantizer.engines import build_engine
 from quantizer.engines import byte_products
+from quantizer.engines import cpu
 
 onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    yield
-    byte_products.saturates.cache_clear()
 
 
 @pytest.fixture(params=["without VNNI", "with VNNI"])
@@ -26,8 +20,7 @@ def vnni(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     there = bool(request.param == "with VNNI")
     info = tmp_path / "cpuinfo"
     info.write_text("flags\t: fpu avx avx2" + there * " avx_vnni")
-    monkeypatch.setattr(byte_products, "_CPU_INFO", info)
-    byte_products.saturates.cache_clear()
+    monkeypatch.setattr(cpu, "_CPU_INFO", info)
     return there
 
 
@@ -51,6 +44,5 @@ def test_this_cpu() -> None:
 
 
 def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(byte_products, "_CPU_INFO", tmp_path / "none")
-    byte_products.saturates.cache_clear()
+    monkeypatch.setattr(cpu, "_CPU_INFO", tmp_path / "none")
     assert not byte_products.saturates()

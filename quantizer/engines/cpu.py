@@ -1,0 +1,26 @@
+"""What the system says of this machine's CPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["cpu_flags", "cpu_info"]
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cpu_info() -> dict[str, str]:
+    """First block of /proc/cpuinfo, keys in lower case; empty on other systems."""
+    try:
+        text = _CPU_INFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = re.findall(r"^([^:\n]+?)\s*:\s*(.*)$", text.split("\n\n")[0], flags=re.MULTILINE)
+    return {key.lower(): value for key, value in pairs}
+
+
+def cpu_flags() -> set[str]:
+    """Names of its instruction sets, in /proc/cpuinfo's spelling; empty on other systems."""
+    info = cpu_info()
+    return set(info.get("flags", info.get("features", "")).split())
