@@ -17,6 +17,7 @@ from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import switch_on
+from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.scales import with_scales
@@ -102,7 +103,7 @@ class Trainable:
                 handle.remove()
                 logger.info("qat(): ranges are those of the first %d batches", _FIRST_BATCHES)
 
-        handle = self.proxy.register_forward_pre_hook(observe, with_kwargs=True)
+        handle = self.proxy.register_forward_pre_hook(LocalHook(observe), with_kwargs=True)
 
     def plan(self, scale_dtype: torch.dtype) -> Plan:
         """What was decided before the training, with the scales that the proxy has, as ``scale_dtype`` holds them.

@@ -29,6 +29,7 @@ from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.kept_batches import KeptBatches
+from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.magnitudes import Magnitudes
 from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.padding import without_padding
@@ -152,9 +153,9 @@ class Observation:
         for site in sites:
             site.observer = self
         self._handles = [
-            proxy.register_forward_pre_hook(self._begin, with_kwargs=True),
-            proxy.register_forward_hook(self._end, always_call=True),
-            proxy.register_forward_hook(self._count, with_kwargs=True),
+            proxy.register_forward_pre_hook(LocalHook(self._begin), with_kwargs=True),
+            proxy.register_forward_hook(LocalHook(self._end), always_call=True),
+            proxy.register_forward_hook(LocalHook(self._count), with_kwargs=True),
         ]
 
     def detach(self, sites: Iterable[Site]) -> None:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from tqdm.auto import tqdm
 
 from quantizer.errors import SensitivityError
+from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.ranks import summed
 from quantizer.sensitivity.gradient import Loss
 from quantizer.sensitivity.gradient import gradient
@@ -97,7 +98,7 @@ class Measurement:
         self._errors: dict[str, float] = defaultdict(float)
         if measure != "metric":
             self._of_batch = partial(gradient, loss=loss) if measure == "gradient" else _OF_A_BATCH[measure]
-            proxy.register_forward_hook(self._measure, with_kwargs=True)
+            proxy.register_forward_hook(LocalHook(self._measure), with_kwargs=True)
 
     def ranking(self) -> list[GroupError]:
         """All groups, those that hurt most first; of several processes all must ask.
