@@ -118,9 +118,11 @@ class Served:
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
             # Not from the scales of an earlier training, whose weights may have been those of a copy.
-            self.trainable = Trainable(model, self.decisions.plan(), groups, scales, own=own)
+            self.trainable = Trainable(
+                model, self.decisions.plan(), groups, scales, float_dtype(self._config), own=own
+            )
             return self.trainable.proxy
-        trainable = Trainable(model, None, {}, scales, own=own)
+        trainable = Trainable(model, None, {}, scales, float_dtype(self._config), own=own)
         trainable.calibrate_first(self.calibrate(model, resume=False), self.decisions.plan)
         self.trainable = trainable
         return trainable.proxy
@@ -138,7 +140,7 @@ class Served:
         """What calibration decided or training learned, with what was put back."""
         if self.trainable is None:
             return self.decisions.plan()
-        return self.trainable.plan(float_dtype(self._config))
+        return self.trainable.plan()
 
     @property
     def scales_replaced(self) -> bool:

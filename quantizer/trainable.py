@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from torch import nn
 from quantizer.errors import CalibrationError
 from quantizer.errors import TrainingError
 from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import own_copy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import switch_on
@@ -44,6 +44,7 @@ class Trainable:
         plan: what was decided; None: nothing yet, see ``calibrate_first``.
         groups: what was put back, with reasons.
         scales: what becomes of them.
+        scale_dtype: the float type that holds them on the target.
         own: train a copy, and leave the model alone.
 
     Attributes:
@@ -57,9 +58,17 @@ class Trainable:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan | None, groups: Mapping[str, str], scales: Scales, *, own: bool
+        self,
+        model: nn.Module,
+        plan: Plan | None,
+        groups: Mapping[str, str],
+        scales: Scales,
+        scale_dtype: torch.dtype,
+        *,
+        own: bool,
     ) -> None:
-        self.model = copy.deepcopy(model) if own else model
+        self.model = own_copy(model) if own else model
+        self._scale_dtype = scale_dtype
         self.proxy = build_proxy(self.model, eager_attention=True)
         share_for_good(self.proxy, self.model)
         self._plan = plan
@@ -74,7 +83,7 @@ class Trainable:
             trained = put_back(plan, groups)
             kinds = kinds_of(trained, scales)
             self._apply(trained)
-            set_up_scales(self.proxy, trained, kinds)
+            set_up_scales(self.proxy, trained, kinds, scale_dtype)
         if not any(parameter.requires_grad for parameter in self.proxy.parameters()):
             raise TrainingError(
                 f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train: call "
@@ -105,8 +114,8 @@ class Trainable:
 
         handle = self.proxy.register_forward_pre_hook(LocalHook(observe), with_kwargs=True)
 
-    def plan(self, scale_dtype: torch.dtype) -> Plan:
-        """What was decided before the training, with the scales that the proxy has, as ``scale_dtype`` holds them.
+    def plan(self) -> Plan:
+        """What was decided before the training, with the scales that the proxy has, as the target holds them.
 
         They are others where they moved, and where a checkpoint was loaded.
 
@@ -116,7 +125,7 @@ class Trainable:
         if self._plan is None:
             raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
         changed = changed_scales(self.proxy, self._applied)
-        return with_scales(self._plan, changed, scale_dtype, keep_zero_points=True) if changed else self._plan
+        return with_scales(self._plan, changed, self._scale_dtype, keep_zero_points=True) if changed else self._plan
 
     def _apply(self, plan: Plan) -> None:
         self._applied = plan

@@ -57,6 +57,7 @@ def apply_site_plan(site: Site, entry: SitePlan) -> None:
             assert planned.scale is not None
             quantizer = site.quantizer_of(planned.name)
             quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
+            quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.view is not None
             apply_factor(quantizer, planned)
 
 
@@ -80,7 +81,7 @@ def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         ProxyError: the proxy has no parameter of a weight's name, so it was made from another model.
     """
     for site, quantizer, planned in _weights(proxy, plan):
-        quantizer.store(_scaled_weight(proxy, site, quantizer, planned))
+        quantizer.store(_weight(proxy, site, planned))
 
 
 def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
@@ -115,8 +116,9 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
     apply_plan(proxy, plan)
     _seal(proxy, plan)
     for site, quantizer, planned in _weights(proxy, plan):
-        weight = _scaled_weight(proxy, site, quantizer, planned)
+        weight = _weight(proxy, site, planned)
         quantizer.stored = torch.empty_like(weight, dtype=qtype(quantizer.dtype).storage)
+        quantizer.stored_dtype = weight.dtype
         if planned.parameter in dropped:
             _hand_over(*_owner(proxy, planned), site, quantizer, planned)
 
@@ -155,8 +157,8 @@ def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         site.frozen = True
 
 
-def _scaled_weight(proxy: nn.Module, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> Tensor:
-    """The weight as its site sees it; its scale takes its type."""
+def _weight(proxy: nn.Module, site: Site, planned: OperandPlan) -> Tensor:
+    """The weight as its site sees it."""
     owner, name = _owner(proxy, planned)
     parameter = owner._parameters.get(name)
     if parameter is None:
@@ -164,9 +166,6 @@ def _scaled_weight(proxy: nn.Module, site: Site, quantizer: OperandQuantizer, pl
             f"{site.path}: the calibration belongs to another model, whose weight is {planned.parameter!r}; "
             "calibrate this model with a Quantizer of its own"
         )
-    assert quantizer.scale is not None
-    # A weight comes back in its module's own float type, which is that of its scale.
-    quantizer.scale = quantizer.scale.to(parameter.dtype)
     return parameter if planned.view is None else planned.view.of(parameter)
 
 

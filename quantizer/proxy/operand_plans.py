@@ -11,6 +11,8 @@ from torch import nn
 
 from quantizer.calibrators import Calibrator
 from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.held_scale import held_scale
+from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.proxy.formats import Format
@@ -23,7 +25,7 @@ from quantizer.proxy.site import Site
 from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
 
-__all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "held_scale", "judged_as", "operand_plans", "scale_of"]
+__all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "judged_as", "operand_plans", "scale_of"]
 
 RESIDUAL_SQNR_DB = 30.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
@@ -211,12 +213,6 @@ def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, steps: int | 
     """
     scale = amax.double() / (steps if steps is not None and dtype == INT8 else dtype.qmax)
     return held_scale(torch.where(amax > 0, scale, torch.ones_like(scale)), scale_dtype)
-
-
-def held_scale(scale: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """A scale [*] rounded to the float type that holds it on the target, as float32."""
-    # In float64, so that the one rounding is to the target's type; a subnormal scale would lose its precision.
-    return scale.double().clamp(min=torch.finfo(scale_dtype).smallest_normal).to(scale_dtype).float()
 
 
 def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: torch.dtype) -> tuple[Tensor, int]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import CalibrationError
+from quantizer.numerics.held_scale import held_scale
 from quantizer.numerics.qtype import qtype
-from quantizer.proxy.operand_plans import held_scale
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 
