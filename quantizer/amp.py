@@ -19,6 +19,7 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.ranks import gathered
 from quantizer.proxy.ranks import rank_number
+from quantizer.proxy.shared_tensors import watch
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
 from quantizer.sensitivity import Loss
@@ -56,6 +57,8 @@ class Amp:
         self.proxy = build_proxy(model, eager_attention=True).eval()
         apply_plan(self.proxy, plan)
         store_weights(self.proxy, plan)
+        # Its floats are the model's, and its integers would be those of former weights.
+        watch(self.proxy, "amp", lambda parameter: True)
         self._model = model
         self._plan = plan
         self._loss = loss

@@ -148,7 +148,8 @@ class Quantizer:
         """
         self._served.take(model)
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        self._served.amp = Amp(self._served.trained(model), self._served.decided(), measure, granularity, loss, wrapped)
+        plan = self._served.fitted(model, self._served.decided())
+        self._served.amp = Amp(self._served.trained(model), plan, measure, granularity, loss, wrapped)
         return self._served.amp.proxy
 
     def fallback(

@@ -21,16 +21,21 @@ from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.fingerprint import Fingerprint
+from quantizer.proxy.fingerprint import refuse_other_shapes
+from quantizer.proxy.fingerprint import warn_of_other_weights
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.simulate import is_simulation
+from quantizer.proxy.weight_scales import with_scales_of_weights
 from quantizer.qat import Scales
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
 from quantizer.sensitivity_view import Sensitivity
 from quantizer.settings import float_dtype
 from quantizer.settings import warn_of_float32
+from quantizer.settings import warn_where_nothing_is_quantized
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.targets import profile
 from quantizer.trainable import Trainable
@@ -118,8 +123,9 @@ class Served:
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
             # Not from the scales of an earlier training, whose weights may have been those of a copy.
+            self.trainable = None
             self.trainable = Trainable(
-                model, self.decisions.plan(), groups, scales, float_dtype(self._config), own=own
+                model, self.fitted(model, self.decisions.plan()), groups, scales, float_dtype(self._config), own=own
             )
             return self.trainable.proxy
         trainable = Trainable(model, None, {}, scales, float_dtype(self._config), own=own)
@@ -134,7 +140,28 @@ class Served:
     def frozen(self, model: nn.Module) -> nn.Module:
         """The frozen proxy of a model, or of the copy of it that was trained."""
         self.take(model)
-        return frozen(self.trained(model), self.plan())
+        plan = self.fitted(model, self.plan())
+        warn_where_nothing_is_quantized(plan)
+        return frozen(self.trained(model), plan)
+
+    def fitted(self, model: nn.Module, plan: Plan) -> Plan:
+        """Return a plan of the calibration with the scales of the weights that ``model`` has now.
+
+        The scales of a training belong to the weights that it trained.
+
+        Raises:
+            CalibrationError: the calibration is of another model.
+        """
+        if self.trainable is not None:
+            self.trainable.require_weights_of(self.trained(model))
+            return plan
+        before = self.decisions.fingerprint
+        if before is not None:
+            now = Fingerprint.of(model)
+            refuse_other_shapes(before, now)
+            warn_of_other_weights(before, now)
+        steps = profile(self._config.backend).weight_steps
+        return with_scales_of_weights(plan, model, float_dtype(self._config), steps)
 
     def decided(self) -> Plan:
         """What calibration decided or training learned, with what was put back."""
@@ -194,6 +221,7 @@ class Served:
             "scales_replaced": self.scales_replaced,
             "fallback": None if self.fallback is None else self.fallback.document(),
             "regions": self.decisions.regions().plain(),
+            "fingerprint": None if (known := self.decisions.fingerprint) is None else known.plain(),
         }
 
     def load(
@@ -205,7 +233,8 @@ class Served:
     ) -> None:
         """Take over what was saved."""
         regions, replaced = Regions.from_plain(document.get("regions")), document.get("scales_replaced", False)
-        self.decisions.load(plan, products, regions, observed, scales_replaced=replaced)
+        fingerprint = Fingerprint.from_plain(document.get("fingerprint"))
+        self.decisions.load(plan, products, regions, observed, fingerprint, scales_replaced=replaced)
         if document["fallback"] is not None:
             self.fallback = Fallback.from_document(document["fallback"])
 

@@ -20,6 +20,7 @@ from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
+from quantizer.proxy.scales import with_given_weights
 from quantizer.proxy.scales import with_scales
 from quantizer.proxy.sharing import share_for_good
 from quantizer.qat import Scales
@@ -125,7 +126,25 @@ class Trainable:
         if self._plan is None:
             raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
         changed = changed_scales(self.proxy, self._applied)
-        return with_scales(self._plan, changed, self._scale_dtype, keep_zero_points=True) if changed else self._plan
+        plan = with_scales(self._plan, changed, self._scale_dtype, keep_zero_points=True) if changed else self._plan
+        return with_given_weights(plan)
+
+    def require_weights_of(self, model: nn.Module) -> None:
+        """Refuse a model whose parameters are no longer those that were trained.
+
+        Raises:
+            TrainingError: some were replaced since.
+        """
+        now = dict(model.named_parameters())
+        replaced = [
+            path for path, parameter in self.proxy.named_parameters() if path in now and now[path] is not parameter
+        ]
+        if replaced:
+            raise TrainingError(
+                f"{len(replaced)} parameters of the model were replaced since qat(), the first is {replaced[0]}: its "
+                "scales are those of what was trained, and the proxy has that still; load into the parameters in place "
+                "(load_state_dict without assign), or call qat() again"
+            )
 
     def _apply(self, plan: Plan) -> None:
         self._applied = plan

@@ -152,6 +152,11 @@ class ProductCounter:
             )
         return self._frames
 
+    @property
+    def in_site(self) -> bool:
+        """Whether a site makes the call that runs."""
+        return bool(self._running) and isinstance(self._running[-1], Site)
+
     def products(self) -> tuple[CountedProduct, ...]:
         """What was counted so far."""
         return tuple(

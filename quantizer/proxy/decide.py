@@ -55,6 +55,7 @@ def decide(
         if reason == NEVER_RAN and observation.batches == 0:
             reason = NOT_CALIBRATED
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
+        operands = tuple(replace(o, read_outside=observation.read_outside.get(o.parameter or "")) for o in operands)
         if not reason:
             reason, rule = _product_alone(record, operands, settings), settings.profile.rule
         if not reason:

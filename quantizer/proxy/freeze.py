@@ -18,6 +18,9 @@ from quantizer.proxy.classes import with_stored_weight
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import SitePlan
+from quantizer.proxy.shared_tensors import SMALL
+from quantizer.proxy.shared_tensors import watch
+from quantizer.proxy.sharing import take_small
 from quantizer.proxy.site import Site
 
 __all__ = [
@@ -88,8 +91,8 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Store the weights, drop the float ones, and switch the planned sites on.
 
     A parameter that one site of its own module alone reads is dropped and read back through a property; one that others
-    read too (tied to an embedding, say) or that the site sees through a view stays, and the site keeps integers of its
-    own.
+    read too (tied to an embedding, say, or by a hook) or that the site sees through a view stays, and the site keeps
+    integers of its own.
     """
     store_weights(proxy, plan)
     _seal(proxy, plan)
@@ -98,8 +101,12 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     for site, quantizer, planned in _weights(proxy, plan):
         owner, name = _owner(proxy, planned)
         alone = uses[id(owner._parameters[name])] == 1 and readers[planned.parameter or ""] == 1
+        alone = alone and planned.read_outside is None
         if alone and planned.view is None and owner is proxy.get_submodule(site.host_path):
             _hand_over(owner, name, site, quantizer, planned)
+    # What is frozen stays what it is when the model is trained further.
+    take_small(proxy, SMALL)
+    watch(proxy, "quantize", lambda parameter: parameter.numel() > SMALL)
 
 
 def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:

@@ -6,6 +6,7 @@ once a batch, one range.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
 from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.caller import callers
+from quantizer.proxy.caller import innermost_frame
 from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.kept_batches import KeptBatches
@@ -60,6 +64,7 @@ OF_PARAMETERS = ("an operand is computed from parameters at each call", "its ope
 VARIES = "an operand is a parameter in one call and something else in another"
 _NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
+_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,6 +112,7 @@ class Observation:
         kept: batches to run again (None: none are kept).
         make: makes a calibrator; its argument asks for a histogram.
         chosen_at: how many batches had been seen when ranges were chosen last.
+        read_outside: parameters that something besides sites computes with, by path, each with a place.
     """
 
     def __init__(
@@ -137,6 +143,7 @@ class Observation:
         self.provenance = Provenance(self.counter, self.magnitudes)
         self.kept = KeptBatches() if keep else None
         self.chosen_at = 0
+        self.read_outside: dict[str, str] = {}
         self._refused = refused
         self.make = make
         self._channels = channels
@@ -209,8 +216,16 @@ class Observation:
         self._wanted = self.kept.wanted(args, keywords) if self.kept is not None else None
         self.counter.start(proxy)
         self.magnitudes.start(named.values())
-        self.provenance = Provenance(self.counter, self.magnitudes)
+        self.provenance = Provenance(self.counter, self.magnitudes, self._read)
         self.provenance.__enter__()  # type: ignore[no-untyped-call]
+
+    def _read(self, value: Tensor) -> None:
+        """Note a parameter that something besides a site computes with: frozen, it has to be there as floats too."""
+        for path in self._weights.shown_by(value):
+            if path not in self.read_outside:
+                running = callers(innermost_frame(sys._getframe()))
+                place = next((caller for caller in running if not caller.file.startswith(_TORCH)), "in torch's own code")
+                self.read_outside[path] = str(place)
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         # always_call: this also runs after an exception in the pass, and after one in _begin itself.

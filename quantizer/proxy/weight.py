@@ -75,6 +75,15 @@ class Weights:
         return None
 
 
+    def shown_by(self, value: Tensor) -> list[str]:
+        """Return the paths of the parameters whose memory a tensor shows, also where it shows only some of it."""
+        if isinstance(value, nn.Parameter):
+            return [self._paths[id(value)]] if id(value) in self._paths else []
+        if value.layout != torch.strided:
+            return []
+        return [self._paths[id(parameter)] for parameter in self._owners.get(_storage(value), ())]
+
+
 def _storage(value: Tensor) -> int:
     # The id of the memory itself: an address alone may be that of an empty tensor.
     identity: int = value.untyped_storage()._cdata
