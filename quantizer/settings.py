@@ -119,7 +119,8 @@ def warn_where_nothing_is_quantized(plan: Plan) -> None:
     reasons = Counter(entry.reason for entry in plan.values() if entry.reason != NEVER_RAN)
     most = "; ".join(f"{count} of {len(plan)} sites: {reason}" for reason, count in reasons.most_common(3))
     why = most or ("no site was reached" if plan else "no quantizable operation was found in its source")
-    warnings.warn(f"nothing is quantized, what quantize() gives is the float model ({why}); see q.coverage", stacklevel=4)
+    text = f"nothing is quantized: what quantize() gives is the float model ({why}); see q.coverage"
+    warnings.warn(text, stacklevel=4)
 
 
 def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:

@@ -118,7 +118,7 @@ def _print(value: Tensor) -> _Print:
     flat = value.cpu().contiguous().flatten()
     sample = flat[:: max(1, len(flat) // _SAMPLE)].abs().double()
     magnitude = float(sample.nan_to_num(0.0, 0.0, 0.0).mean()) if len(flat) else 0.0
-    return _Print(shape, dtype, zlib.crc32(flat.view(torch.uint8).numpy()), magnitude)
+    return _Print(shape, dtype, zlib.crc32(memoryview(flat.view(torch.uint8).numpy())), magnitude)
 
 
 def _read(shape: Any, dtype: Any, checksum: Any, magnitude: Any) -> _Print:

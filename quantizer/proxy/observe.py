@@ -224,7 +224,8 @@ class Observation:
         for path in self._weights.shown_by(value):
             if path not in self.read_outside:
                 running = callers(innermost_frame(sys._getframe()))
-                place = next((caller for caller in running if not caller.file.startswith(_TORCH)), "in torch's own code")
+                outside = (caller for caller in running if not caller.file.startswith(_TORCH))
+                place = next(outside, "in torch's own code")
                 self.read_outside[path] = str(place)
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:

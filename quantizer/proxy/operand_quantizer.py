@@ -112,8 +112,9 @@ class OperandQuantizer(nn.Module):
     def current_scale(self) -> Tensor:
         """The scale with what it learned, as the target holds it."""
         assert self.scale is not None
-        fixed = self.change is None or not self.moves
-        scale = self.scale if fixed else learned(self.scale, self.change.detach())
+        scale = self.scale
+        if self.change is not None and self.moves:
+            scale = learned(scale, self.change.detach())
         return scale if self.scale_dtype is None else held_scale(scale, self.scale_dtype)
 
     def cast_scale(self, dtype: torch.dtype) -> None:

@@ -48,9 +48,9 @@ class OperandPlan:
     rounded, and ``smoothing`` says so in words, or why not (both None: nobody asked). Ranges, minimum and maximum are
     those of the operand after that.
 
-    ``given``: the scale is no function of the weight: it came from elsewhere, or from a training. ``read_outside``: where
-    the weight is read outside of its site, as floats (None: nowhere that calibration saw). ``note`` says what else a
-    reader of the coverage should know.
+    ``given``: the scale is no function of the weight: it came from elsewhere, or from a training. ``read_outside``:
+    where the weight is read outside of its site, as floats (None: nowhere that calibration saw). ``note`` says what
+    else a reader of the coverage should know.
     """
 
     name: str

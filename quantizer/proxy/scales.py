@@ -126,7 +126,7 @@ def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> 
         return f"{name}: {float(worst):g} among its values; a scale is positive and finite"
     if operand.role != "weight" and not bool(is_normal(scale, scale_dtype).all()):
         least = torch.finfo(scale_dtype).smallest_normal
-        return f"{name}: {float(scale.min()):g} is less than {least:.2g}, the least normal number of {scale_dtype} there"
+        return f"{name}: {float(scale.min()):g} is below {least:.2g}, the target's least normal number ({scale_dtype})"
     if not bool(torch.isfinite(held_scale(scale, scale_dtype) * qtype(operand.dtype).qmax).all()):
         return f"{name}: {float(scale.max()):g} is more than the target's {scale_dtype} holds"
     return None

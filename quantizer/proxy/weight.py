@@ -74,7 +74,6 @@ class Weights:
                 return Weight(parameter, self._paths[id(parameter)], view)
         return None
 
-
     def shown_by(self, value: Tensor) -> list[str]:
         """Return the paths of the parameters whose memory a tensor shows, also where it shows only some of it."""
         if isinstance(value, nn.Parameter):

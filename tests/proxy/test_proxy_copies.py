@@ -38,6 +38,12 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+MODES = (
+    *("off", "calibrating", "measuring", "frozen", "simulated"),
+    *("training fixed", "training average", "training learned"),
+)
+
+
 def _proxy(mode: str, model: nn.Module, x: Tensor) -> nn.Module:
     q = Quantizer(backend="tensorrt" if mode == "simulated" else "openvino")
     if mode == "off":
@@ -59,10 +65,7 @@ def _proxy(mode: str, model: nn.Module, x: Tensor) -> nn.Module:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, _saved], ids=["deepcopy", "torch.save"])
-@pytest.mark.parametrize(
-    "mode",
-    ["off", "calibrating", "measuring", "frozen", "simulated", "training fixed", "training average", "training learned"],
-)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("net", NETS)
 def test_a_copy_computes_the_same(net: str, mode: str, duplicate: Callable[[nn.Module], nn.Module]) -> None:
     make, shape = NETS[net]
