@@ -291,9 +291,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
         """
-        decisions = self._served.decisions
-        decisions.replace(with_scales(self._served.decided(), scales, float_dtype(self.config)))
-        self._served.amp = self._served.trainable = None
+        self._served.replace(with_scales(self._served.decided(), scales, float_dtype(self.config)))
 
     # -- files -----------------------------------------------------------------------------------------------------
 

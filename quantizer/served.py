@@ -24,6 +24,7 @@ from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.proxy.fingerprint import refuse_other_shapes
 from quantizer.proxy.fingerprint import warn_of_other_weights
+from quantizer.proxy.freeze import require_scales_of
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.regions import Regions
@@ -34,8 +35,8 @@ from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
 from quantizer.sensitivity_view import Sensitivity
 from quantizer.settings import float_dtype
+from quantizer.settings import tell_where_nothing_is_quantized
 from quantizer.settings import warn_of_float32
-from quantizer.settings import warn_where_nothing_is_quantized
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.targets import profile
 from quantizer.trainable import Trainable
@@ -64,6 +65,7 @@ class Served:
         self._skipped: list[SkippedSource] = []
         self._patches: tuple[OperatorPatch, ...] = ()
         self._carried: tuple[Fallback, Plan, str] | None = None
+        self._chosen_in: Plan | None = None  # the plan whose groups the fallback names, where more data came since
 
     def take(self, model: nn.Module) -> None:
         """Take a model on.
@@ -112,10 +114,15 @@ class Served:
         """The proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
         self.take(model)
         if resume:
-            return self.decisions.resume(model, self._skipped)
+            former = self.decided() if self.fallback is not None else None
+            proxy = self.decisions.resume(model, self._skipped)
+            # What it measured are groups of the former plan.
+            self.amp, self._chosen_in = None, self._chosen_in or former
+            return proxy
+        proxy = self.decisions.calibrate(model, self._skipped)
         self.amp = self.fallback = self.trainable = None
-        self._carried = None
-        return self.decisions.calibrate(model, self._skipped)
+        self._carried = self._chosen_in = None
+        return proxy
 
     def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
         """The proxy that is trained; see ``Quantizer.qat``."""
@@ -123,9 +130,14 @@ class Served:
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
             # Not from the scales of an earlier training, whose weights may have been those of a copy.
-            self.trainable = None
+            trained, self.trainable = self.trainable is not None, None
             self.trainable = Trainable(
-                model, self.fitted(model, self.decisions.plan()), groups, scales, float_dtype(self._config), own=own
+                model,
+                self.fitted(model, self.decisions.plan(), told=trained),
+                groups,
+                scales,
+                float_dtype(self._config),
+                own=own,
             )
             return self.trainable.proxy
         trainable = Trainable(model, None, {}, scales, float_dtype(self._config), own=own)
@@ -141,13 +153,18 @@ class Served:
         """The frozen proxy of a model, or of the copy of it that was trained."""
         self.take(model)
         plan = self.fitted(model, self.plan())
-        warn_where_nothing_is_quantized(plan)
+        tell_where_nothing_is_quantized(plan)
         return frozen(self.trained(model), plan)
 
-    def fitted(self, model: nn.Module, plan: Plan) -> Plan:
+    def fitted(self, model: nn.Module, plan: Plan, *, told: bool = False) -> Plan:
         """Return a plan of the calibration with the scales of the weights that ``model`` has now.
 
         The scales of a training belong to the weights that it trained.
+
+        Args:
+            model: the float model.
+            plan: what was decided.
+            told: its weights changed in a training here: nobody is told that they did.
 
         Raises:
             CalibrationError: the calibration is of another model.
@@ -159,7 +176,8 @@ class Served:
         if before is not None:
             now = Fingerprint.of(model)
             refuse_other_shapes(before, now)
-            warn_of_other_weights(before, now)
+            if not told:
+                warn_of_other_weights(before, now)
         steps = profile(self._config.backend).weight_steps
         return with_scales_of_weights(plan, model, float_dtype(self._config), steps)
 
@@ -169,6 +187,13 @@ class Served:
             return self.decisions.plan()
         return self.trainable.plan()
 
+    def replace(self, plan: Plan) -> None:
+        """Go by a plan with other scales from now on; what was trained stays what is quantized."""
+        self.decisions.replace(plan)
+        if self.trainable is not None:
+            self.trainable.replace(plan)
+        self.amp = None
+
     @property
     def scales_replaced(self) -> bool:
         """Whether scales from elsewhere count, or those that the weights had before a training."""
@@ -177,7 +202,12 @@ class Served:
     def plan(self) -> Plan:
         """What was decided, less what was put back."""
         plan = self.decided()
-        return plan if self.fallback is None else put_back(plan, self.fallback.reasons())
+        if self.fallback is None:
+            return plan
+        if self._chosen_in is not None:
+            self.fallback = carried_over(self.fallback, self._chosen_in, None, plan)
+            self._chosen_in = plan
+        return put_back(plan, self.fallback.reasons())
 
     def is_working_proxy(self, proxy: nn.Module) -> bool:
         """Whether it is one of those that calibrate, measure and train."""
@@ -201,6 +231,7 @@ class Served:
 
         if not is_proxy(quant_model) or self.is_working_proxy(quant_model) or is_simulation(quant_model):
             raise ProxyError("export() takes the model that quantize() returned")
+        require_scales_of(quant_model, float_dtype(self._config), self._config.backend)
         target, regions = profile(self._config.backend), self.decisions.regions()
         warn_of_float32(self._config, regions)
         return export_onnx(
@@ -221,8 +252,12 @@ class Served:
             "scales_replaced": self.scales_replaced,
             "fallback": None if self.fallback is None else self.fallback.document(),
             "regions": self.decisions.regions().plain(),
-            "fingerprint": None if (known := self.decisions.fingerprint) is None else known.plain(),
+            "fingerprint": None if (known := self._fingerprint()) is None else known.plain(),
         }
+
+    def _fingerprint(self) -> Fingerprint | None:
+        """The weights that the plan is for: those of calibration, or of the training after it."""
+        return self.decisions.fingerprint if self.trainable is None else Fingerprint.of(self.trainable.model)
 
     def load(
         self,

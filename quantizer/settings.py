@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -46,8 +47,11 @@ __all__ = [
     "refuse_run",
     "refused_sites",
     "replays_batches",
+    "tell_where_nothing_is_quantized",
     "warn_of_float32",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def observation_of(
@@ -112,15 +116,14 @@ def warn_of_float32(config: QuantizerConfig, regions: Regions) -> None:
         warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 holds such values", stacklevel=3)
 
 
-def warn_where_nothing_is_quantized(plan: Plan) -> None:
+def tell_where_nothing_is_quantized(plan: Plan) -> None:
     """Say so where no site of a plan is quantized: what is made of it is the float model."""
     if any(entry.quantized for entry in plan.values()):
         return
     reasons = Counter(entry.reason for entry in plan.values() if entry.reason != NEVER_RAN)
     most = "; ".join(f"{count} of {len(plan)} sites: {reason}" for reason, count in reasons.most_common(3))
     why = most or ("no site was reached" if plan else "no quantizable operation was found in its source")
-    text = f"nothing is quantized: what quantize() gives is the float model ({why}); see q.coverage"
-    warnings.warn(text, stacklevel=4)
+    logger.warning("nothing is quantized: what quantize() gives is the float model (%s); see q.coverage", why)
 
 
 def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:

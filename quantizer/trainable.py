@@ -22,6 +22,7 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.scales import with_given_weights
 from quantizer.proxy.scales import with_scales
+from quantizer.proxy.sharing import hand_back_buffers
 from quantizer.proxy.sharing import share_for_good
 from quantizer.qat import Scales
 from quantizer.qat import changed_scales
@@ -73,6 +74,8 @@ class Trainable:
         self.proxy = build_proxy(self.model, eager_attention=True)
         share_for_good(self.proxy, self.model)
         self._plan = plan
+        self._replaced: Plan | None = None
+        self.proxy.register_forward_hook(LocalHook(self._hand_back_buffers))
         if plan is None:
             kinds = kinds_of({}, scales)
             if scales != "fixed":
@@ -125,9 +128,20 @@ class Trainable:
         """
         if self._plan is None:
             raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
+        if self._replaced is not None:
+            return self._replaced
         changed = changed_scales(self.proxy, self._applied)
         plan = with_scales(self._plan, changed, self._scale_dtype, keep_zero_points=True) if changed else self._plan
         return with_given_weights(plan)
+
+    def replace(self, plan: Plan) -> None:
+        """Give these scales, and no longer those that the proxy has."""
+        self._replaced = plan
+
+    def _hand_back_buffers(self, proxy: nn.Module, args: Any, result: Any) -> None:
+        """Give the model what a pass put in the place of a buffer: torch's own layers write into theirs instead."""
+        for module in proxy.modules():
+            hand_back_buffers(module)
 
     def require_weights_of(self, model: nn.Module) -> None:
         """Refuse a model whose parameters are no longer those that were trained.

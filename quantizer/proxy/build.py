@@ -115,6 +115,13 @@ def _copied(model: nn.Module, copies: dict[int, Any]) -> nn.Module:
             f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies "
             "what modules keep as attributes, tensors apart; give the class a __deepcopy__ that leaves this one out"
         ) from error
+    theirs = {id(module): path for path, module in model.named_modules()}
+    shared = next((theirs[id(module)] for module in copied.modules() if id(module) in theirs), None)
+    if shared is not None:
+        raise ProxyError(
+            f"{shared or 'the model'} gives itself as its copy (its __deepcopy__ or __reduce_ex__ says so), so a proxy "
+            "would change the model's own; let it give a copy, with the same tensors if it wants"
+        )
     twins = {id(module): copies[id(module)] for module in model.modules() if id(module) in copies}
     for module in copied.modules():
         # Copying leaves functions as they are: one that holds a module would go on with the user's.

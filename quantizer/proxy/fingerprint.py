@@ -71,22 +71,18 @@ class Fingerprint:
 
 
 def refuse_other_shapes(before: Fingerprint, now: Fingerprint) -> None:
-    """Refuse a model whose parameters have other names or shapes than those of the one that was calibrated.
+    """Refuse a model whose parameters have other shapes than those of the one that was calibrated.
 
     Raises:
         CalibrationError: it is another model.
     """
-    found = []
-    for path, one in before.parameters.items():
-        other = now.parameters.get(path)
-        if other is None:
-            found.append(f"{path} had the shape {list(one.shape)} and is not here")
-        elif other.shape != one.shape:
-            found.append(f"{path} had the shape {list(one.shape)} and has {list(other.shape)} here")
+    both = ((path, one.shape, now.parameters.get(path)) for path, one in before.parameters.items())
+    found = [(path, shape, other.shape) for path, shape, other in both if other is not None and other.shape != shape]
     if found:
+        path, was, is_now = found[0]
         raise CalibrationError(
-            f"the calibration belongs to another model: {found[0]} ({len(found)} parameters differ); calibrate this "
-            "model with a Quantizer of its own"
+            f"the calibration belongs to another model: {path} had the shape {list(was)} and has {list(is_now)} here "
+            f"({len(found)} parameters differ); calibrate this model with a Quantizer of its own"
         )
 
 
@@ -118,7 +114,7 @@ def _print(value: Tensor) -> _Print:
     flat = value.cpu().contiguous().flatten()
     sample = flat[:: max(1, len(flat) // _SAMPLE)].abs().double()
     magnitude = float(sample.nan_to_num(0.0, 0.0, 0.0).mean()) if len(flat) else 0.0
-    return _Print(shape, dtype, zlib.crc32(memoryview(flat.view(torch.uint8).numpy())), magnitude)
+    return _Print(shape, dtype, zlib.crc32(flat.view(torch.uint8).numpy().data), magnitude)
 
 
 def _read(shape: Any, dtype: Any, checksum: Any, magnitude: Any) -> _Print:

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ProxyError
+from quantizer.numerics.held_scale import held_scale
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.classes import with_stored_weight
+from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import SitePlan
@@ -31,6 +33,7 @@ __all__ = [
     "freeze",
     "frozen_skeleton",
     "is_frozen_by",
+    "require_scales_of",
     "store_weights",
     "switch_on",
 ]
@@ -107,6 +110,12 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     # What is frozen stays what it is when the model is trained further.
     take_small(proxy, SMALL)
     watch(proxy, "quantize", lambda parameter: parameter.numel() > SMALL)
+    for site, quantizer, planned in _weights(proxy, plan):
+        owner, name = _owner(proxy, planned)
+        if name in owner._parameters:
+            shape = tuple(_weight(proxy, site, planned).shape)
+            offset = 0 if planned.view is None else planned.view.offset
+            quantizer.frozen = FrozenOperand(f"{site.path}.{planned.name}", owner._parameters[name], shape, offset)
 
 
 def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:
@@ -147,6 +156,23 @@ def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
         and all(_holds(sites[path].quantizer_of(planned.name), planned) for planned in entry.operands)
         for path, entry in plan.items()
     )
+
+
+def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) -> None:
+    """Refuse a frozen proxy whose scales were not chosen for the float type that is to hold them.
+
+    Raises:
+        ProxyError: it was quantized for another backend.
+    """
+    for site in sites_of(proxy):
+        for position in range(len(site.quantizers)):
+            scale = site.quantizer(position).scale
+            if site.active and scale is not None and not torch.equal(held_scale(scale, scale_dtype), scale.float()):
+                raise ProxyError(
+                    f"this model was quantized for another backend than {backend}: the scales of {site.path} are no "
+                    f"numbers of {str(scale_dtype).removeprefix('torch.')}; export it with the Quantizer that "
+                    f"quantized it, or quantize with that Quantizer's for_backend({backend!r})"
+                )
 
 
 def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:

@@ -205,4 +205,5 @@ def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: 
     low, high = max(min(calibrator.minimum, 0.0), -amax), min(max(calibrator.maximum, 0.0), amax)
     # As if the range were symmetric, with as many steps on its one side as the format has in all.
     scale = scale_of(torch.tensor(high - low), dtype, scale_dtype)
-    return scale, round(-low / float(scale)) if high > low else 0
+    # A scale that its float type rounded down reaches the end of the steps a little early.
+    return scale, min(round(-low / float(scale)), int(dtype.qmax)) if high > low else 0

@@ -18,6 +18,7 @@ from quantizer.numerics.learning import as_held
 from quantizer.numerics.learning import learned
 from quantizer.numerics.learning import trained_scale
 from quantizer.numerics.qtype import qtype
+from quantizer.proxy.frozen_operand import FrozenOperand
 
 __all__ = ["OperandQuantizer", "Watcher"]
 
@@ -40,6 +41,7 @@ class OperandQuantizer(nn.Module):
         factor: float [K] along ``factor_axis``, what the operand is multiplied by before it is rounded; None: nothing.
         stored: the weight's steps once it is frozen; None for an activation.
         stored_dtype: the float type of the weight that ``stored`` stands for.
+        frozen: what arrives where the host kept its parameter (None: nobody asks).
         is_weight: the operand is a parameter, or a view of one.
         contiguous: a weight is seen through a view, and is laid out as the frozen one is: products of other layouts add
             in another order.
@@ -65,6 +67,7 @@ class OperandQuantizer(nn.Module):
         self.is_weight = False
         self.contiguous = False
         self.stored_dtype = torch.float32
+        self.frozen: FrozenOperand | None = None
         self.scale_dtype: torch.dtype | None = None
         self.moves = True
         self.watcher: Watcher | None = None
@@ -161,13 +164,17 @@ class OperandQuantizer(nn.Module):
         Nor are scale and factor: they describe the operand, and are no part of what the model computes with.
         """
         stored, scale, factor = self.stored, self.scale, self.factor
-        if stored is not None:
-            self.stored = stored.view(torch.uint8)
-            self.stored_dtype = fn(torch.empty(1, dtype=self.stored_dtype, device=stored.device)).dtype
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if stored is not None:
-            assert self.stored is not None
-            self.stored = self.stored.view(stored.dtype)
+        # Of the tensors that a cast makes nobody knows which is which.
+        self.frozen = None
+        try:
+            if stored is not None:
+                self.stored = stored.view(torch.uint8)
+                self.stored_dtype = fn(torch.empty(1, dtype=self.stored_dtype, device=stored.device)).dtype
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            if stored is not None:
+                assert self.stored is not None
+                self.stored = self.stored.view(stored.dtype)
         self.scale, self.factor = _in_type_of(scale, self.scale), _in_type_of(factor, self.factor)
         return self
 
@@ -182,6 +189,8 @@ class OperandQuantizer(nn.Module):
         if not self.enabled or self.handed_over or not isinstance(x, Tensor):
             return x
         if self.stored is not None:
+            if self.frozen is not None:
+                self.frozen.check(x)
             return self.dequantized()
         if self.is_weight:
             # What ``store`` does: a weight is multiplied before it is rounded, and nobody computes that in half.

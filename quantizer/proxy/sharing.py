@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
-__all__ = ["Sharing", "Twin", "end_sharing", "hand_back", "share", "share_for_good", "take_small"]
+__all__ = ["Sharing", "Twin", "end_sharing", "hand_back", "hand_back_buffers", "share", "share_for_good", "take_small"]
 
 _MARK = "_quantizer_shares"
 _TWIN = "_quantizer_twin"
@@ -74,6 +74,14 @@ def hand_back(module: nn.Module) -> None:
         return
     for name in twin.module._parameters.keys() & module._parameters.keys():
         twin.module._parameters[name] = module._parameters[name]
+    hand_back_buffers(module)
+
+
+def hand_back_buffers(module: nn.Module) -> None:
+    """Give the twin of a module, where it has one, what a pass put in the place of buffers: ``self.mean = ...``."""
+    twin = vars(module).get(_TWIN)
+    if twin is None or twin.module is None:
+        return
     for name in twin.module._buffers.keys() & module._buffers.keys():
         twin.module._buffers[name] = module._buffers[name]
 

@@ -82,15 +82,17 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
     """Return the plan with the scales of the weights that ``model`` has now, where none were given.
 
     Raises:
-        CalibrationError: the model has no such weight, one of another shape, one with NaN, or one that the target's
-            float type holds no scale of.
+        CalibrationError: the model has such a weight of another shape, one with NaN, or one that the target's float
+            type holds no scale of.
     """
     result: Plan = {}
     for path, entry in plan.items():
         operands = []
         for operand in entry.operands:
             if operand.role == "weight" and operand.quantized and not operand.given:
-                operand = scaled_for(operand, _weight(model, operand), scale_dtype, steps)
+                weight = _weight(model, operand)
+                # Where there is none, whoever carries the plan out says whose plan it is.
+                operand = operand if weight is None else scaled_for(operand, weight, scale_dtype, steps)
                 if not operand.quantized:
                     raise CalibrationError(f"{operand.parameter}: {operand.reason}; calibrate the model again")
             operands.append(operand)
@@ -116,8 +118,8 @@ def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
     return f"{few} of {scale.numel()} scales are below {_name(scale_dtype)}'s normal numbers, and are rounded up there"
 
 
-def _weight(model: nn.Module, operand: OperandPlan) -> Tensor:
-    """The weight of an operand in a model."""
+def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
+    """The weight of an operand in a model; None where the model has no such parameter."""
     path = operand.parameter or ""
     owner, _, name = path.rpartition(".")
     try:
@@ -125,10 +127,7 @@ def _weight(model: nn.Module, operand: OperandPlan) -> Tensor:
     except AttributeError:
         parameter = None
     if parameter is None:
-        raise CalibrationError(
-            f"the calibration belongs to another model, which has a parameter {path!r}; calibrate this model with a "
-            "Quantizer of its own"
-        )
+        return None
     try:
         weight = parameter.detach() if operand.view is None else operand.view.of(parameter)
         shape = scale_shape(weight.shape, operand.axis, operand.block_size)
