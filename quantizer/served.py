@@ -130,15 +130,9 @@ class Served:
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
             # Not from the scales of an earlier training, whose weights may have been those of a copy.
-            trained, self.trainable = self.trainable is not None, None
-            self.trainable = Trainable(
-                model,
-                self.fitted(model, self.decisions.plan(), told=trained),
-                groups,
-                scales,
-                float_dtype(self._config),
-                own=own,
-            )
+            # Nor is anybody told that the weights changed, where that training changed them.
+            plan = self._scaled_for(model, self.decisions.plan(), told=self.trainable is not None)
+            self.trainable = Trainable(model, plan, groups, scales, float_dtype(self._config), own=own)
             return self.trainable.proxy
         trainable = Trainable(model, None, {}, scales, float_dtype(self._config), own=own)
         trainable.calibrate_first(self.calibrate(model, resume=False), self.decisions.plan)
@@ -156,22 +150,22 @@ class Served:
         tell_where_nothing_is_quantized(plan)
         return frozen(self.trained(model), plan)
 
-    def fitted(self, model: nn.Module, plan: Plan, *, told: bool = False) -> Plan:
+    def fitted(self, model: nn.Module, plan: Plan) -> Plan:
         """Return a plan of the calibration with the scales of the weights that ``model`` has now.
 
-        The scales of a training belong to the weights that it trained.
-
-        Args:
-            model: the float model.
-            plan: what was decided.
-            told: its weights changed in a training here: nobody is told that they did.
+        The scales of a training belong to the weights that it trained, and stay.
 
         Raises:
             CalibrationError: the calibration is of another model.
+            TrainingError: the model has no longer the parameters that were trained.
         """
-        if self.trainable is not None:
-            self.trainable.require_weights_of(self.trained(model))
-            return plan
+        if self.trainable is None:
+            return self._scaled_for(model, plan, told=False)
+        self.trainable.require_weights_of(self.trained(model))
+        return plan
+
+    def _scaled_for(self, model: nn.Module, plan: Plan, *, told: bool) -> Plan:
+        """The plan with the scales of a model's weights; ``told``: it is known that they changed since."""
         before = self.decisions.fingerprint
         if before is not None:
             now = Fingerprint.of(model)

@@ -95,7 +95,7 @@ def warn_of_other_weights(before: Fingerprint, now: Fingerprint) -> None:
             f"{len(found)} of {len(before.parameters)} parameters changed since the calibration, the first is "
             f"{found[0]}: scales of weights are those of the weights that are here now, and the ranges of activations "
             "are still those of the former ones; calibrate again if they differ by more than a little",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

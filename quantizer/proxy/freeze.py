@@ -177,10 +177,11 @@ def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) 
 
 def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
     """Whether an operand is rounded as the plan says."""
+    if not planned.quantized:
+        return not quantizer.enabled
     scale = quantizer.scale
-    if scale is None or planned.scale is None or not planned.quantized:
-        return not planned.quantized
-    return quantizer.dtype == planned.dtype and torch.equal(scale, planned.scale.to(scale))
+    known = scale is not None and planned.scale is not None and quantizer.dtype == planned.dtype
+    return known and torch.equal(scale, planned.scale.to(scale))
 
 
 def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
