@@ -180,8 +180,9 @@ def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
     if not planned.quantized:
         return not quantizer.enabled
     scale = quantizer.scale
-    known = scale is not None and planned.scale is not None and quantizer.dtype == planned.dtype
-    return known and torch.equal(scale, planned.scale.to(scale))
+    if scale is None or planned.scale is None or quantizer.dtype != planned.dtype:
+        return False
+    return torch.equal(scale, planned.scale.to(scale))
 
 
 def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:

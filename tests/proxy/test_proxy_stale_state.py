@@ -54,7 +54,7 @@ def test_a_weight_that_was_not_frozen_is_not_computed_with(picked: dict[str, int
     q.calibrate(model, [X])
     frozen = q.quantize(model)
     assert _sqnr(frozen(X), model(X)) > 30
-    with pytest.raises(ProxyError, match="is not the one that was frozen, .*: the model picks it at run time"):
+    with pytest.raises(ProxyError, match=r"is not the one that was frozen, .*: the model picks it at run time"):
         frozen(X, **picked)
     # Whoever casts or traces it computes with what was frozen, as ever.
     assert _sqnr(frozen.double()(X.double()), model(X)) > 30
@@ -286,7 +286,7 @@ def test_a_model_that_was_quantized_for_another_target_is_not_exported(tmp_path:
     q = Quantizer(backend="openvino")
     q.calibrate(model, [X])
     frozen = q.quantize(model)
-    with pytest.raises(ProxyError, match="was quantized for another backend than tensorrt: the scales of .* float16"):
+    with pytest.raises(ProxyError, match=r"was quantized for another backend than tensorrt: the scales of .* float16"):
         Quantizer(backend="tensorrt").export(frozen, tmp_path / "model.onnx", X)
     assert not (tmp_path / "model.onnx").exists()
     Quantizer(backend="openvino").export(frozen, tmp_path / "model.onnx", X)
