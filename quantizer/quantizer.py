@@ -22,6 +22,7 @@ from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.histogram_view import HistogramView
 from quantizer.histograms import histogram_of
+from quantizer.interop import torch_patches as _torch_patches
 from quantizer.interop import transformers_patches as _patches
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Quantizer"]
 
-# Importing the file registers them.
-del _patches
+# Importing the files registers them.
+del _patches, _torch_patches
 
 Dynamic = Mapping[str, tuple[int, int, int]]
 

@@ -12,12 +12,14 @@ from typing import Protocol
 
 from quantizer.source.found import SiteSource
 from quantizer.source.lend import LEND
+from quantizer.source.lend import PADDED
 from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
 from quantizer.source.lend import Borrowers
 from quantizer.source.lend import lender
 from quantizer.source.lend import takes_apart
 from quantizer.source.lend import viewer
+from quantizer.source.padded import padded
 
 __all__ = ["SyntheticModules"]
 
@@ -91,7 +93,7 @@ class SyntheticModules:
             name += "_"
         made = _Synthetic(module=types.ModuleType(name), original=original)
         made.module.__dict__.update(
-            {LEND: lender(made.borrowers), VISIBLE: viewer(self._hidden), TAKES_APART: takes_apart}
+            {LEND: lender(made.borrowers), VISIBLE: viewer(self._hidden), TAKES_APART: takes_apart, PADDED: padded}
         )
         sys.modules[name] = made.module
         return made
