@@ -315,6 +315,7 @@ class Quantizer:
             opset: the ONNX opset; None: what the target wants, or later where a format needs it.
             dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, and axis 1 of
                 every integer input is ``sequence``, or ``NAME_sequence`` where it has another length in the example.
+                Fixed are an axis 1 of length 1, and an axis 0 of another length than that of the first input.
 
         Raises:
             ProxyError: ``quant_model`` is the float model, or the proxy of ``calib()``, ``amp()`` or ``qat()``.
