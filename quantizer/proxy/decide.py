@@ -16,8 +16,8 @@ from quantizer.proxy.classes import original_class
 from quantizer.proxy.formats import Format
 from quantizer.proxy.groups import group_names
 from quantizer.proxy.observe import EMPTY
-from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import TRANSFORMED
+from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.operand_plans import operand_plans
