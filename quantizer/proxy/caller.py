@@ -19,6 +19,7 @@ from quantizer.source.catalogue import METHODS
 from quantizer.source.catalogue import OPERATORS
 from quantizer.source.catalogue import Operation
 from quantizer.source.catalogue import operation_of
+from quantizer.source.live_names import LIVE
 
 __all__ = ["Caller", "callers", "innermost_frame"]
 
@@ -109,7 +110,7 @@ def _called(frame: types.FrameType) -> tuple[str, Operation | None, bool]:
         if entry is None and isinstance(node.func, ast.Attribute):
             base = _resolve(node.func.value, frame)
             entry = None if isinstance(base, types.ModuleType) else METHODS.get(node.func.attr)
-        return ast.unparse(node.func), entry, renamed
+        return ast.unparse(node.func).replace(f"{LIVE}.", ""), entry, renamed
     if isinstance(node, ast.BinOp | ast.AugAssign):
         name = type(node.op).__name__
         return {"MatMult": "@", "Add": "+"}.get(name, name), OPERATORS.get(name), False
