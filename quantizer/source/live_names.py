@@ -2,9 +2,9 @@
 
 A rewritten function runs in a copy of the globals of its file. What is bound anew later, by whoever it is, must be
 seen, and what the function declares ``global`` must be seen by others: so ``SCALE`` becomes ``_quantizer_live.SCALE``,
-an attribute of the module that was written, for reading, writing and deleting alike. Functions that may have a rewritten
-twin become ``_quantizer_now(_quantizer_live.f)``. Modules and classes keep their names: nobody binds those anew, and
-the text stays readable.
+an attribute of the module that was written, for reading, writing and deleting alike. Functions that may have a
+rewritten twin become ``_quantizer_now(_quantizer_live.f)``. Modules and classes keep their names: nobody binds those
+anew, and the text stays readable.
 """
 
 from __future__ import annotations
