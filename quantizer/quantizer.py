@@ -22,6 +22,7 @@ from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.histogram_view import HistogramView
 from quantizer.histograms import histogram_of
+from quantizer.interop import torch_patches as _torch_patches
 from quantizer.interop import transformers_patches as _patches
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Quantizer"]
 
-# Importing the file registers them.
-del _patches
+# Importing the files registers them.
+del _patches, _torch_patches
 
 Dynamic = Mapping[str, tuple[int, int, int]]
 
@@ -313,6 +314,7 @@ class Quantizer:
             opset: the ONNX opset; None: what the target wants, or later where a format needs it.
             dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, and axis 1 of
                 every integer input is ``sequence``, or ``NAME_sequence`` where it has another length in the example.
+                Fixed are an axis 1 of length 1, and an axis 0 of another length than that of the first input.
 
         Raises:
             ProxyError: ``quant_model`` is the float model, or the proxy of ``calib()``, ``amp()`` or ``qat()``.

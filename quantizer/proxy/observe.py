@@ -45,6 +45,7 @@ from quantizer.proxy.range_group import RangeGroup
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import Weights
+from quantizer.proxy.weight import is_transformed
 from quantizer.source.catalogue import Kind
 from quantizer.source.catalogue import kind_of
 from quantizer.source.geometry import Call
@@ -53,6 +54,7 @@ __all__ = [
     "EMPTY",
     "OF_PARAMETERS",
     "Observation",
+    "TRANSFORMED",
     "VARIES",
     "SiteRecord",
     "one_size",
@@ -61,6 +63,7 @@ __all__ = [
 
 EMPTY = "an operand was empty in every call"
 OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
+TRANSFORMED = "it runs inside torch.vmap or a transform of torch.func"
 VARIES = "an operand is a parameter in one call and something else in another"
 _NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
@@ -313,6 +316,8 @@ class Observation:
             self.provenance.mark(result, Origin(made, site.path, direct=True))
 
     def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
+        if any(map(is_transformed, values)):
+            return TRANSFORMED
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
         if any(tensor.is_nested for tensor in tensors):
             return "an operand is a nested tensor"
