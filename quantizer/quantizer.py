@@ -384,7 +384,7 @@ class Quantizer:
         proxy = build_proxy(model, eager_attention=True).eval()
         refused = refused_sites(self.config, proxy)
         observation = observation_of(self.config, proxy, refused)
-        plan = plan_of(self.config, proxy, observation, refused)
+        plan = plan_of(self.config, proxy, observation.seen, refused)
         return Coverage.from_plan(plan, list(skipped_sources(model)), patches=applied_patches(model))
 
     @property

@@ -15,11 +15,11 @@ from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.proxy.formats import Format
 from quantizer.proxy.formats import Formats
-from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.range_group import Migration
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.site import Site
+from quantizer.proxy.site_record import SiteRecord
 from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
 
