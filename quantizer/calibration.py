@@ -91,6 +91,11 @@ class Calibration:
         """Whether any rank has seen a batch, or took up what an earlier calibration saw."""
         return self.observation().batches > 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has seen a batch, or took up what was seen; no other rank is asked."""
+        return self._gathered is not None or self._observation.seen.batches > 0
+
     def resume(self) -> None:
         """More data is to come, for one rank or for all of them."""
         self._gathered = None

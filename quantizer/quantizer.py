@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
@@ -105,6 +106,9 @@ class Quantizer:
     ) -> nn.Module:
         """Run all of ``batches`` through ``calib(model)``, without gradients.
 
+        A batch counts as a whole or not at all. Where a batch fails, or this is interrupted, an earlier calibration goes
+        on to count; of a first one, and with ``resume=True``, the batches before stay, and ``resume=True`` goes on.
+
         Args:
             model: the float model.
             batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor.
@@ -114,10 +118,11 @@ class Quantizer:
         Raises:
             CalibrationError: there is no data, a batch does not run through the model, or it has NaN.
         """
-        proxy = self.calib(model, resume=resume)
-        # Of several ranks, one may be left without data.
-        if run_batches(proxy, batches, progress) == 0 and ranks() == 1:
-            raise CalibrationError("the calibration data is empty: at least one batch is needed")
+        with nullcontext() if resume else self._served.replaced_as_a_whole():
+            proxy = self.calib(model, resume=resume)
+            # Of several ranks, one may be left without data.
+            if run_batches(proxy, batches, progress) == 0 and ranks() == 1:
+                raise CalibrationError("the calibration data is empty: at least one batch is needed")
         return proxy
 
     def amp(
