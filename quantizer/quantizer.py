@@ -106,8 +106,8 @@ class Quantizer:
     ) -> nn.Module:
         """Run all of ``batches`` through ``calib(model)``, without gradients.
 
-        A batch counts as a whole or not at all. Where a batch fails, or this is interrupted, an earlier calibration goes
-        on to count; of a first one, and with ``resume=True``, the batches before stay, and ``resume=True`` goes on.
+        A batch counts as a whole or not at all. Where one fails, or this is interrupted, an earlier calibration goes on
+        to count; of a first one, and with ``resume=True``, the batches before stay, and ``resume=True`` goes on.
 
         Args:
             model: the float model.

@@ -130,7 +130,7 @@ def _quantized(proxy: nn.Module, plan: Plan) -> Iterator[None]:
 def _output(proxy: nn.Module, batch: Batch) -> Tensor:
     args, keywords = batch
     # Not the module itself: its hooks belong to calibration.
-    return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords))
+    return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords, args))
 
 
 def _error(output: Tensor, expected: Tensor) -> float:

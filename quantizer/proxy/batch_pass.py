@@ -174,7 +174,7 @@ class Pass:
                 self._observe(site, operand.name, value, seen)
                 if self._watched.channels and record.kind == "linear":
                     assert seen.group is not None
-                    seen.group.add_channels(ChannelRange.of(without_padding(value, self._mask)))
+                    seen.group.add_channels(ChannelRange.of(self._real(site, value)))
         if record.kind == "residual_add":
             origins = [self._provenance.origin(value) for value in values]
             direct = [origin is not None and origin.direct for origin in origins]
@@ -278,18 +278,22 @@ class Pass:
         if known is not None and known[0] == version:
             self._join(record, known[1], name)
             if residual:
-                known[1].calibrator.start_histogram(without_padding(value, self._mask))
+                known[1].calibrator.start_histogram(self._real(site, value))
             return
         if record.group is None:
             record.group = RangeGroup(calibrator=self._watched.make(residual), operands=[name])
         try:
-            real = without_padding(value, self._mask)
+            real = self._real(site, value)
             record.group.calibrator.observe(real)
             if real is value:
                 self._magnitudes.at_most(value, record.group.calibrator.largest)
         except CalibrationError as error:
             raise CalibrationError(f"batch {self.number} of the calibration data: {name}: {error}") from error
         self._groups[value] = (version, record.group)
+
+    def _real(self, site: Site, value: Tensor) -> Tensor:
+        """The operand without padding."""
+        return without_padding(value, self._mask, channels_last=site.operation.name == "linear")
 
     def _join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
         former = record.group

@@ -7,6 +7,7 @@ itself, and they are added one after the other.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.classes import called_through
 from quantizer.proxy.completeness import Explanations
 from quantizer.proxy.kept_batches import KeptBatches
-from quantizer.proxy.padding import padding_mask
+from quantizer.proxy.padding import read_mask
 from quantizer.proxy.seen import Seen
 from quantizer.proxy.site import Site
 
@@ -75,6 +76,7 @@ class Observation:
         self._running: list[Pass] = []
         self._lock = threading.Lock()
         self._detach: list[Callable[[], None]] = []
+        self._doubted = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -158,10 +160,15 @@ class Observation:
                     f"batch {current.number} of the calibration data: {name!r} has NaN values; leave them out of the "
                     "data"
                 )
+        # Most data is known to be none after its first batch.
         current.seen.only_zeros = self.seen.only_zeros and _only_zeros([args, keywords])
         if self.seen.kept is not None:
             current.kept = self.seen.kept.wanted(args, keywords)
-        current.begin(proxy, list(named.values()), padding_mask(keywords))
+        mask, doubt = read_mask(keywords, args)
+        if doubt is not None and not self._doubted:
+            self._doubted = True
+            warnings.warn(doubt, stacklevel=2)
+        current.begin(proxy, list(named.values()), mask)
 
     def _add(self, current: Pass, added: Seen) -> None:
         whole = self.seen.with_added(added)
@@ -209,10 +216,12 @@ class Observation:
 
 
 def _only_zeros(inputs: Any) -> bool:
-    """Whether there are tensors among the inputs, and nothing but zeros in them."""
+    """Whether there are values in the inputs, and all of them are zeros."""
     tensors = [leaf for leaf in _pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    strided = (tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
-    return bool(tensors) and all(strided) and not any(bool(tensor.any()) for tensor in tensors)
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
+        return False
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    return bool(filled) and not any(bool(tensor.any()) for tensor in filled)
 
 
 class _Inputs:

@@ -32,6 +32,7 @@ docs/architecture.md shows the measurement behind the figure.
 """
 
 _UNREGISTERED = "the weight is a parameter that no module of the model has registered"
+_NO_VALUE = "no value of it was seen"
 _WEIGHTS_ALONE = "weights alone are quantized here"
 _MATRIX = 2  # axes of a weight that has blocks
 
@@ -149,6 +150,8 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     group = seen.range
     assert group is not None
     calibrator, migration = group.calibrator, group.migration
+    if calibrator.count == 0:
+        return OperandPlan(name=name, role="activation", quantized=False, reason=_NO_VALUE)
     if wanted.activations is None:
         low, high = calibrator.minimum, calibrator.maximum
         return OperandPlan(

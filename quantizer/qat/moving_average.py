@@ -8,7 +8,10 @@ Legend: x [*] the operand; s its scale [], [C] or in blocks; z its zero point (0
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.padding import read_mask
 from quantizer.proxy.padding import without_padding
 from quantizer.proxy.ranks import ranks
 
@@ -32,7 +36,16 @@ class Padding:
         mask: [B, S]; None: all of them.
     """
 
-    mask: Tensor | None = None
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None
+        self._doubted = False
+
+    def read(self, keywords: Mapping[str, Any], args: tuple[Any, ...]) -> None:
+        """Take the mask of a batch; where its meaning is doubtful none, and say so once."""
+        self.mask, doubt = read_mask(keywords, args)
+        if doubt is not None and not self._doubted:
+            self._doubted = True
+            warnings.warn(doubt, stacklevel=2)
 
 
 class MovingAverage:

@@ -20,7 +20,6 @@ from quantizer.errors import ConfigError
 from quantizer.proxy.build import quantizers_of
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.rules import matches
@@ -94,7 +93,7 @@ def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind]) 
     if averages:
 
         def keep_mask(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            padding.mask = padding_mask(keywords)
+            padding.read(keywords, args)
 
         proxy.register_forward_pre_hook(keep_mask, with_kwargs=True)
 

@@ -25,7 +25,7 @@ def output(
     proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
 ) -> dict[str, float]:
     """The divergence that each group makes on one batch, by name; ``result`` is the float output."""
-    divergence = Divergence(result, padding_mask(keywords))
+    divergence = Divergence(result, padding_mask(keywords, args))
     errors: dict[str, float] = {}
     with torch.no_grad(), Reuse(proxy) as reuse:
         proxy.forward(*args, **keywords)
