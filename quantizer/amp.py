@@ -19,6 +19,8 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.ranks import gathered
 from quantizer.proxy.ranks import rank_number
+from quantizer.proxy.sharing import OwnBuffers
+from quantizer.proxy.unmoved import unmoved
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
 from quantizer.sensitivity import Loss
@@ -54,6 +56,7 @@ class Amp:
         self, model: nn.Module, plan: Plan, measure: str, granularity: str, loss: Loss | None, metric: Metric | None
     ) -> None:
         self.proxy = build_proxy(model, eager_attention=True).eval()
+        OwnBuffers(self.proxy, model)
         apply_plan(self.proxy, plan)
         store_weights(self.proxy, plan)
         self._model = model
@@ -118,7 +121,8 @@ class Amp:
         def score(groups: tuple[str, ...] | None) -> float:
             def take() -> float:
                 if groups is None:
-                    return metric.score(self._model, "the float model")
+                    with unmoved(self._model):
+                        return metric.score(self._model, "the float model")
                 plan = put_back(self._plan, dict.fromkeys(groups, "put back"))
                 return metric.score(frozen(self._model, plan), f"the model with {len(groups)} groups put back")
 
@@ -130,6 +134,7 @@ class Amp:
 def frozen(model: nn.Module, plan: Plan) -> nn.Module:
     """The frozen proxy of a plan: ranges fixed, weights held as integers, in eval mode."""
     proxy = build_proxy(model, eager_attention=True).eval()
+    OwnBuffers(proxy, model)
     apply_plan(proxy, plan)
     freeze(proxy, plan)
     return proxy

@@ -23,6 +23,7 @@ from quantizer.proxy.ranks import rank_number
 from quantizer.proxy.ranks import ranks
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.seen import Seen
+from quantizer.proxy.sharing import OwnBuffers
 from quantizer.ranges import plan_of
 from quantizer.settings import observation_of
 from quantizer.settings import refused_sites
@@ -77,7 +78,9 @@ class Calibration:
             if kept is not None:
                 self._observation.seen.kept = kept.copy()
         self._began_with = self._observation.seen.batches
-        self._observation.attach(self.proxy, sites_of(self.proxy))
+        # Going on later, or while the model is trained, the proxy follows it.
+        buffers = OwnBuffers(self.proxy, model)
+        self._observation.attach(self.proxy, sites_of(self.proxy), buffers.refresh)
         self._gathered: tuple[int, Seen] | None = None
         self._warned = False
 

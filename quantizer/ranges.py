@@ -32,6 +32,7 @@ from quantizer.proxy.ranks import summed
 from quantizer.proxy.seen import Seen
 from quantizer.proxy.smooth import ALPHAS
 from quantizer.proxy.smooth import migrate
+from quantizer.proxy.unmoved import unmoved
 from quantizer.sensitivity.divergence import flat_output
 from quantizer.settings import calibrator_of
 from quantizer.settings import plan_settings
@@ -130,7 +131,8 @@ def _quantized(proxy: nn.Module, plan: Plan) -> Iterator[None]:
 def _output(proxy: nn.Module, batch: Batch) -> Tensor:
     args, keywords = batch
     # Not the module itself: its hooks belong to calibration.
-    return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords, args))
+    with unmoved(proxy):
+        return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords, args))
 
 
 def _error(output: Tensor, expected: Tensor) -> float:

@@ -28,6 +28,7 @@ from quantizer.proxy.batch_pass import Watched
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.classes import called_through
 from quantizer.proxy.completeness import Explanations
+from quantizer.proxy.hooks import OwnHook
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.padding import read_mask
 from quantizer.proxy.seen import Seen
@@ -76,6 +77,7 @@ class Observation:
         self._running: list[Pass] = []
         self._lock = threading.Lock()
         self._detach: list[Callable[[], None]] = []
+        self._prepare: Callable[[], None] | None = None
         self._doubted = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -84,14 +86,15 @@ class Observation:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
-    def attach(self, proxy: nn.Module, sites: Iterable[Site]) -> None:
-        """Start observing."""
+    def attach(self, proxy: nn.Module, sites: Iterable[Site], prepare: Callable[[], None] | None = None) -> None:
+        """Start observing; ``prepare`` is called before each pass."""
+        self._prepare = prepare
         for site in sites:
             site.observer = self
         # A hook alone would not do: torch calls none after an interrupt.
         self._detach = [
             called_through(proxy, self._call),
-            proxy.register_forward_pre_hook(_Inputs(self), with_kwargs=True).remove,
+            proxy.register_forward_pre_hook(OwnHook(self._begin), with_kwargs=True).remove,
         ]
 
     def detach(self, sites: Iterable[Site]) -> None:
@@ -121,6 +124,8 @@ class Observation:
         if self._of_thread() is not None:
             # It calls itself: that is one pass.
             return run()
+        if self._prepare is not None:
+            self._prepare()
         current = Pass(self._watched, self.seen.batches)
         self._thread.current = current
         self._running.append(current)
@@ -140,7 +145,7 @@ class Observation:
             self._add(current, added)
         return result
 
-    def begin(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _begin(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Take note of the inputs of the pass that runs.
 
         Raises:
@@ -222,20 +227,3 @@ def _only_zeros(inputs: Any) -> bool:
         return False
     filled = [tensor for tensor in tensors if tensor.numel()]
     return bool(filled) and not any(bool(tensor.any()) for tensor in filled)
-
-
-class _Inputs:
-    """The hook that tells an observation of a pass's inputs; copied or pickled it tells nobody."""
-
-    def __init__(self, observation: Observation | None = None) -> None:
-        self._observation = observation
-
-    def __call__(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if self._observation is not None:
-            self._observation.begin(proxy, args, keywords)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inputs:
-        return _Inputs()
-
-    def __reduce__(self) -> tuple[type[_Inputs], tuple[()]]:
-        return _Inputs, ()

@@ -22,6 +22,7 @@ from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.padding import without_padding
 from quantizer.proxy.site import Site
+from quantizer.proxy.unmoved import unmoved
 
 __all__ = ["SiteCall", "replay"]
 
@@ -105,7 +106,8 @@ def replay(
             for args, keywords in tqdm(list(batches), title, unit="batch", leave=False, disable=None):
                 watcher.mask = padding_mask(keywords, args)
                 # Not the module itself: its hooks belong to calibration.
-                proxy.forward(*args, **keywords)
+                with unmoved(proxy):
+                    proxy.forward(*args, **keywords)
     finally:
         for site in sites:
             site.judge = None
