@@ -21,6 +21,7 @@ from quantizer.proxy.plan import put_back
 from quantizer.proxy.ranks import gathered
 from quantizer.proxy.ranks import rank_number
 from quantizer.proxy.shared_tensors import watch
+from quantizer.proxy.sharing import OwnBuffers
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
 from quantizer.sensitivity import Loss
@@ -56,6 +57,7 @@ class Amp:
         self, model: nn.Module, plan: Plan, measure: str, granularity: str, loss: Loss | None, metric: Metric | None
     ) -> None:
         self.proxy = build_proxy(model, eager_attention=True).eval()
+        OwnBuffers(self.proxy, model)
         apply_plan(self.proxy, plan)
         store_weights(self.proxy, plan)
         # Its floats are the model's, and its integers would be those of former weights.
@@ -125,6 +127,7 @@ class Amp:
                 if groups is None:
                     # Not the user's own model: in train mode it would drop out, and move its batch statistics.
                     proxy = build_proxy(self._model, eager_attention=False).eval()
+                    OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
                 plan = put_back(self._plan, dict.fromkeys(groups, "put back"))
                 return metric.score(frozen(self._model, plan), f"the model with {len(groups)} groups put back")
@@ -137,6 +140,7 @@ class Amp:
 def frozen(model: nn.Module, plan: Plan) -> nn.Module:
     """The frozen proxy of a plan: ranges fixed, weights held as integers, in eval mode."""
     proxy = build_proxy(model, eager_attention=True).eval()
+    OwnBuffers(proxy, model)
     apply_plan(proxy, plan)
     freeze(proxy, plan)
     return proxy

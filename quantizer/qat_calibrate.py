@@ -88,7 +88,7 @@ class QATCalibrate:
             observation.detach(sites_of(model))
         if kind is not None:
             return
-        empty = [model for model, observation, _ in calibrating if observation.batches == 0]
+        empty = [model for model, observation, _ in calibrating if observation.seen.batches == 0]
         if empty:
             raise CalibrationError(
                 f"no data went through the {type(empty[0]).__name__} after setup_model_qat(): run at least one batch "
@@ -133,9 +133,8 @@ class QATCalibrate:
         raise CalibrationError("the ranges of this model were not loaded yet: they are when the block closes")
 
     def _load_ranges(self, model: nn.Module, observation: Observation, refused: dict[str, str]) -> None:
-        skipped = list(skipped_sources(model))
-        observation = seen_by_all_ranks(self.config, model, observation, refused, skipped)
-        plan = plan_of(self.config, model, observation, refused)
+        seen = seen_by_all_ranks(self.config, model, observation)
+        plan = plan_of(self.config, model, seen, refused)
         apply_plan(model, plan)
         switch_on(model, plan)
-        self._plans.append((model, plan, observation.counter.products()))
+        self._plans.append((model, plan, seen.counted()))

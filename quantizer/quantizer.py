@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
@@ -106,6 +107,9 @@ class Quantizer:
     ) -> nn.Module:
         """Run all of ``batches`` through ``calib(model)``, without gradients.
 
+        A batch counts as a whole or not at all. Where one fails, or this is interrupted, an earlier calibration goes on
+        to count; of a first one, and with ``resume=True``, the batches before stay, and ``resume=True`` goes on.
+
         Args:
             model: the float model.
             batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor.
@@ -115,10 +119,11 @@ class Quantizer:
         Raises:
             CalibrationError: there is no data, a batch does not run through the model, or it has NaN.
         """
-        proxy = self.calib(model, resume=resume)
-        # Of several ranks, one may be left without data.
-        if run_batches(proxy, batches, progress) == 0 and ranks() == 1:
-            raise CalibrationError("the calibration data is empty: at least one batch is needed")
+        with nullcontext() if resume else self._served.replaced_as_a_whole():
+            proxy = self.calib(model, resume=resume)
+            # Of several ranks, one may be left without data.
+            if run_batches(proxy, batches, progress) == 0 and ranks() == 1:
+                raise CalibrationError("the calibration data is empty: at least one batch is needed")
         return proxy
 
     def amp(
@@ -385,7 +390,7 @@ class Quantizer:
         proxy = build_proxy(model, eager_attention=True).eval()
         refused = refused_sites(self.config, proxy)
         observation = observation_of(self.config, proxy, refused)
-        plan = plan_of(self.config, proxy, observation, refused)
+        plan = plan_of(self.config, proxy, observation.seen, refused)
         return Coverage.from_plan(plan, list(skipped_sources(model)), patches=applied_patches(model))
 
     @property

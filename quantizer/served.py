@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,20 @@ class Served:
         self.amp = self.fallback = self.trainable = None
         self._carried = self._chosen_in = None
         return proxy
+
+    @contextmanager
+    def replaced_as_a_whole(self) -> Iterator[None]:
+        """Let what counts now go on to count where the calibration inside the block fails or is interrupted."""
+        before, decided = vars(self).copy(), vars(self.decisions).copy()
+        counts = self.decisions.counts
+        try:
+            yield
+        except BaseException:
+            # Of a first calibration the batches that went through stay, to be resumed.
+            if counts:
+                vars(self).update(before)
+                vars(self.decisions).update(decided)
+            raise
 
     def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
         """The proxy that is trained; see ``Quantizer.qat``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -61,8 +62,15 @@ class Calibrator:
             self.histogram = Histogram()
             self.histogram.add(x, float(x.detach().abs().max()))
 
+    def copy(self) -> Calibrator:
+        """The same, which more values may be shown to."""
+        other = copy.copy(self)
+        other.histogram = copy.copy(self.histogram)
+        return other
+
     def widen(self, low: float, high: float) -> None:
         """Take in the bounds of values of which no more is known; they are counted nowhere."""
+        self._estimated = None
         self.minimum = min(self.minimum, low)
         self.maximum = max(self.maximum, high)
 

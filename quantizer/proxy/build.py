@@ -20,6 +20,7 @@ from quantizer.proxy.classes import original_class
 from quantizer.proxy.classes import reachable_in
 from quantizer.proxy.classes import rebind_kept
 from quantizer.proxy.classes import rewritten_method
+from quantizer.proxy.classes import with_forward
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.sharing import share
 from quantizer.proxy.site import Site
@@ -139,8 +140,9 @@ def instrument(model: nn.Module) -> None:
     for path, module in list(model.named_modules()):
         module.__dict__.pop(_MARK, None)
         rewritten = REWRITER.rewrite(original_class(module), reachable)
-        if rewritten.cls is not type(module):
-            module.__class__ = rewritten.cls
+        cls = with_forward(rewritten.cls, reachable)
+        if cls is not type(module):
+            module.__class__ = cls
         for source in rewritten.sites:
             if source.reason is None:
                 _attach(module, path, source)

@@ -21,12 +21,14 @@ from quantizer.source.closures import rebound
 __all__ = [
     "REWRITER",
     "as_sharer",
+    "called_through",
     "kept_methods",
     "leads_to_forward",
     "original_class",
     "reachable_in",
     "rebind_kept",
     "restore",
+    "with_forward",
     "rewritten_method",
     "with_stored_weight",
 ]
@@ -86,6 +88,8 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 def reachable_in(model: nn.Module) -> frozenset[str]:
     """Names of the functions that a forward pass of a model or proxy may run."""
     kept = [method.__name__ for module in model.modules() for method in kept_methods(module)]
+    if any(_has_no_forward(original_class(module)) for module in model.modules()):
+        kept.append("__call__")
     return REWRITER.reachable(model, original_class, kept)
 
 
@@ -146,6 +150,47 @@ def as_sharer(module: nn.Module) -> None:
     module.__class__ = _SHARERS[cls]
 
 
+def with_forward(cls: type[nn.Module], reachable: frozenset[str]) -> type[nn.Module]:
+    """A subclass whose ``forward`` is the ``__call__`` of a class without any; every other class as it is.
+
+    It is called as torch calls modules, by way of their hooks, and everybody who goes by ``forward`` finds it.
+    """
+    if not _has_no_forward(cls):
+        return cls
+    key = (cls, reachable)
+    if key not in _WITH_FORWARD:
+        original: type[nn.Module] = getattr(cls, "_quantizer_original_class", cls)
+        body = {**_naming(original, reachable), "forward": cls.__call__, "__call__": nn.Module.__call__}
+        _WITH_FORWARD[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    return _WITH_FORWARD[key]
+
+
+def _has_no_forward(cls: type[nn.Module]) -> bool:
+    return cls.forward is nn.Module.forward and cls.__call__ is not nn.Module.__call__
+
+
+def called_through(module: nn.Module, call: Callable[[nn.Module, Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Let ``call(module, run)`` stand around every call of a module, where ``run()`` is the call; what ends it.
+
+    A copy of the module, or one that was pickled, is called as its author wrote it.
+    """
+    cls = type(module)
+
+    def around(self: nn.Module, *args: Any, **keywords: Any) -> Any:
+        return call(self, functools.partial(cls.__call__, self, *args, **keywords))
+
+    reachable: frozenset[str] = getattr(cls, "_quantizer_reachable", frozenset())
+    body = {**_naming(original_class(module), reachable), "__call__": around}
+    made = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    module.__class__ = made
+
+    def end() -> None:
+        if type(module) is made:
+            module.__class__ = cls
+
+    return end
+
+
 def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str) -> type[nn.Module]:
     """A subclass whose parameter ``name`` is a property that reads the integers of an operand of the child ``site``."""
     key = (cls, name, site, operand)
@@ -170,7 +215,7 @@ def restore(
     original: type[nn.Module], reachable: frozenset[str], stored: tuple[tuple[str, str, str], ...], is_sharer: bool
 ) -> nn.Module:
     """An empty instance of the class that a pickled or copied proxy module had."""
-    cls = REWRITER.rewrite(original, reachable).cls
+    cls = with_forward(REWRITER.rewrite(original, reachable).cls, reachable)
     for entry in stored:
         cls = with_stored_weight(cls, *entry)
     module = cls.__new__(cls)
@@ -179,6 +224,7 @@ def restore(
     return module
 
 
+_WITH_FORWARD: dict[tuple[type[nn.Module], frozenset[str]], type[nn.Module]] = {}
 _SHARERS: dict[type[nn.Module], type[nn.Module]] = {}
 _STORED: dict[tuple[type[nn.Module], str, str, str], type[nn.Module]] = {}
 

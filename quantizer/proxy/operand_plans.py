@@ -15,11 +15,11 @@ from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.proxy.formats import Format
 from quantizer.proxy.formats import Formats
-from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.range_group import Migration
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.site import Site
+from quantizer.proxy.site_record import SiteRecord
 from quantizer.proxy.weight_scales import beyond
 from quantizer.proxy.weight_scales import scale_of
 from quantizer.proxy.weight_scales import scaled_for
@@ -35,6 +35,7 @@ docs/architecture.md shows the measurement behind the figure.
 """
 
 _UNREGISTERED = "the weight is a parameter that no module of the model has registered"
+_NO_VALUE = "no value of it was seen"
 _WEIGHTS_ALONE = "weights alone are quantized here"
 _MATRIX = 2  # axes of a weight that has blocks
 
@@ -141,6 +142,8 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     group = seen.range
     assert group is not None
     calibrator, migration = group.calibrator, group.migration
+    if calibrator.count == 0:
+        return OperandPlan(name=name, role="activation", quantized=False, reason=_NO_VALUE)
     if wanted.activations is None:
         low, high = calibrator.minimum, calibrator.maximum
         return OperandPlan(

@@ -47,6 +47,18 @@ class Regions:
     masked: Collection[str] = ()
     wide_inputs: bool = False
 
+    def joined(self, other: Regions) -> Regions:
+        """What both saw."""
+        wide = dict(self.wide)
+        for path, largest in other.wide.items():
+            wide[path] = max(largest, wide.get(path, 0.0))
+        return Regions(
+            wide=wide,
+            computing=frozenset(self.computing) | frozenset(other.computing),
+            masked=frozenset(self.masked) | frozenset(other.masked),
+            wide_inputs=self.wide_inputs or other.wide_inputs,
+        )
+
     def plain(self) -> dict[str, Any]:
         """Plain values, to be saved."""
         return {

@@ -78,7 +78,7 @@ class Weights:
         """Return the paths of the parameters whose memory a tensor shows, also where it shows only some of it."""
         if isinstance(value, nn.Parameter):
             return [self._paths[id(value)]] if id(value) in self._paths else []
-        if value.layout != torch.strided:
+        if is_transformed(value) or value.layout != torch.strided:
             return []
         return [self._paths[id(parameter)] for parameter in self._owners.get(_storage(value), ())]
 

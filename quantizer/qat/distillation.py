@@ -6,12 +6,13 @@ Legend: z the proxy's and y the teacher's logits [.., C], T the temperature; h_l
 
 (Hinton et al. 2015, arXiv:1503.02531; the factor T^2 keeps the gradient's size.) Of several logits (``start_logits``
 and ``end_logits``, where an answer begins and ends) it is the mean. An output without any is compared as a hidden state
-is. Padding of tokens [B, S, ..], where the inputs hold an ``attention_mask`` [B, S], is left out.
+is. Padding of tokens [B, S, ..], where an ``attention_mask`` [B, S] certainly says what it is, is left out.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.padding import output_without_padding
-from quantizer.proxy.padding import padding_mask
+from quantizer.proxy.padding import read_mask
 
 __all__ = ["Distillation"]
 
@@ -51,6 +52,7 @@ class Distillation:
         self.teacher = copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
         self._temperature = temperature
         self._hidden = hidden
+        self._doubted = False
 
     def __call__(self, output: Any, *args: Any, **keywords: Any) -> Tensor:
         """The loss [] of a proxy's output.
@@ -68,7 +70,10 @@ class Distillation:
             given["output_hidden_states"] = True
         with torch.no_grad():
             wanted = self.teacher(*args, **given)
-        mask = padding_mask(keywords)
+        mask, doubt = read_mask(keywords, args)
+        if doubt is not None and not self._doubted:
+            self._doubted = True
+            warnings.warn(doubt, stacklevel=2)
         loss = self._of_outputs(output, wanted, mask)
         if not self._hidden:
             return loss

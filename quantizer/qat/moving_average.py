@@ -8,6 +8,7 @@ Legend: x [*] the operand; s its scale [], [C] or in blocks; z its zero point (0
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.padding import padding_mask
+from quantizer.proxy.padding import read_mask
 from quantizer.proxy.padding import without_padding
 from quantizer.proxy.ranks import ranks
 
@@ -36,14 +37,23 @@ class Padding:
         mask: [B, S]; None: all of them.
     """
 
-    mask: Tensor | None = None
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None
+        self._doubted = False
+
+    def read(self, keywords: Mapping[str, Any], args: tuple[Any, ...]) -> None:
+        """Take the mask of a batch; where its meaning is doubtful none, and say so once."""
+        self.mask, doubt = read_mask(keywords, args)
+        if doubt is not None and not self._doubted:
+            self._doubted = True
+            warnings.warn(doubt, stacklevel=2)
 
     def keep(self, proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Take the mask of the batch that ``proxy`` is called with: a forward pre-hook of it.
 
         A method and no function inside of another: a copy of the proxy has a copy of this object.
         """
-        self.mask = padding_mask(keywords)
+        self.read(keywords, args)
 
 
 class MovingAverage:

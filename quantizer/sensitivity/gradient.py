@@ -57,7 +57,7 @@ def gradient(
     Raises:
         SensitivityError: the loss is no scalar that depends on the output, or the output holds no float.
     """
-    divergence = Divergence(result, padding_mask(keywords))
+    divergence = Divergence(result, padding_mask(keywords, args))
     costs: dict[str, float] = defaultdict(float)
     large: set[str] = set()
     anchor = torch.zeros((), requires_grad=True)

@@ -29,13 +29,14 @@ def local(
 ) -> dict[str, float]:
     """The error of each group on one batch, by name."""
     del result
-    mask = padding_mask(keywords)
+    mask = padding_mask(keywords, args)
     errors: dict[str, list[float]] = defaultdict(list)
 
     def visit(site: Site, output: Tensor, changes: dict[str, Tensor]) -> Tensor:
-        power = float(without_padding(output, mask).double().square().sum())
+        last = site.operation.name == "linear"
+        power = float(without_padding(output, mask, channels_last=last).double().square().sum())
         for name, change in changes.items():
-            error = float(without_padding(change, mask).double().square().sum())
+            error = float(without_padding(change, mask, channels_last=last).double().square().sum())
             errors[name].append(error / power if power > 0 else 0.0)
         return output
 

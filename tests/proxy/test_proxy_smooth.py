@@ -168,6 +168,27 @@ def test_more_data_is_smoothed_again() -> None:
     assert not torch.equal(before, after)  # type: ignore[arg-type]
 
 
+def test_a_search_that_goes_on_is_one_over_all_data() -> None:
+    """What was left as it is by the first data, for a reason of its own, is looked at anew."""
+    model = Outliers().eval()
+    settings: dict[str, Any] = {"calibrator": "max", "smooth": "auto"}
+    parts, whole = (Quantizer(backend="onnxruntime", sites=NO_RESIDUAL, activations=settings) for _ in range(2))
+    plain = [torch.randn(40, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    with torch.no_grad():
+        model.norm.weight.fill_(1.0)
+        model.norm.weight[3] = 5.0
+    parts.calibrate(model, plain[:1])
+    assert str(parts.ranges)
+    parts.calibrate(model, [x * torch.linspace(0.01, 30, 32) for x in plain[1:]], resume=True)
+    whole.calibrate(model, [plain[0], *(x * torch.linspace(0.01, 30, 32) for x in plain[1:])])
+    for path, site in whole.plan.items():
+        for mine, other in zip(parts.plan[path].operands, site.operands, strict=True):
+            assert mine.smoothing == other.smoothing, path
+            assert torch.equal(mine.scale, other.scale)  # type: ignore[arg-type]
+    assert str(parts.ranges) == str(whole.ranges)
+    assert str(parts.coverage) == str(whole.coverage)
+
+
 # -- what is smoothed ----------------------------------------------------------------------------------------------
 
 

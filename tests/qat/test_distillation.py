@@ -106,9 +106,22 @@ def test_several_logits_count_alike() -> None:
 def test_classes_are_no_tokens() -> None:
     model = Classifier().eval()
     mask = torch.tensor([[1, 1, 0, 0]]).expand(8, 4)  # as many tokens as there are classes
-    output = {"logits": model(data())["logits"].detach() + torch.tensor([0.0, 0, 0, 3])}
+    tokens = data()[:, :4]
+    output = {"logits": model(tokens)["logits"].detach() + torch.tensor([0.0, 0, 0, 3])}
     loss = Distillation(model)
-    assert loss(output, data(), attention_mask=mask).item() == loss(output, data()).item() > 0.01
+    assert loss(output, tokens, attention_mask=mask).item() == loss(output, tokens).item() > 0.01
+
+
+def test_a_mask_of_doubtful_meaning_leaves_nothing_out_and_is_told_once() -> None:
+    model = Classifier(tokens=True).eval()
+    mask = torch.ones(8, 5, dtype=torch.bool)
+    mask[:, 3:] = False
+    with torch.no_grad():
+        output = {"logits": model(data())["logits"] + mask[..., None] * torch.randn(8, 5, 4)}
+    loss = Distillation(model)
+    with pytest.warns(UserWarning, match=r"attention_mask \(bool \[8, 5\]\) is not certainly 1 for tokens"):
+        found = loss(output, data(), attention_mask=mask)
+    assert loss(output, data(), attention_mask=mask).item() == found.item() == loss(output, data()).item()
 
 
 def test_an_output_without_logits() -> None:
