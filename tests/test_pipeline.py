@@ -35,6 +35,7 @@ from tiny_run import tiny_run  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[1]
 COMPLETE = {
+    ".quantizer.json",
     "config.yaml",
     "float.engine",
     "float.onnx",

@@ -127,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
-    assert {path.name for path in place.done.iterdir()} == {*BACKENDS, "quantizer", "conversion.json"}
+    assert {path.name for path in place.done.iterdir()} == {*BACKENDS, "quantizer", "conversion.json", ".quantizer.json"}
     assert not list(place.folder.glob("*.search.json"))
     for backend in BACKENDS:
         folder = place.done / backend
@@ -206,7 +206,7 @@ def test_a_folder_that_is_none_of_ours(place: Place, tmp_path: Path) -> None:
 
 
 def test_a_float_model_needs_no_data(place: Place) -> None:
-    assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json"}
+    assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json", ".quantizer.json"}
     config = _read(place.float / "openvino" / "config.json")
     assert config["quantization"] is None
     assert all(check["sqnr_db"] is None or check["sqnr_db"] > 60 for check in config["checks"])

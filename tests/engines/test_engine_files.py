@@ -105,12 +105,12 @@ def test_onnx_file_damaged_inside(name: str, qdq: Any, tmp_path: Path) -> None:
 
 
 def test_output_folder_missing(name: str, qdq: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="is not an existing folder; make it first"):
+    with pytest.raises(EngineError, match="does not exist; make it first"):
         build_engine(name, qdq.path, tmp_path / "none" / "model.engine")
 
 
 def test_output_is_a_folder(name: str, qdq: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="it is a folder; give the name of a file"):
+    with pytest.raises(EngineError, match="is a folder; expected the name of a file, such as model.onnx or model.engine"):
         build_engine(name, qdq.path, tmp_path)
 
 

@@ -270,7 +270,7 @@ def test_a_reload_in_a_new_process_is_bit_identical(tmp_path: Path, fallback: bo
         output = q.quantize(model)(**inputs)
     assert q.save(tmp_path / "state") == tmp_path / "state"
     files = sorted(path.name for path in (tmp_path / "state").iterdir())
-    assert files == ["observed.safetensors", "quantizer.yaml", "ranges.safetensors"]
+    assert files == [".quantizer.json", "observed.safetensors", "quantizer.yaml", "ranges.safetensors"]
     kept = {
         "inputs": inputs,
         "output": dict(output),
