@@ -218,7 +218,7 @@ def test_a_folder_has_a_name_of_its_own(convert: Callable[..., tuple[int, str]],
     assert (tmp_path / "converted" / "model" / "openvino" / "model.engine").is_file()
     assert _read(tmp_path / "converted" / "model" / "openvino" / "config.json")["name"] == "model"
     code, said = convert(*SIZES)
-    assert (code, "exists already; choose another -o, or replace it with --force" in said) == (1, True)
+    assert (code, "exists already; choose another folder, or replace it with --force" in said) == (1, True)
 
 
 def test_the_usual_sizes_are_lowered_to_the_positions(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
@@ -367,7 +367,10 @@ BAD = {
         "--compute-capability: 'sm80' has no FP8",
     ),
     "threads": (("--threads", "0"), "--threads 0: expected 1 or more"),
-    "exists": (("-o", "texts.txt"), "texts.txt exists already; choose another -o, or replace it with --force"),
+    "exists": (("-o", "texts.txt"), "texts.txt cannot be written: it is no folder"),
+    "the current folder": (("-o", ".", "--force"), "is the current folder, or holds it"),
+    "no folder": (("-o", ""), "is the current folder, or holds it"),
+    "a long name": (("-o", "n" * 300), "File name too long"),
     "no model": (("-m", "./nowhere"), "there is no folder nowhere"),
 }
 
