@@ -30,7 +30,6 @@ from quantizer.files.place import sync_folder
 from quantizer.files.place import system_error
 from quantizer.files.temporary import NEW
 from quantizer.files.temporary import OLD
-from quantizer.files.temporary import forget
 from quantizer.files.temporary import leftovers
 from quantizer.files.temporary import new_name
 from quantizer.files.temporary import remove_leftovers
@@ -184,7 +183,6 @@ def _clear(new: Path, place: Path) -> None:
     discard(new)
     if os.path.lexists(place):
         discard(new.with_suffix(OLD))
-    forget(new)
 
 
 def _kept_beside(new: Path, place: Path, refused: QuantizerError) -> QuantizerError:

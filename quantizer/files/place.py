@@ -51,8 +51,10 @@ def real_place(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
                     "that, remove the link, or choose another path"
                 )
         found = Path(os.path.realpath(whole))
-        with suppress(FileNotFoundError, NotADirectoryError):
-            found.lstat()
+        # Of folders that are not there yet the system does not say it.
+        there = next(part for part in (found, *found.parents) if part.is_dir())
+        if any(len(os.fsencode(name)) > os.pathconf(there, "PC_NAME_MAX") for name in found.parts):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     except OSError as refused:
         raise error(f"{text} cannot be written: {refused.strerror}; choose another path") from refused
     except ValueError as refused:

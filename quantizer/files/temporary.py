@@ -1,8 +1,10 @@
 """Folders to write into, beside what they become, each with its owner in its name.
 
-``.NAME.MACHINE-PID-START-TOKEN.part``: a kill leaves such a folder, and whoever writes NAME next removes it, unless the
-process that made it is alive. A folder of another machine, or from before a restart, goes when it has not changed for a
-week: whether its process is alive cannot be told.
+``.NAME.MACHINE-OWNER-START-TOKEN.part``: a kill leaves such a folder, and whoever writes NAME next removes it, unless
+its owner is alive: a thread by its number in the system, which for the first of a process is that of the process. A
+thread that begins to write NAME is at no other folder for it, so that what is its own was left by an interruption. A
+folder of another machine, or from before a restart, goes when it has not changed for a week: whether its owner is alive
+cannot be told.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import os
 import platform
 import re
 import secrets
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,16 +25,14 @@ from pathlib import Path
 
 from quantizer.files.marker import discard
 
-__all__ = ["NEW", "OLD", "forget", "leftovers", "new_name", "remove_leftovers", "temporary_beside"]
+__all__ = ["NEW", "OLD", "leftovers", "new_name", "remove_leftovers", "temporary_beside"]
 
 NEW = ".part"
 OLD = ".old"
 _UNCHANGED_S = 7 * 24 * 3600
 _LONGEST_NAME = 150
 _ENDED = ("Z", "X")
-
-_in_use: set[str] = set()
-"""The names of this process that are in use; what else has its number was left behind."""
+_THREADS = sys.platform == "linux"
 
 
 @contextmanager
@@ -43,21 +45,12 @@ def temporary_beside(target: Path) -> Iterator[Path]:
         yield folder
     finally:
         discard(folder)
-        forget(folder)
 
 
 def new_name(target: Path) -> Path:
     """A name beside ``target`` that nothing has, and that says whose it is."""
-    pid = os.getpid()
-    owner = f"{_machine()}-{pid}-{_started(pid) or 0}"
-    name = f".{_stem(target)}.{owner}-{secrets.token_hex(4)}{NEW}"
-    _in_use.add(name)
-    return target.with_name(name)
-
-
-def forget(folder: Path) -> None:
-    """Say that a name from ``new_name`` is in use no more."""
-    _in_use.discard(folder.name)
+    owner = f"{_machine()}-{_this()}-{_started(_this()) or 0}"
+    return target.with_name(f".{_stem(target)}.{owner}-{secrets.token_hex(4)}{NEW}")
 
 
 def remove_leftovers(target: Path) -> None:
@@ -70,10 +63,10 @@ def remove_leftovers(target: Path) -> None:
 
 
 def leftovers(target: Path, ending: str) -> list[Path]:
-    """The folders beside ``target`` that processes left which are gone."""
+    """The folders beside ``target`` whose owners are gone."""
     pattern = re.compile(
         re.escape(f".{_stem(target)}.")
-        + r"(?P<machine>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}"
+        + r"(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}"
         + re.escape(ending)
     )
     found = []
@@ -88,23 +81,28 @@ def leftovers(target: Path, ending: str) -> list[Path]:
 def _is_left(folder: Path, name: re.Match[str]) -> bool:
     if name["machine"] != _machine():
         return time.time() - _changed(folder) > _UNCHANGED_S
-    if int(name["pid"]) == os.getpid():
-        return folder.name.removesuffix(OLD).removesuffix(NEW) + NEW not in _in_use
-    started = _started(int(name["pid"]))
+    if int(name["owner"]) == _this():
+        return _THREADS
+    started = _started(int(name["owner"]))
     return started is None or started not in (int(name["start"]), 0)
 
 
-def _started(pid: int) -> int | None:
-    """When a process of this machine began, in the kernel's ticks; 0 where that cannot be told, None: it has ended."""
+def _this() -> int:
+    """The number of this thread; that of the process, where the system has no table of threads."""
+    return threading.get_native_id() if _THREADS else os.getpid()
+
+
+def _started(owner: int) -> int | None:
+    """When a thread of this machine began, in the kernel's ticks; 0 where that cannot be told, None: it has ended."""
     try:
-        os.kill(pid, 0)
+        os.kill(owner, 0)
     except ProcessLookupError:
         return None
     except OSError:
         pass  # another user's
     try:
         # The name of the program stands in brackets, and may hold any character.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{owner}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if fields[0] in _ENDED else int(fields[19])
     except (OSError, IndexError, ValueError):
         return 0

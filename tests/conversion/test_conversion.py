@@ -127,7 +127,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
-    assert {path.name for path in place.done.iterdir()} == {*BACKENDS, "quantizer", "conversion.json", ".quantizer.json"}
+    assert {path.name for path in place.done.iterdir()} == {
+        *BACKENDS,
+        "quantizer",
+        "conversion.json",
+        ".quantizer.json",
+    }
     assert not list(place.folder.glob("*.search.json"))
     for backend in BACKENDS:
         folder = place.done / backend
