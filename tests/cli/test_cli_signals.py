@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from quantizer.cli import main as cli
+from quantizer.cli.main import main
 from quantizer.cli.signals import HungUp
 from quantizer.cli.signals import Terminated
 from quantizer.cli.signals import end_as_on_ctrl_c
+from quantizer.cli.validate import Validate
 
 
 def _told(number: int) -> None:
@@ -26,23 +27,22 @@ def _told(number: int) -> None:
 def test_a_command_ends_as_on_ctrl_c(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, kind: type, code: int
 ) -> None:
-    cleaned: list[str] = []
+    cleaned: list[type] = []
 
     def command(*_: object) -> int:
         try:
             _told(number)
         except KeyboardInterrupt as stop:
-            assert type(stop) is kind
             # Who cleans up is not disturbed by a supervisor that asks again.
             _told(signal.SIGTERM)
-            cleaned.append("all of it")
+            cleaned.append(type(stop))
             raise
         return 0
 
-    monkeypatch.setattr(cli.Validate, "__call__", command)
-    assert cli.main(["validate", "none.yaml"]) == code
+    monkeypatch.setattr(Validate, "__call__", command)
+    assert main(["validate", "none.yaml"]) == code
     assert capsys.readouterr().err == "terminated: nothing was written\n"
-    assert cleaned == ["all of it"]
+    assert cleaned == [kind]
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
