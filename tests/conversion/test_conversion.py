@@ -15,6 +15,7 @@ import torch
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
+from quantizer.files import MARKER
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
@@ -131,7 +132,7 @@ def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
         *BACKENDS,
         "quantizer",
         "conversion.json",
-        ".quantizer.json",
+        MARKER,
     }
     assert not list(place.folder.glob("*.search.json"))
     for backend in BACKENDS:
@@ -211,7 +212,7 @@ def test_a_folder_that_is_none_of_ours(place: Place, tmp_path: Path) -> None:
 
 
 def test_a_float_model_needs_no_data(place: Place) -> None:
-    assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json", ".quantizer.json"}
+    assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json", MARKER}
     config = _read(place.float / "openvino" / "config.json")
     assert config["quantization"] is None
     assert all(check["sqnr_db"] is None or check["sqnr_db"] > 60 for check in config["checks"])

@@ -348,7 +348,7 @@ def test_saving_on_a_disk_that_is_full(tmp_path: Path) -> None:
     # The system itself refuses to write more than this to one file, as it does where a disk is full.
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
-        with pytest.raises(QuantizerError, match="nothing was written to .*state: .*File too large"):
+        with pytest.raises(QuantizerError, match=r"nothing was written to .*state: .*File too large"):
             q.save(tmp_path / "state")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
