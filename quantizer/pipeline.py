@@ -40,6 +40,7 @@ from quantizer.export import export_onnx
 from quantizer.files import checked_folder
 from quantizer.files import require_room
 from quantizer.files import restore_folder
+from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.histograms import noisiest
 from quantizer.quantizer import Quantizer
@@ -72,7 +73,6 @@ from quantizer.stages import bar
 from quantizer.stages import engine_inputs
 from quantizer.stages import parameter_bytes
 from quantizer.stages import runner
-from quantizer.stages import said_complete
 from quantizer.stages import score_record
 from quantizer.stages import work_kept
 from quantizer.tasks import Predictions

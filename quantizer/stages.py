@@ -22,6 +22,7 @@ from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import build_engine
+from quantizer.files import said_complete
 from quantizer.qat.checkpoint import check_checkpoints
 from quantizer.qat.checkpoint import remove_checkpoints
 from quantizer.report import Score
@@ -42,7 +43,6 @@ __all__ = [
     "engine_inputs",
     "parameter_bytes",
     "runner",
-    "said_complete",
     "score_record",
     "work_kept",
 ]
@@ -153,15 +153,6 @@ class Kept:
 
 
 @contextmanager
-def said_complete(folder: Path) -> Iterator[None]:
-    """An interruption of the block, which comes after the work, says that the folder is complete."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        raise type(stop)(f"{folder} is complete") from stop
-
-
-@contextmanager
 def work_kept(folder: Path, *, searches: bool, trains: bool) -> Iterator[Kept]:
     """Where the long parts of a run keep what they have, so that the same command goes on with it.
 
@@ -180,7 +171,8 @@ def work_kept(folder: Path, *, searches: bool, trains: bool) -> Iterator[Kept]:
         yield kept
     except KeyboardInterrupt as stop:
         there = [f"the {what} are kept in {path}" for what, path in used.items() if path.exists()]
-        if there:
+        # One that has a message comes after the work.
+        if there and not stop.args:
             raise type(stop)(f"{', and '.join(there)}; the same command goes on with them") from stop
         raise
     with said_complete(folder):

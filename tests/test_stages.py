@@ -14,9 +14,9 @@ from torch import nn
 from quantizer.cli.signals import Terminated
 from quantizer.engines import TensorSpec
 from quantizer.errors import QuantizerError
+from quantizer.files import said_complete
 from quantizer.qat.checkpoint import write_checkpoint
 from quantizer.stages import engine_inputs
-from quantizer.stages import said_complete
 from quantizer.stages import work_kept
 
 

@@ -51,6 +51,7 @@ from quantizer.errors import TaskError
 from quantizer.export import export_onnx
 from quantizer.export.signature import read_signature
 from quantizer.files import require_room
+from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.quantizer import Quantizer
 from quantizer.report import Score
@@ -60,7 +61,6 @@ from quantizer.stages import Stages
 from quantizer.stages import bar
 from quantizer.stages import parameter_bytes
 from quantizer.stages import runner
-from quantizer.stages import said_complete
 from quantizer.stages import score_record
 from quantizer.stages import work_kept
 from quantizer.targets import profile

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from quantizer.files.folder import checked_folder
 from quantizer.files.folder import restore_folder
+from quantizer.files.folder import said_complete
 from quantizer.files.folder import write_folder
 from quantizer.files.marker import MARKER
 from quantizer.files.place import checked_file
@@ -25,6 +26,7 @@ __all__ = [
     "checked_folder",
     "require_room",
     "restore_folder",
+    "said_complete",
     "temporary_beside",
     "whole_file",
     "write_folder",

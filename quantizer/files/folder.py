@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,7 +36,7 @@ from quantizer.files.temporary import leftovers
 from quantizer.files.temporary import new_name
 from quantizer.files.temporary import remove_leftovers
 
-__all__ = ["checked_folder", "restore_folder", "write_folder"]
+__all__ = ["checked_folder", "restore_folder", "said_complete", "write_folder"]
 
 _SHOWN = 3
 
@@ -99,14 +101,24 @@ def write_folder(
                 _put_in_place(new, place, kind)
         except QuantizerError as refused:
             raise _kept_beside(new, place, refused) from refused
-        with said_plainly(folder):
+        with said_plainly(folder), said_complete(folder):
             sync_folder(place.parent)
+            _clear(new, place)
     finally:
         _clear(new, place)
         for parent in made:
             with suppress(OSError):
                 parent.rmdir()
     return Path(folder).absolute()
+
+
+@contextmanager
+def said_complete(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """An interruption of the block, which comes after the work, says that the folder is complete."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise type(stop)(f"{Path(folder).absolute()} is complete") from stop
 
 
 def restore_folder(folder: str | os.PathLike[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pwd
 import re
 import shutil
 import stat
@@ -201,7 +200,10 @@ def _same(one: Path, other: Path) -> bool:
 def _homes() -> Iterator[Path]:
     with suppress(RuntimeError):
         yield Path.home()
-    with suppress(KeyError):
+    # Whatever HOME says, where the system has such a table.
+    with suppress(ImportError, KeyError):
+        import pwd
+
         yield Path(pwd.getpwuid(os.getuid()).pw_dir)
 
 

@@ -278,6 +278,18 @@ def test_a_file_that_comes_at_the_last_moment_is_not_removed(
         assert (aside / "mine").read_text() == "mine"
 
 
+def test_an_interruption_after_the_work_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    write(tmp_path / "out", "old")
+    monkeypatch.setattr("quantizer.files.folder.sync_folder", stop)
+    with pytest.raises(KeyboardInterrupt, match=r"/out is complete$"):
+        write(tmp_path / "out", "new")
+    assert text_of(tmp_path / "out") == "new"
+    assert names(tmp_path) == ["out"]
+
+
 # -- errors --------------------------------------------------------------------------------------------------------
 
 
