@@ -198,7 +198,7 @@ class Quantizer:
         if measured is None or amp is not measured.proxy:
             raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        self._served.fallback = measured.fallback(
+        chosen = measured.fallback(
             num=num,
             ratio=ratio,
             names=names,
@@ -208,7 +208,8 @@ class Quantizer:
             costs=costs,
             cache=cache,
         )
-        return self._served.fallback
+        self._served.put_back(chosen, measured.plan)
+        return chosen
 
     def clear_fallback(self) -> None:
         """Undo ``fallback``: every group is quantized again as calibration decided."""

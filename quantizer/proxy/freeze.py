@@ -12,7 +12,6 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ProxyError
-from quantizer.numerics.held_scale import held_scale
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.classes import with_stored_weight
@@ -159,7 +158,7 @@ def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
 
 
 def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) -> None:
-    """Refuse a frozen proxy whose scales were not chosen for the float type that is to hold them.
+    """Refuse a frozen proxy whose scales the float type of a file does not hold, but for the rounding of their digits.
 
     Raises:
         ProxyError: it was quantized for another backend.
@@ -167,11 +166,16 @@ def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) 
     for site in sites_of(proxy):
         for position in range(len(site.quantizers)):
             scale = site.quantizer(position).scale
-            if site.active and scale is not None and not torch.equal(held_scale(scale, scale_dtype), scale.float()):
+            if not site.active or scale is None:
+                continue
+            scale = scale.float()
+            lost = (scale.to(scale_dtype).float() - scale).abs() > torch.finfo(scale_dtype).eps * scale
+            if bool(lost.any()):
+                first, name = float(scale[lost].flatten()[0]), str(scale_dtype).removeprefix("torch.")
                 raise ProxyError(
-                    f"this model was quantized for another backend than {backend}: the scales of {site.path} are no "
-                    f"numbers of {str(scale_dtype).removeprefix('torch.')}; export it with the Quantizer that "
-                    f"quantized it, or quantize with that Quantizer's for_backend({backend!r})"
+                    f"this model was quantized for another backend than {backend}: scales of {site.path}, such as "
+                    f"{first:.3g}, are no numbers of {name}; "
+                    f"export it with the Quantizer that quantized it, or quantize with its for_backend({backend!r})"
                 )
 
 
