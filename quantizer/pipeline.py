@@ -36,8 +36,11 @@ from quantizer.engines import load_engine
 from quantizer.engines import observe_engine
 from quantizer.engines import peak_memory_mib
 from quantizer.engines import runs_here
-from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
+from quantizer.files import checked_folder
+from quantizer.files import require_room
+from quantizer.files import restore_folder
+from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.histograms import noisiest
 from quantizer.quantizer import Quantizer
@@ -68,6 +71,7 @@ from quantizer.stages import Kept
 from quantizer.stages import Stages
 from quantizer.stages import bar
 from quantizer.stages import engine_inputs
+from quantizer.stages import parameter_bytes
 from quantizer.stages import runner
 from quantizer.stages import score_record
 from quantizer.stages import work_kept
@@ -85,6 +89,9 @@ from quantizer.tuning import TuningScore
 
 __all__ = ["inspect", "run"]
 
+RUN = "run"
+"""What its folder says that it is."""
+
 _LATENCY_ROUNDS = 15
 _HISTOGRAMS = 6
 
@@ -95,7 +102,7 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     Args:
         config: the resolved configuration.
         output: the folder; None: ``config.output``.
-        force: replace a folder that stands there already.
+        force: replace the folder of a run that stands there already; one that holds anything else is kept.
         console: where stages and results are printed.
 
     Raises:
@@ -103,14 +110,20 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
             stage failed.
     """
     refuse_run(config)
-    folder = Path(output or config.output).absolute()
-    if folder.exists() and not force:
-        raise QuantizerError(f"{folder} exists already; choose another output folder, or replace it with --force")
+    folder = Path(config.output if output is None else output).absolute()
+    restore_folder(folder)
+    checked_folder(folder, RUN, replace=force)
     record: list[RunRecord] = []
     searches = config.fallback is not None and config.fallback.max_drop is not None
     with work_kept(folder, searches=searches, trains=config.qat is not None) as kept:
-        write_folder(folder, lambda target: record.append(_Run(config, folder.name, target, kept, console).carry_out()))
-    print_record(record[0], folder, console)
+        write_folder(
+            folder,
+            lambda target: record.append(_Run(config, folder.name, target, kept, console).carry_out()),
+            kind=RUN,
+            replace=force,
+        )
+    with said_complete(folder):
+        print_record(record[0], folder, console)
     return folder
 
 
@@ -211,6 +224,8 @@ class _Run:
     def _model_and_task(self) -> tuple[nn.Module, Task]:
         config = self.config
         model = load_model(config.model.source, config.model.task, config.model.attention)
+        # Four files of the model come of it, and two of them hold it in float.
+        require_room(self.target, parameter_bytes(model), "what a run writes of this model")
         task = build_task(
             config.model.task,
             model,

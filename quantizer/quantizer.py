@@ -353,9 +353,11 @@ class Quantizer:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write config, decisions, ranges, histograms and fallback to a folder: YAML and safetensors.
 
+        A folder that stands there is replaced where ``save`` wrote it and nothing else lies in it, and kept otherwise.
+
         Raises:
             CalibrationError: there is nothing to save yet.
-            QuantizerError: the folder cannot be written.
+            QuantizerError: the folder cannot be written, or is kept.
         """
         plan, decisions = self._served.decided(), self._served.decisions
         return save_state(folder, plan, decisions.products(), self._served.document(), decisions.seen())

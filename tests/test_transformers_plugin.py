@@ -208,6 +208,14 @@ def test_weights_are_integers_and_files_may_be_many(bert, tmp_path):
     assert_same(again(**TEXT), frozen(**TEXT))
 
 
+def test_saving_keeps_what_lies_beside(bert, tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    for _ in range(2):
+        quantized(ready(bert)).save_pretrained(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors", "notes"}
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
 def test_a_loaded_model_is_the_frozen_one(bert, tmp_path):
     pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
     from transformers.trainer_utils import validate_quantization_for_training

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from quantizer.errors import QuantizerError
+from quantizer.files import restore_folder
 
 __all__ = ["Show"]
 
@@ -39,6 +40,7 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
 
     def __call__(self, args: Namespace, console: Console) -> int:
         path: Path = args.path
+        restore_folder(path)
         if path.is_file():
             from quantizer.engines import inspect_file
             from quantizer.report.engine_table import print_inspection

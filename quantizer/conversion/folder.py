@@ -19,6 +19,7 @@ from quantizer.engines import Array
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
+from quantizer.files import restore_folder
 from quantizer.tasks import Sample
 from quantizer.tasks import load_processor
 from quantizer.tasks import read_image
@@ -108,6 +109,7 @@ def load_converted(folder: str | Path, *, threads: int = 1) -> Converted:
         EngineError: the engine does not load on this machine.
     """
     path = Path(folder)
+    restore_folder(path.parent)
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         backend, written, task = config["backend"], config["format"], config["task"]

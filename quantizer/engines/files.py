@@ -96,19 +96,19 @@ def _varint(stream: BinaryIO) -> int:
     raise ValueError(f"a number at byte {stream.tell()} is too long")
 
 
-def checked_output(path: Path) -> Path:
+def checked_output(path: Path, source: Path | None = None) -> Path:
     """``path``, when a file can be written there; asked before a build, so that no build is lost to a bad path.
 
+    Args:
+        path: the file to write.
+        source: the file that is built from.
+
     Raises:
-        EngineError: the folder is missing or cannot be written, or ``path`` is a folder.
+        EngineError: nothing can be written there, or it would replace ``source``.
     """
-    folder = path.parent
-    if not folder.is_dir():
-        raise EngineError(f"cannot write {path}: {folder} is not an existing folder; make it first")
-    if path.is_dir():
-        raise EngineError(f"cannot write {path}: it is a folder; give the name of a file")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise EngineError(f"cannot write {path}: no permission to write in {folder}; choose another folder")
+    place = files.checked_file(path, EngineError)
+    if source is not None and place.exists() and place.samefile(source):
+        raise EngineError(f"{path} is the file that the engine is built from; give the engine another name")
     return path
 
 

@@ -108,7 +108,7 @@ class ONNXRuntimeBackend:
         options.check_for(self.name)
         started = time.perf_counter()
         checked_onnx(onnx_path)
-        checked_output(engine_path)
+        checked_output(engine_path, onnx_path)
         ort = import_library("onnxruntime", "onnxruntime")
         if options.progress:
             options.progress(0.0, "optimize")

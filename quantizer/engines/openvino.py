@@ -94,7 +94,7 @@ class OpenVINOBackend:
         precision = options.inference_precision or "float32"
         started = time.perf_counter()
         checked_onnx(onnx_path)
-        checked_output(engine_path)
+        checked_output(engine_path, onnx_path)
         ov = import_library("openvino", "openvino")
         if options.progress:
             options.progress(0.0, "compile")

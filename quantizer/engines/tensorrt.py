@@ -65,7 +65,7 @@ class TensorRTBackend:
         options.check_for(self.name)
         started = time.perf_counter()
         checked_onnx(onnx_path)
-        checked_output(engine_path)
+        checked_output(engine_path, onnx_path)
         note = weights_note(onnx_path, engine_path) if options.strip_weights else ""
         trt = self._import()
         capabilities = [self._capability(trt, name) for name in options.capabilities]

@@ -22,8 +22,8 @@ from quantizer.errors import MissingDependencyError
 from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
-from quantizer.export.write import check_folder
 from quantizer.export.write import write_onnx
+from quantizer.files import checked_file
 from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -66,7 +66,7 @@ def export_onnx(
     """
     for package in ("onnx", "onnxscript", "onnx_ir"):
         _require(package)
-    check_folder(path)
+    checked_file(path, ExportError)
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
         raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
     for name, quantizer in _enabled(model):

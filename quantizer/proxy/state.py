@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantizer.errors import QuantizerError
+from quantizer.files import restore_folder
 from quantizer.files import write_folder
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.plan import OperandPlan
@@ -36,6 +37,7 @@ from quantizer.proxy.weight import WeightView
 __all__ = ["load_state", "save_state", "state_bytes", "state_of_bytes"]
 
 FORMAT = 1
+_KIND = "saved quantizer"
 _YAML = "quantizer.yaml"
 _TENSORS = "ranges.safetensors"
 _OBSERVED = "observed.safetensors"
@@ -58,14 +60,14 @@ def save_state(
     """Write a plan, what was counted and whatever else the caller keeps to a folder.
 
     Args:
-        folder: replaced where it exists.
+        folder: replaced where it holds a saved quantizer and nothing else.
         plan: what becomes of each site.
         products: what torch computed in calibration.
         document: more plain values.
         observed: a snapshot of what calibration saw; None where there is none.
 
     Raises:
-        QuantizerError: the folder cannot be written.
+        QuantizerError: the folder cannot be written, or what stands there is kept.
     """
     whole, tensors = _plain(plan, products, document)
 
@@ -76,7 +78,7 @@ def save_state(
         if observed is not None:
             (target / _OBSERVED).write_bytes(observed)
 
-    return write_folder(folder, fill)
+    return write_folder(folder, fill, kind=_KIND)
 
 
 def load_state(
@@ -90,6 +92,7 @@ def load_state(
         QuantizerError: the folder is none of ours, is of another format, or is damaged.
     """
     source = Path(folder)
+    restore_folder(source)
     try:
         text = (source / _YAML).read_text(encoding="utf-8")
         document = yaml.load(text, Loader=_Loader)

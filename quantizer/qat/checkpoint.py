@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from collections.abc import Mapping
 from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,49 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import TrainingError
+from quantizer.files import checked_file
 from quantizer.files import whole_file
 
-__all__ = ["read_checkpoint", "read_facts", "write_checkpoint"]
+__all__ = [
+    "BEST",
+    "LAST",
+    "check_checkpoints",
+    "read_checkpoint",
+    "read_facts",
+    "remove_checkpoints",
+    "write_checkpoint",
+]
+
+LAST = "last.safetensors"
+BEST = "best.safetensors"
+"""The files of a training, in a folder that may hold others beside them."""
 
 _FACTS = "training"
+
+
+def check_checkpoints(folder: Path) -> None:
+    """Say before a training that its checkpoints cannot be written into a folder that stands there.
+
+    Raises:
+        TrainingError: it is no folder, a file there has the name of a checkpoint and is none, or the system refuses.
+    """
+    if folder.is_dir():
+        for path in (folder / LAST, folder / BEST):
+            checked_file(path, TrainingError)
+            if path.exists():
+                read_facts(path)
+    elif os.path.lexists(folder):
+        raise TrainingError(
+            f"{folder} is no folder, and checkpoints are to be kept there; choose another output folder"
+        )
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a training, and their folder where it holds nothing else."""
+    with suppress(OSError):
+        for name in (LAST, BEST):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def write_checkpoint(

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import CodeType
 
 from quantizer.errors import SensitivityError
+from quantizer.files import checked_file
 from quantizer.files import whole_file
 from quantizer.proxy.plan import SitePlan
 
-__all__ = ["ScoreCache", "fingerprint"]
+__all__ = ["ScoreCache", "check_scores", "fingerprint"]
 
 
 class ScoreCache:
@@ -29,15 +30,19 @@ class ScoreCache:
         known: how many scores of this search there are.
 
     Raises:
-        SensitivityError: the file is none of ours.
+        SensitivityError: the file is none of ours, or cannot be written: a score may take minutes.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, search: str) -> None:
         self._path = None if path is None else Path(path)
         self._search = search
         self._scores: dict[str, float] = {}
-        if self._path is not None and self._path.exists():
-            self._scores = _read(self._path)
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise SensitivityError(f"{path} cannot be written: {error.strerror}; name another file") from error
+            self._scores = check_scores(self._path)
 
     @property
     def known(self) -> int:
@@ -49,10 +54,20 @@ class ScoreCache:
         if key not in self._scores:
             self._scores[key] = take()
             if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
                 with whole_file(self._path, SensitivityError) as part:
                     part.write_text(json.dumps({"scores": self._scores}, indent=1), encoding="utf-8")
         return self._scores[key]
+
+
+def check_scores(path: Path) -> dict[str, float]:
+    """The scores of all searches that use a file; none where there is no such file.
+
+    Raises:
+        SensitivityError: the file is none of ours, or cannot be written.
+    """
+    if path.parent.is_dir():
+        checked_file(path, SensitivityError)
+    return _read(path) if path.exists() else {}
 
 
 def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object]) -> str:

@@ -15,6 +15,7 @@ import torch
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
+from quantizer.files import MARKER
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
@@ -127,7 +128,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
-    assert {path.name for path in place.done.iterdir()} == {*BACKENDS, "quantizer", "conversion.json"}
+    assert {path.name for path in place.done.iterdir()} == {
+        *BACKENDS,
+        "quantizer",
+        "conversion.json",
+        MARKER,
+    }
     assert not list(place.folder.glob("*.search.json"))
     for backend in BACKENDS:
         folder = place.done / backend
@@ -206,7 +212,7 @@ def test_a_folder_that_is_none_of_ours(place: Place, tmp_path: Path) -> None:
 
 
 def test_a_float_model_needs_no_data(place: Place) -> None:
-    assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json"}
+    assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json", MARKER}
     config = _read(place.float / "openvino" / "config.json")
     assert config["quantization"] is None
     assert all(check["sqnr_db"] is None or check["sqnr_db"] > 60 for check in config["checks"])
@@ -218,7 +224,7 @@ def test_a_folder_has_a_name_of_its_own(convert: Callable[..., tuple[int, str]],
     assert (tmp_path / "converted" / "model" / "openvino" / "model.engine").is_file()
     assert _read(tmp_path / "converted" / "model" / "openvino" / "config.json")["name"] == "model"
     code, said = convert(*SIZES)
-    assert (code, "exists already; choose another -o, or replace it with --force" in said) == (1, True)
+    assert (code, "exists already; choose another folder, or replace it with --force" in said) == (1, True)
 
 
 def test_the_usual_sizes_are_lowered_to_the_positions(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
@@ -367,7 +373,10 @@ BAD = {
         "--compute-capability: 'sm80' has no FP8",
     ),
     "threads": (("--threads", "0"), "--threads 0: expected 1 or more"),
-    "exists": (("-o", "texts.txt"), "texts.txt exists already; choose another -o, or replace it with --force"),
+    "exists": (("-o", "texts.txt"), "texts.txt cannot be written: it is no folder"),
+    "the current folder": (("-o", ".", "--force"), "is the current folder, or holds it"),
+    "no folder": (("-o", ""), "is the current folder, or holds it"),
+    "a long name": (("-o", "n" * 300), "File name too long"),
     "no model": (("-m", "./nowhere"), "there is no folder nowhere"),
 }
 

@@ -6,10 +6,10 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from quantizer.errors import TaskError
+from quantizer.files import temporary_beside
 
 __all__ = ["cache_folder", "check_sha256", "fetch_sdist"]
 
@@ -56,9 +56,9 @@ def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Pa
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as scratch:
-            _pip_download(requirement, archive, folder, Path(scratch))
-            fetched = Path(scratch) / archive
+        with temporary_beside(target) as scratch:
+            _pip_download(requirement, archive, folder, scratch)
+            fetched = scratch / archive
             if not fetched.is_file():
                 raise TaskError(f"pip fetched {requirement} but gave no {archive}: {_by_hand(requirement, folder)}")
             check_sha256(fetched, sha256)
