@@ -74,14 +74,12 @@ def file_behind(path: str | os.PathLike[str], error: type[QuantizerError] = Quan
         # One that is not there yet; whether it can be there is for the folder to say.
         mode = stat.S_IFREG
     if stat.S_ISDIR(mode):
-        raise error(
-            f"{os.fspath(path) or '.'} is a folder; expected the name of a file, such as model.onnx or model.engine"
-        )
+        raise error(f"cannot write {path}: it is a folder; expected the name of a file, such as model.onnx")
     if not stat.S_ISREG(mode):
-        raise error(f"{path} is a device, a pipe or a socket; expected the name of a file")
+        raise error(f"cannot write {path}: it is a device, a pipe or a socket; expected the name of a file")
     if not found.parent.is_dir():
         what = "is no folder" if found.parent.exists() else "does not exist"
-        raise error(f"{path}: the folder {found.parent} {what}; make it first")
+        raise error(f"cannot write {path}: the folder {found.parent} {what}; make it first")
     return found
 
 
