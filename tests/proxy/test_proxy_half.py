@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers import batch
 from helpers import tiny
 from torch import Tensor
@@ -65,6 +66,73 @@ class Stream(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class Normed(nn.Module):
+    """Adds what its wide child gives to what it has in half, and notes the types that it meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm()
+        self.types: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        total = x + normed
+        self.types += [x.dtype, normed.dtype, total.dtype]
+        return total
+
+
+class Framed(nn.Module):
+    """``Normed`` between linears, with values of some hundreds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 16)
+        self.inner = Normed()
+        self.last = nn.Linear(16, 16)
+        with torch.no_grad():
+            self.first.weight.mul_(1e3)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+class Masks(nn.Module):
+    """Squares large values, so it is wide; and makes the additive mask that another reads."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 1e3
+        mask = torch.zeros(keep.shape, dtype=x.dtype).masked_fill(~keep, torch.finfo(torch.float32).min)
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True)), mask
+
+
+class Attends(nn.Module):
+    """Reads a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.linear(x)
+        return (x @ x.mT + mask).softmax(-1) @ x
+
+
+class Masking(nn.Module):
+    """A wide module, and an additive mask of -3.4e38 that it hands to one in half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.masks = Masks()
+        self.attend = Attends()
+        self.eval()
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return self.attend(*self.masks(x, keep))
 
 
 class Shared(nn.Module):
@@ -235,6 +303,45 @@ def test_wide_modules_stay_float32_in_the_simulation() -> None:
     assert bool(found.isfinite().all())
     assert sqnr_db(found, expected) > 30
     assert model.first.weight.dtype is torch.float32
+
+
+def test_what_a_wide_module_gives_is_half_for_its_caller() -> None:
+    model, x = Framed(), data()
+    quantizer = calibrated(model, x)
+    assert set(quantizer.coverage.regions.wide) == {"inner.norm"}
+    simulated = quantizer.simulate(model)
+    simulated.inner.types.clear()
+    with torch.no_grad():
+        found, expected = simulated(x), quantizer.quantize(model)(x)
+    assert simulated.inner.types == [torch.float16] * 3
+    assert sqnr_db(found, expected) > 30
+
+
+def test_masks_that_come_from_a_wide_module_are_clamped() -> None:
+    model, x = Masking(), torch.randn(4, 5, 16)
+    keep = torch.ones(4, 5, 5, dtype=torch.bool).tril()
+    keep[0, 2] = False  # a query that may look at nothing
+    quantizer = Quantizer(backend="tensorrt-rtx")
+    quantizer.calibrate(model, [(x, keep)], progress=False)
+    regions = quantizer.coverage.regions
+    assert set(regions.wide) == {"masks"}
+    assert "attend" in regions.masked
+    with torch.no_grad():
+        found, expected = quantizer.simulate(model)(x, keep), quantizer.quantize(model)(x, keep)
+    assert bool(found.isfinite().all())
+    assert sqnr_db(found, expected) > 30
+
+
+def test_a_file_from_before_regions_existed(tmp_path: Path) -> None:
+    model, x = Framed(), data()
+    folder = calibrated(model, x).save(tmp_path / "saved")
+    document = yaml.safe_load((folder / "quantizer.yaml").read_text(encoding="utf-8"))
+    assert document.pop("regions")["wide"]
+    (folder / "quantizer.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    loaded = Quantizer.load(folder)
+    assert loaded.coverage.regions == Regions()
+    with torch.no_grad():
+        assert loaded.simulate(model)(x).dtype is torch.float32
 
 
 def test_a_query_that_may_look_at_nothing_does_not_become_nan() -> None:
