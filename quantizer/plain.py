@@ -12,6 +12,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Collection
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -60,7 +61,7 @@ def yaml_values(text: bytes) -> Any:
         for event in yaml.parse(decoded_text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:
-                raise ValueError(f"line {event.start_mark.line + 1}: it is nested more than {_DEEPEST} deep")
+                raise ValueError(f"it is nested more than {_DEEPEST} deep")
         return yaml.load(decoded_text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
@@ -73,8 +74,8 @@ def decoded(hint: Any, value: Any, path: str, strings: Mapping[str, float] = typ
     """A plain value as the type that an annotation says, dataclasses and all below them included.
 
     Args:
-        hint: a dataclass, an enumeration, ``str``, ``int``, ``float``, ``bool``, ``Any``, a union, ``tuple``, ``list``
-            or ``Mapping`` of such, or any other class, which no plain value is of.
+        hint: a dataclass, an enumeration, ``str``, ``int``, ``float``, ``bool``, ``Any``, a union, ``tuple``, ``list``,
+            ``Collection`` (a set is made) or ``Mapping`` of such, or any other class, which no plain value is of.
         value: out of a file.
         path: where it stands, for the message: ``sites[3].operands[0].axis``.
         strings: texts that stand for numbers.
@@ -87,14 +88,16 @@ def decoded(hint: Any, value: Any, path: str, strings: Mapping[str, float] = typ
         return value
     if origin in (types.UnionType, typing.Union):
         return _of_union(typing.get_args(hint), value, path, strings)
-    if origin in (tuple, list):
+    if origin in (tuple, list, Collection):
         return _of_sequence(origin, typing.get_args(hint), value, path, strings)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _of_mapping(typing.get_args(hint)[1], value, path, strings)
+    if origin is typing.Literal:
+        return _of_choice({entry: entry for entry in typing.get_args(hint)}, value, path)
     if dataclasses.is_dataclass(hint):
         return _of_record(hint, value, path, strings)
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return _of_enum(hint, value, path)
+        return _of_choice({entry.value: entry for entry in hint}, value, path)
     if hint is float and isinstance(value, str) and value in strings:
         return strings[value]
     return _of_scalar(hint, value, path)
@@ -106,7 +109,7 @@ def _of_scalar(hint: Any, value: Any, path: str) -> Any:
         raise _wrong(path, _words(hint), value)
     if isinstance(value, int) and abs(value) >= _LARGEST:
         raise ValueError(f"{path}: expected {_words(hint)} that fits in 64 bits, got one of {value.bit_length()} bits")
-    if hint is str:
+    if isinstance(value, str):
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -118,7 +121,7 @@ def _of_union(options: tuple[Any, ...], value: Any, path: str, strings: Mapping[
     if value is None and type(None) in options:
         return None
     rest = [option for option in options if option is not type(None)]
-    if len(rest) == 1 and (dataclasses.is_dataclass(rest[0]) or typing.get_origin(rest[0]) is not None):
+    if len(rest) == 1 and rest[0] not in _WORDS and rest[0] is not Any:
         # What is wrong inside of it says more than that it is wrong.
         return decoded(rest[0], value, path, strings)
     exact = [option for option in rest if type(value) is option]  # 3 stays an int where an int or a float may stand
@@ -132,15 +135,17 @@ def _of_union(options: tuple[Any, ...], value: Any, path: str, strings: Mapping[
 
 def _of_sequence(
     made: type, hints: tuple[Any, ...], value: Any, path: str, strings: Mapping[str, float]
-) -> tuple[Any, ...] | list[Any]:
+) -> Collection[Any]:
     if not isinstance(value, list | tuple):
         raise _wrong(path, "a list", value)
-    if made is list or hints[-1] is Ellipsis:
+    if made is not tuple or hints[-1] is Ellipsis:
         hints = (hints[0],) * len(value)
     if len(hints) != len(value):
         raise _wrong(path, f"a list of {len(hints)}", value)
     pairs = enumerate(zip(hints, value, strict=True))
     result = [decoded(hint, item, f"{path}[{number}]", strings) for number, (hint, item) in pairs]
+    if made is Collection:
+        return frozenset(result)
     return result if made is list else tuple(result)
 
 
@@ -165,11 +170,11 @@ def _of_record(cls: Any, value: Any, path: str, strings: Mapping[str, float]) ->
     return cls(**{name: decoded(hints[name], item, f"{path}.{name}", strings) for name, item in value.items()})
 
 
-def _of_enum(hint: type[Enum], value: Any, path: str) -> Enum:
-    for entry in hint:
-        if type(entry.value) is type(value) and entry.value == value:
+def _of_choice(choices: Mapping[Any, Any], value: Any, path: str) -> Any:
+    for plain, entry in choices.items():
+        if type(plain) is type(value) and plain == value:
             return entry
-    raise _wrong(path, f"one of {', '.join(repr(entry.value) for entry in hint)}", value)
+    raise _wrong(path, f"one of {', '.join(map(repr, choices))}", value)
 
 
 @functools.cache

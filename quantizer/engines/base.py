@@ -174,11 +174,16 @@ class Backend(Protocol):
             MissingDependencyError: the library is not installed.
         """
 
-    def load(self, path: Path, *, threads: int = 1) -> Engine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> Engine:
         """Load an engine file, to run on ``threads`` threads of the CPU.
 
+        Args:
+            path: the file.
+            threads: of the CPU.
+            verify: compare the file with its checksum.
+
         Raises:
-            EngineError: the file is missing or cannot be run here.
+            EngineError: the file is missing, damaged or cannot be run here.
             MissingDependencyError: the library is not installed.
         """
 

@@ -110,14 +110,15 @@ class OpenVINOBackend:
             (*((_EMULATED,) if emulated else ()), *saturation_warnings(self.name, onnx_path)),
         )
 
-    def load(self, path: Path, *, threads: int = 1) -> OpenVINOEngine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> OpenVINOEngine:
         """Load an engine file in the precision that it was built for, or compile an ``.onnx`` file for float32.
 
         Args:
             path: a file that ``build`` wrote, or one whose name ends in ``.onnx``.
             threads: threads of the CPU to run on.
+            verify: compare an engine file with the checksum in it.
         """
-        return OpenVINOEngine(_loaded(path, threads))
+        return OpenVINOEngine(_loaded(path, threads, verify=verify))
 
     def inspect(
         self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
@@ -137,13 +138,13 @@ def _settings(threads: int, precision: str) -> dict[str, object]:
     }
 
 
-def _loaded(path: Path, threads: int, more: Mapping[str, object] = MappingProxyType({})) -> Any:
+def _loaded(path: Path, threads: int, more: Mapping[str, object] = MappingProxyType({}), *, verify: bool = True) -> Any:
     """The compiled model of an engine file, or of one whose name ends in ``.onnx``; ``more``: settings."""
     if path.suffix.lower() == ".onnx":
         checked_onnx(path)
         return _compile(import_library("openvino", "openvino"), path, {**_settings(threads, "float32"), **more})
     checked_engine(path)
-    blob, note = read_engine(path)
+    blob, note = read_engine(path, verify=verify)
     precision = note.removeprefix(_NOTE)
     if precision == note or precision not in _PRECISIONS:
         raise EngineError(

@@ -20,6 +20,7 @@ from quantizer.engines.files import RTX_MAGIC
 from quantizer.engines.files import checked_engine
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
+from quantizer.engines.files import read_engine
 from quantizer.engines.files import write_engine
 from quantizer.engines.inputs import made_up_inputs
 from quantizer.engines.inspection import Inspection
@@ -109,8 +110,8 @@ class TensorRTBackend:
             engine_path, engine_path.stat().st_size, time.perf_counter() - started, tuple(dict.fromkeys(log.warnings))
         )
 
-    def load(self, path: Path, *, threads: int = 1) -> TensorRTEngine:
-        """Load an engine onto the GPU; ``threads`` has no meaning there.
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> TensorRTEngine:
+        """Load an engine onto the GPU; ``threads`` has no meaning there, ``verify`` compares the file's checksum.
 
         Raises:
             EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
@@ -118,7 +119,8 @@ class TensorRTBackend:
         checked_engine(path)
         if self.name == "tensorrt-rtx":
             _check_head(path)
-        return TensorRTEngine(self.name, self._import(), path)
+        content, note = read_engine(path, verify=verify)
+        return TensorRTEngine(self.name, self._import(), path, content, note)
 
     def inspect(
         self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5

@@ -8,6 +8,7 @@ widths merge without error.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,12 +24,18 @@ from quantizer.calibrators.histogram import BINS
 from quantizer.calibrators.histogram import Histogram
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
+from quantizer.plain import json_values
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.observe import VARIES
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.observe import one_size
 from quantizer.proxy.observe import same_weight
+from quantizer.proxy.observed_fields import SeenDocument
+from quantizer.proxy.observed_fields import SeenGroup
+from quantizer.proxy.observed_fields import SeenSite
+from quantizer.proxy.observed_fields import SeenWeight
+from quantizer.proxy.observed_fields import seen_document
 from quantizer.proxy.range_group import ChannelRange
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.range_group import RangeGroup
@@ -74,29 +81,56 @@ def absorb(observation: Observation, data: bytes, proxy: nn.Module) -> None:
     """
     try:
         tensors = load(data)
-        document, counts = json.loads(tensors["document"].numpy().tobytes()), tensors["counts"]
-        if counts.dtype != torch.int64 or counts.shape[1:] != (BINS,):
-            raise ValueError(f"counts of shape {list(counts.shape)}, expected int64 [.., {BINS}]")
-        different = sorted(set(document["sites"]) ^ set(observation.records))
-        if different:
-            raise CalibrationError(
-                f"what was observed belongs to another model: {len(different)} sites differ, the first is "
-                f"{different[0]!r}; calibrate this model afresh, with calib(model)"
+        counts = tensors["counts"]
+        if counts.dtype != torch.int64 or counts.shape[1:] != (BINS,) or bool((counts < 0).any()):
+            raise ValueError(
+                f"counts {counts.dtype} of shape {list(counts.shape)}, expected int64 [.., {BINS}], from 0"
             )
-        parameters = dict(proxy.named_parameters())
-        observation.batches += document["batches"]
-        observation.chosen_at = max(observation.chosen_at, document["chosen_at"])
-        for path, values in document["sites"].items():
-            _add_site(observation.records[path], values, parameters)
-        for values in document["groups"]:
-            _add_group(observation, values, counts)
-        observation.magnitudes.add(Regions.from_plain(document.get("regions")))
-        for values in document["products"]:
-            observation.counter.add(CountedProduct.from_plain(values))
-    except (SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
+        document = seen_document(json_values(tensors["document"].numpy().tobytes()), len(counts))
+        regions = Regions.from_plain(document.regions)
+        products = [CountedProduct.from_plain(v, f"products[{n}]") for n, v in enumerate(document.products)]
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise QuantizerError(
-            f"what was observed cannot be read, it is damaged: {error!r}; calibrate afresh, with calib(model)"
+            f"what was observed cannot be read, it is damaged: {error}; calibrate afresh, with calib(model)"
         ) from error
+    parameters = dict(proxy.named_parameters())
+    _require_model(document, observation, parameters)
+    # From here on nothing can be refused: half of a snapshot would be worse than none.
+    observation.batches += document.batches
+    observation.chosen_at = max(observation.chosen_at, document.chosen_at)
+    for path, site in document.sites.items():
+        _add_site(observation.records[path], site, parameters)
+    for group in document.groups:
+        _add_group(observation, group, counts)
+    observation.magnitudes.add(regions)
+    for product in products:
+        observation.counter.add(product)
+
+
+def _require_model(document: SeenDocument, observation: Observation, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what was seen of another model.
+
+    Raises:
+        CalibrationError: it has other sites or parameters.
+    """
+    different = sorted(set(document.sites) ^ set(observation.records))
+    if different:
+        raise CalibrationError(
+            f"what was observed belongs to another model: {len(different)} sites differ, the first is "
+            f"{different[0]!r}; calibrate this model afresh, with calib(model)"
+        )
+    for path, site in document.sites.items():
+        for name, operand in site.operands.items():
+            weight = operand.weight
+            if weight is None or weight.path is None:
+                continue
+            parameter = parameters.get(weight.path)
+            view = weight.view
+            if parameter is None or (view is not None and view[2] + math.prod(view[0]) > parameter.numel()):
+                raise CalibrationError(
+                    f"what was observed belongs to another model: the weight {weight.path!r} of {path}.{name} is not "
+                    "there, or is smaller; calibrate this model afresh, with calib(model)"
+                )
 
 
 def _plain_site(record: SiteRecord, places: Mapping[RangeGroup, int]) -> dict[str, Any]:
@@ -141,70 +175,67 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
-    record.kind = record.kind or values["kind"]
-    record.calls += values["calls"]
-    record.fit += values["fit"]
-    record.multiply_adds += values["multiply_adds"]
-    record.reads |= set(values["reads"])
-    record.depth = one_size(record.depth, values["depth"])
-    record.width = one_size(record.width, values["width"])
-    # Files from before they were kept have none.
-    record.rows = one_size(record.rows, values.get("rows"))
-    record.head = one_size(record.head, values.get("head"))
-    record.sequence = max(record.sequence, values.get("sequence", 0))
-    reasons = list(values["reasons"])
-    for name, operand in values["operands"].items():
+def _add_site(record: SiteRecord, seen: SeenSite, parameters: Mapping[str, nn.Parameter]) -> None:
+    record.kind = record.kind or seen.kind
+    record.calls += seen.calls
+    record.fit += seen.fit
+    record.multiply_adds += seen.multiply_adds
+    record.reads |= set(seen.reads)
+    record.depth = one_size(record.depth, seen.depth)
+    record.width = one_size(record.width, seen.width)
+    record.rows = one_size(record.rows, seen.rows)
+    record.head = one_size(record.head, seen.head)
+    record.sequence = max(record.sequence, seen.sequence)
+    reasons = list(seen.reasons)
+    for name, operand in seen.operands.items():
         mine = record.operands.setdefault(name, OperandRecord())
-        weight = None if operand["weight"] is None else _weight(operand["weight"], parameters)
-        if weight is None and operand["group"] is None:
+        weight = None if operand.weight is None else _weight(operand.weight, parameters)
+        if weight is None and operand.group is None:
             continue
         if mine.weight is None and mine.group is None:
             mine.weight = weight
         elif not same_weight(mine.weight, weight):
             reasons.append(VARIES)
-        mine.axis = operand["axis"] if mine.axis is None else mine.axis
-        mine.inner = operand["inner"] if mine.inner is None else mine.inner
-        mine.softmax = mine.softmax or operand["softmax"]
-        mine.ends_branch = mine.ends_branch or operand.get("ends_branch", False)
+        mine.axis = operand.axis if mine.axis is None else mine.axis
+        mine.inner = operand.inner if mine.inner is None else mine.inner
+        mine.softmax = mine.softmax or operand.softmax
+        mine.ends_branch = mine.ends_branch or operand.ends_branch
     record.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in record.reasons]
 
 
-def _weight(values: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Weight:
-    if values["path"] is None:
+def _weight(seen: SeenWeight, parameters: Mapping[str, nn.Parameter]) -> Weight:
+    if seen.path is None:
         # No module has registered it: it is quantized nowhere, and what it holds is never asked for.
         return Weight(nn.Parameter(torch.empty(0)), None)
-    view = values["view"] and WeightView(tuple(values["view"][0]), tuple(values["view"][1]), values["view"][2])
-    return Weight(parameters[values["path"]], values["path"], view)
+    return Weight(parameters[seen.path], seen.path, None if seen.view is None else WeightView(*seen.view))
 
 
-def _add_group(observation: Observation, values: Mapping[str, Any], counts: Tensor) -> None:
-    seen = []
-    for name in values["operands"]:
+def _add_group(observation: Observation, seen: SeenGroup, counts: Tensor) -> None:
+    records = []
+    for name in seen.operands:
         path, _, operand = name.rpartition(".")
         record = observation.records[path].operands[operand]
         if record.weight is None:
-            seen.append((name, record))
-    added = _calibrator(observation, values, counts)
-    group = next((record.group for _, record in seen if record.group is not None), None)
+            records.append((name, record))
+    added = _calibrator(observation, seen, counts)
+    group = next((record.group for _, record in records if record.group is not None), None)
     if group is None:
         group = RangeGroup(calibrator=added)
     else:
         group.calibrator.merge(added)
-    if values["channels"] is not None:
-        channels = ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in values["channels"]))
-        group.add_channels(channels)
-    elif values["channels_vary"]:
+    if seen.channels is not None:
+        group.add_channels(ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in seen.channels)))
+    elif seen.channels_vary:
         group.channels, group.channels_vary = None, True
-    group.chosen = group.chosen or (values["chosen"] and (values["chosen"][0], values["chosen"][1]))
-    for name, record in seen:
+    group.chosen = group.chosen or seen.chosen
+    for name, record in records:
         observation.join(record, group, name)
 
 
-def _calibrator(observation: Observation, values: Mapping[str, Any], counts: Tensor) -> Calibrator:
-    histogram = values["histogram"]
+def _calibrator(observation: Observation, seen: SeenGroup, counts: Tensor) -> Calibrator:
+    histogram = seen.histogram
     made = observation.make(histogram is not None)
-    made.minimum, made.maximum, made.count = values["minimum"], values["maximum"], values["count"]
+    made.minimum, made.maximum, made.count = seen.minimum, seen.maximum, seen.count
     if histogram is not None:
-        made.histogram = Histogram.restored(counts[histogram["row"]], histogram["exponent"], histogram["zeros"])
+        made.histogram = Histogram.restored(counts[histogram.row], histogram.exponent, histogram.zeros)
     return made

@@ -62,7 +62,9 @@ def _encode(value: Any, path: str) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _encode(getattr(value, item.name), f"{path}.{item.name}") for item in dataclasses.fields(value)}
+        return {
+            item.name: _encode(getattr(value, item.name), f"{path}.{item.name}") for item in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         return {str(key): _encode(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):

