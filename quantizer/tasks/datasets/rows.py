@@ -46,6 +46,9 @@ class Image:
     label: str
 
 
+_MOST_DIGITS = 9
+"""Of the number of a class: what has more is no class of any model, and may not fit in 64 bits."""
+
 Row: TypeAlias = Image | Pair | Text
 
 datasets: Registry[Callable[[Path | None, str | None, str | None], list[Row]]] = Registry("data set")
@@ -89,6 +92,13 @@ def _required(name: str, path: Path | None, kind: str, other: str) -> Path:
     if not is_kind[kind]():
         raise TaskError(f"data set {name!r}: there is no {kind} {path} (a relative path starts at {Path.cwd()})")
     return path
+
+
+def class_number(label: str) -> int | None:
+    """The class that a label names by its number; None where it is no whole number from 0, or beyond any count."""
+    # isdecimal alone also accepts digits of other scripts, which no label file holds on purpose.
+    digits = label.lstrip("0") or label[:1]
+    return int(digits) if label.isascii() and label.isdecimal() and len(digits) <= _MOST_DIGITS else None
 
 
 def read_lines(name: str, path: Path) -> list[str]:
