@@ -10,6 +10,8 @@ from typing import BinaryIO
 
 from quantizer import files
 from quantizer.errors import EngineError
+from quantizer.existing import is_file
+from quantizer.existing import is_folder
 
 __all__ = [
     "RTX_MAGIC",
@@ -43,10 +45,11 @@ def checked_engine(path: Path, what: str = "engine") -> Path:
     Raises:
         EngineError: it is missing, a folder, or empty.
     """
-    if not path.exists():
-        raise EngineError(f"{what} file not found: {path}")
-    if not path.is_file():
-        raise EngineError(f"{path} is not a file: expected the {what} file")
+    if not is_file(path):
+        there = is_folder(path) or os.path.lexists(path)
+        raise EngineError(
+            f"{path} is not a file: expected the {what} file" if there else f"{what} file not found: {path}"
+        )
     if path.stat().st_size == 0:
         raise EngineError(f"{what} file {path} is empty: write it again")
     return path
@@ -110,9 +113,9 @@ def checked_output(path: Path) -> Path:
         EngineError: the folder is missing or cannot be written, or ``path`` is a folder.
     """
     folder = path.parent
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise EngineError(f"cannot write {path}: {folder} is not an existing folder; make it first")
-    if path.is_dir():
+    if is_folder(path):
         raise EngineError(f"cannot write {path}: it is a folder; give the name of a file")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise EngineError(f"cannot write {path}: no permission to write in {folder}; choose another folder")

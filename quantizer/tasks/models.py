@@ -19,6 +19,8 @@ import torch
 
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
+from quantizer.existing import is_file
+from quantizer.existing import is_folder
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.image_inputs import require_pillow
 from quantizer.tasks.task import tasks
@@ -55,7 +57,7 @@ def resolve_source(source: str) -> Path | str:
     if source.startswith(PACKAGE_PREFIX):
         return _model_folder(_package_folder(source), source)
     path = Path(source).expanduser()
-    if path.exists():
+    if is_file(path) or is_folder(path):
         return _model_folder(path, source)
     first = source.split("/")[0]
     if (
@@ -252,7 +254,7 @@ def _package_folder(source: str) -> Path:
     for location in spec.submodule_search_locations or ():
         root = Path(location).resolve()
         folder = (root / inside).resolve()
-        if folder.is_dir() and folder.is_relative_to(root):
+        if is_folder(folder) and folder.is_relative_to(root):
             return folder
     raise TaskError(f"model source {source!r}: the package {name!r} has no folder {inside!r}")
 
@@ -271,7 +273,7 @@ def _model_folder(path: Path, source: str) -> Path:
 
 
 def _is_dir(name: str) -> bool:
-    return bool(name) and Path(name).is_dir()
+    return bool(name) and is_folder(Path(name))
 
 
 def _transformers() -> Any:

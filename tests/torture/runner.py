@@ -1,4 +1,4 @@
-"""Damaging and reading, case by case, in a process of its own: a library that crashes there is a finding like others."""
+"""Damaging and reading, case by case, in a process of its own: a crash of a library is a finding like others."""
 
 from __future__ import annotations
 

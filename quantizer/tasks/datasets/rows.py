@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from quantizer.errors import TaskError
+from quantizer.existing import is_file
+from quantizer.existing import is_folder
 from quantizer.registry import Registry
 
 __all__ = ["Image", "Pair", "Row", "Text", "datasets", "read_lines", "refuse_options", "require_file", "require_folder"]
@@ -86,10 +88,10 @@ def _required(name: str, path: Path | None, kind: str, other: str) -> Path:
     if path is None:
         raise TaskError(f"data set {name!r} reads a {kind} of yours, but no path was given: set 'path'")
     path = path.expanduser()
-    is_kind = {"file": path.is_file, "folder": path.is_dir}
-    if is_kind[other]():
+    is_kind = {"file": is_file, "folder": is_folder}
+    if is_kind[other](path):
         raise TaskError(f"data set {name!r}: {path} is a {other}, expected a {kind}")
-    if not is_kind[kind]():
+    if not is_kind[kind](path):
         raise TaskError(f"data set {name!r}: there is no {kind} {path} (a relative path starts at {Path.cwd()})")
     return path
 
