@@ -31,7 +31,7 @@ ORDER = (
     ("histogram_view",),
     ("ranges",),
     ("calibration",),
-    ("decisions", "amp", "trainable", "stages"),
+    ("decisions", "amp", "trainable", "stages", "preflight"),
     ("served", "tuning", "training"),
     ("pipeline", "quantizer", "qat_calibrate", "conversion"),
     ("transformers_plugin",),

@@ -55,6 +55,11 @@ class Samples:
     calibration: Sequence[Row | Sample]
     held_out: Sequence[Row | Sample]
 
+    @property
+    def rows(self) -> list[Row | Sample]:
+        """All of them."""
+        return [*self.calibration, *self.held_out]
+
     def of(self, task: Task) -> tuple[list[Sample], list[Sample]]:
         """Both as the samples that the task makes of them."""
         return _samples(self.calibration, task), _samples(self.held_out, task)

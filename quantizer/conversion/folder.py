@@ -95,6 +95,11 @@ class Converted:
         if not names:
             raise QuantizerError(f"{self.config['name']} is no classifier: call it for its outputs instead")
         logits = self(samples)["logits"]
+        if logits.shape[-1] != len(names):
+            raise QuantizerError(
+                f"{CONFIG} has {len(names)} labels, and the engine tells {logits.shape[-1]} classes apart: the folder "
+                "is damaged, convert the model again"
+            )
         return [names[int(index)] for index in logits.argmax(axis=-1)]
 
     def _tokens(self, texts: Sequence[Sample]) -> Any:

@@ -101,13 +101,14 @@ class ONNXRuntimeBackend:
     def __init__(self, name: str = "onnxruntime") -> None:
         self.name = name
 
+    def check(self, options: BuildOptions) -> None:
+        """Refuse options that are for a GPU; look for the library."""
+        self._check_options(options)
+        import_library("onnxruntime", "onnxruntime")
+
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Optimize the ONNX file and write the result."""
-        if options.compute_capability is not None:
-            raise EngineError(
-                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
-            )
-        options.check_for(self.name)
+        self._check_options(options)
         started = time.perf_counter()
         checked_onnx(onnx_path)
         checked_output(engine_path)
@@ -164,6 +165,13 @@ class ONNXRuntimeBackend:
             lambda session: made_up_inputs(ONNXRuntimeEngine(session).inputs, batch, sequence),
         )
         return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
+
+    def _check_options(self, options: BuildOptions) -> None:
+        if options.compute_capability is not None:
+            raise EngineError(
+                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
+            )
+        options.check_for(self.name)
 
 
 def _settings(ort: Any, threads: int) -> Any:

@@ -84,13 +84,14 @@ class OpenVINOBackend:
     def __init__(self, name: str = "openvino") -> None:
         self.name = name
 
+    def check(self, options: BuildOptions) -> None:
+        """Refuse options that are for a GPU; look for the library."""
+        self._check_options(options)
+        import_library("openvino", "openvino")
+
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Compile the ONNX file and write the compiled model."""
-        if options.compute_capability is not None:
-            raise EngineError(
-                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
-            )
-        options.check_for(self.name)
+        self._check_options(options)
         precision = options.inference_precision or "float32"
         started = time.perf_counter()
         checked_onnx(onnx_path)
@@ -128,6 +129,13 @@ class OpenVINOBackend:
         inputs = made_up_inputs(OpenVINOEngine(compiled).inputs, batch, sequence)
         layers = observed_layers(compiled, inputs)
         return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
+
+    def _check_options(self, options: BuildOptions) -> None:
+        if options.compute_capability is not None:
+            raise EngineError(
+                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
+            )
+        options.check_for(self.name)
 
 
 def _settings(threads: int, precision: str) -> dict[str, object]:

@@ -61,6 +61,15 @@ class TensorRTBackend:
         self.name = name
         self._modules = tuple(modules)
 
+    def check(self, options: BuildOptions) -> None:
+        """Refuse GPUs that it does not know; look for the library, and for a GPU where its builder needs one."""
+        options.check_for(self.name)
+        trt = self._import()
+        for name in options.capabilities:
+            self._capability(trt, name)
+        self._check_cache(trt, options.timing_cache)
+        self._builder(trt, TrtLog())
+
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Parse the ONNX file, build for ``options.dynamic`` and ``options.compute_capability``, write the engine."""
         options.check_for(self.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -18,10 +19,12 @@ from torch import nn
 
 from quantizer.errors import TrainingError
 from quantizer.files import whole_file
+from quantizer.plain import json_values
 
 __all__ = ["read_checkpoint", "read_facts", "write_checkpoint"]
 
 _FACTS = "training"
+_SUM = "sha256"
 
 
 def write_checkpoint(
@@ -43,7 +46,8 @@ def write_checkpoint(
     for number, entry in (optimizer.state_dict()["state"] if optimizer is not None else {}).items():
         tensors |= {f"optimizer.{number}.{name}": value.detach().clone() for name, value in entry.items()}
     with whole_file(path, TrainingError) as part:
-        save_file(tensors, part, metadata={_FACTS: json.dumps(facts)})
+        text = json.dumps(facts)
+        save_file(tensors, part, metadata={_FACTS: text, _SUM: _digest(tensors, text)})
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -53,7 +57,10 @@ def read_facts(path: Path) -> dict[str, Any]:
         TrainingError: it is no such file, or damaged.
     """
     with _opened(path) as file:
-        return dict(json.loads(file.metadata()[_FACTS]))
+        facts = json_values(file.metadata()[_FACTS])
+        if not isinstance(facts, dict):
+            raise ValueError("its facts are no object")
+        return facts
 
 
 def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -64,6 +71,10 @@ def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimiz
     """
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        told = file.metadata()
+        # One from before there was a sum has nothing to compare.
+        if told.get(_SUM, "") not in ("", _digest(tensors, told[_FACTS])):
+            raise ValueError("its SHA-256 is not that of its tensors")
     model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     try:
         proxy.load_state_dict(model)
@@ -85,5 +96,17 @@ def _opened(path: Path) -> Iterator[Any]:
             if _FACTS not in (file.metadata() or {}):
                 raise KeyError(_FACTS)
             yield file
-    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
-        raise TrainingError(f"{path} is no checkpoint of a training, or damaged: {error}") from error
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise TrainingError(
+            f"{path} is no checkpoint of a training, or damaged: {error}; remove it to begin the training anew"
+        ) from error
+
+
+def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
+    """SHA-256 of the facts, and of the name, type, shape and values of every tensor: other moments are moments too."""
+    found = hashlib.sha256(facts.encode())
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        found.update(f"\0{name}\0{value.dtype}\0{list(value.shape)}\0".encode())
+        found.update(memoryview(value.flatten().view(torch.uint8).numpy()))
+    return found.hexdigest()

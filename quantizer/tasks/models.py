@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from quantizer.errors import MissingDependencyError
+from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
 from quantizer.existing import is_file
 from quantizer.existing import is_folder
@@ -289,11 +290,12 @@ def _transformers() -> Any:
 @contextmanager
 def _explained(source: str, what: str) -> Iterator[None]:
     """Turn the loader's errors into one that says which source it was and what to do."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except QuantizerError:
+        raise
+    except Exception as error:
+        # What transformers and tokenizers raise for a damaged file has no common base: some of it is Exception itself.
         lines = str(error).strip().splitlines()
         said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         if isinstance(resolve_source(source), Path):
