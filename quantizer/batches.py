@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
-from quantizer.errors import is_out_of_memory
+from quantizer.out_of_memory import is_out_of_memory
 
 __all__ = ["call", "run_batches"]
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
-    "is_out_of_memory",
     "CalibrationError",
     "ConfigError",
     "EngineError",
@@ -97,12 +96,3 @@ class MissingDependencyError(QuantizerError):
         self.package = package
         self.extra = extra
         super().__init__(f"{package!r} is not installed: run  pip install 'quantizer[{extra}]'")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left: Python's own, or what torch's allocators raise."""
-    # On a CPU torch raises a bare RuntimeError; on a GPU one of a class of its own, which has these words too.
-    words = ("can't allocate memory", "not enough memory", "out of memory", "DefaultCPUAllocator")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )

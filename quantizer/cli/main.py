@@ -23,7 +23,7 @@ from quantizer.cli.show import Show
 from quantizer.cli.validate import Validate
 from quantizer.cli.verb import Verb
 from quantizer.errors import QuantizerError
-from quantizer.errors import is_out_of_memory
+from quantizer.out_of_memory import is_out_of_memory
 
 __all__ = ["VERBS", "main"]
 
