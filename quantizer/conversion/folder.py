@@ -132,12 +132,17 @@ def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True)
         config = json_values((path / CONFIG).read_bytes())
         if not isinstance(config, dict):
             raise ValueError("it holds no object")
-        _check(config)
+        if config.get("format") == FORMAT:
+            _check(config)
     except (OSError, ValueError) as error:
         raise QuantizerError(
             f"{path} holds no {CONFIG} that can be read ({type(error).__name__}: {error}); expected a folder "
             "OUT/BACKEND that `quantizer convert` wrote"
         ) from error
+    if config.get("format") != FORMAT:
+        raise QuantizerError(
+            f"{path / CONFIG} has format {config.get('format')!r}, expected {FORMAT}: convert the model again"
+        )
     task = config["task"]
     processor = load_processor(str(path / processor_folder(task)), task)
     return Converted(config, load_engine(config["backend"], path / ENGINE, threads=threads, verify=verify), processor)
@@ -149,9 +154,6 @@ def _check(config: dict[str, Any]) -> None:
     Raises:
         ValueError: one is missing, or of another type.
     """
-    written = config.get("format")
-    if written != FORMAT:
-        raise ValueError(f"format {written!r}, expected {FORMAT}: convert the model again")
     told: _Told = decoded(_Told, {name: config[name] for name in _Told.__annotations__ if name in config}, CONFIG)
     if told.task not in tasks.names():
         raise ValueError(f"{CONFIG}.task: expected one of {', '.join(tasks.names())}, got {told.task!r}")

@@ -126,9 +126,7 @@ class TensorRTBackend:
             EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
         """
         checked_engine(path)
-        if self.name == "tensorrt-rtx":
-            _check_head(path)
-        content, note = read_engine(path, verify=verify)
+        content, note = _read_rtx(path, verify) if self.name == "tensorrt-rtx" else read_engine(path, verify=verify)
         return TensorRTEngine(self.name, self._import(), path, content, note)
 
     def inspect(
@@ -175,8 +173,8 @@ class TensorRTBackend:
         return known[name.lower()]
 
 
-def _check_head(path: Path) -> None:
-    """Refuse what is no whole engine of TensorRT-RTX, before it is handed to a GPU.
+def _read_rtx(path: Path, verify: bool) -> tuple[bytes, str]:
+    """An engine of TensorRT-RTX and its note; what is none, or not whole, is refused before it is handed to a GPU.
 
     As 1.7 writes it, an engine begins with four letters, twelve bytes and its own size in eight more.
 
@@ -190,6 +188,13 @@ def _check_head(path: Path) -> None:
     size, told = path.stat().st_size, int.from_bytes(head[16:_HEAD], "little")
     if len(head) < _HEAD or size < told:
         raise EngineError(f"{path} is cut short: it has {size} bytes of {told}; copy it again, or build it again")
+    content, note = read_engine(path, verify=verify)
+    if len(content) != told:
+        raise EngineError(
+            f"{path} is cut short: it has {size} bytes of an engine of {told} and the line with its checksum, which is "
+            "not whole; copy it again, or build it again"
+        )
+    return content, note
 
 
 def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:

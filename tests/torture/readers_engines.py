@@ -12,9 +12,8 @@ from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
 from quantizer.engines.files import RTX_MAGIC
-from quantizer.engines.files import read_engine
 from quantizer.engines.files import write_engine
-from quantizer.engines.tensorrt import _check_head
+from quantizer.engines.tensorrt import _read_rtx
 from torture import mutations
 from torture.kinds import Kind
 from torture.kinds import kind
@@ -48,8 +47,7 @@ def _make_head(folder: Path) -> None:
 
 def _look_at_head(folder: Path) -> bytes:
     """What a GPU would be given."""
-    _check_head(folder / ENGINE)
-    return read_engine(folder / ENGINE)[0]
+    return _read_rtx(folder / ENGINE, verify=True)[0]
 
 
 for _backend in ("openvino", "onnxruntime"):

@@ -20,7 +20,18 @@ from quantizer.existing import is_file
 from quantizer.existing import is_folder
 from quantizer.registry import Registry
 
-__all__ = ["Image", "Pair", "Row", "Text", "datasets", "read_lines", "refuse_options", "require_file", "require_folder"]
+__all__ = [
+    "Image",
+    "Pair",
+    "Row",
+    "Text",
+    "class_number",
+    "datasets",
+    "read_lines",
+    "refuse_options",
+    "require_file",
+    "require_folder",
+]
 
 
 @dataclass(frozen=True)
