@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["is_file", "is_folder"]
+__all__ = ["is_file", "is_folder", "is_there"]
 
 
 def is_file(path: Path) -> bool:
@@ -21,3 +21,8 @@ def is_folder(path: Path) -> bool:
         return path.is_dir()
     except (OSError, ValueError):
         return False
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder; see ``is_file``."""
+    return is_file(path) or is_folder(path)

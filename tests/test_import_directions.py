@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each line may import from those above it, never from one on its own line.
 ORDER = (
-    ("errors", "registry", "files", "plain", "existing", "onnx_structure", "out_of_memory"),
+    ("errors", "registry", "files", "plain", "existing", "digest", "onnx_structure", "out_of_memory"),
     ("config",),
     ("numerics",),
     ("calibrators", "functional"),

@@ -25,6 +25,7 @@ from safetensors.torch import load
 from safetensors.torch import save
 from torch import Tensor
 
+from quantizer.digest import tensors_digest
 from quantizer.errors import QuantizerError
 from quantizer.files import write_folder
 from quantizer.plain import decoded
@@ -147,7 +148,7 @@ def _check_sums(told: Any, files: Mapping[str, bytes], folder: Path) -> None:
 def state_bytes(plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]) -> bytes:
     """What ``save_state`` writes, without a snapshot, as the bytes of one safetensors file."""
     whole, tensors = _plain(plan, products, document)
-    text = bytearray(json.dumps({"format": FORMAT, **whole}).encode())
+    text = bytearray(json.dumps({"format": FORMAT, _SUMS: tensors_digest(tensors), **whole}).encode())
     return save({**tensors, _DOCUMENT: torch.frombuffer(text, dtype=torch.uint8)})
 
 
@@ -167,6 +168,10 @@ def state_of_bytes(data: bytes, place: object) -> tuple[Plan, tuple[CountedProdu
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise QuantizerError(f"{place} is damaged: {error}") from error
     _check_format(document, place)
+    if document.pop(_SUMS, None) not in (None, tensors_digest(tensors)):
+        raise QuantizerError(
+            f"{place} is damaged: the SHA-256 of its ranges differs; copy it again, or save the model again"
+        )
     plan, products = _from_plain(document, tensors, place)
     return plan, products, document
 

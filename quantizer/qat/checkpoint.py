@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch import nn
 
+from quantizer.digest import tensors_digest
 from quantizer.errors import TrainingError
 from quantizer.files import whole_file
 from quantizer.plain import json_values
@@ -47,7 +47,7 @@ def write_checkpoint(
         tensors |= {f"optimizer.{number}.{name}": value.detach().clone() for name, value in entry.items()}
     with whole_file(path, TrainingError) as part:
         text = json.dumps(facts)
-        save_file(tensors, part, metadata={_FACTS: text, _SUM: _digest(tensors, text)})
+        save_file(tensors, part, metadata={_FACTS: text, _SUM: tensors_digest(tensors, text)})
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimiz
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         told = file.metadata()
         # One from before there was a sum has nothing to compare.
-        if told.get(_SUM, "") not in ("", _digest(tensors, told[_FACTS])):
+        if told.get(_SUM, "") not in ("", tensors_digest(tensors, told[_FACTS])):
             raise ValueError("its SHA-256 is not that of its tensors")
     model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     try:
@@ -100,13 +100,3 @@ def _opened(path: Path) -> Iterator[Any]:
         raise TrainingError(
             f"{path} is no checkpoint of a training, or damaged: {error}; remove it to begin the training anew"
         ) from error
-
-
-def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
-    """SHA-256 of the facts, and of the name, type, shape and values of every tensor: other moments are moments too."""
-    found = hashlib.sha256(facts.encode())
-    for name in sorted(tensors):
-        value = tensors[name].detach().cpu().contiguous()
-        found.update(f"\0{name}\0{value.dtype}\0{list(value.shape)}\0".encode())
-        found.update(memoryview(value.flatten().view(torch.uint8).numpy()))
-    return found.hexdigest()

@@ -20,8 +20,8 @@ import torch
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
-from quantizer.existing import is_file
 from quantizer.existing import is_folder
+from quantizer.existing import is_there
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.image_inputs import require_pillow
 from quantizer.tasks.task import tasks
@@ -58,7 +58,7 @@ def resolve_source(source: str) -> Path | str:
     if source.startswith(PACKAGE_PREFIX):
         return _model_folder(_package_folder(source), source)
     path = Path(source).expanduser()
-    if is_file(path) or is_folder(path):
+    if is_there(path):
         return _model_folder(path, source)
     first = source.split("/")[0]
     if (
@@ -143,8 +143,11 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
         told, _ = _transformers().PretrainedConfig.get_config_dict(where)
         _refuse_code(source, "config.json", told)
         config: Any = _transformers().AutoConfig.from_pretrained(where, **_NO_CODE)
-    architecture = next(iter(config.architectures or ()), None)
-    reads = _reads(config)
+        architecture = next(iter(config.architectures or ()), None)
+        reads = _reads(config)
+        labels, positions = class_names(config), getattr(config, "max_position_embeddings", None)
+        if positions is not None and not isinstance(positions, int):
+            raise ValueError(f"max_position_embeddings is {positions!r}, expected a whole number")
     if not reads:
         raise TaskError(
             f"model source {source!r}: {architecture or config.model_type} has no vocabulary, so it reads no text, "
@@ -158,7 +161,7 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
             f"{task!r} is for {tasks[task].reads}: choose another checkpoint, or one of the tasks {fitting}"
         )
     known = _task_of(architecture, config.model_type, reads)
-    return Checkpoint(architecture, known, getattr(config, "max_position_embeddings", None), class_names(config))
+    return Checkpoint(architecture, known, positions, labels)
 
 
 def load_processor(source: str, task: str) -> Any:

@@ -9,6 +9,9 @@ import yaml
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.proxy.scales import scales_of
+from quantizer.proxy.state import state_bytes
+from quantizer.proxy.state import state_of_bytes
 from torture import mutations
 from torture.kinds import Kind
 from torture.kinds import kind
@@ -92,3 +95,19 @@ for _name, _file, _how, _reader, _maker, _exact in (
     ("old-observed", "observed.safetensors", _TENSORS, _resume, _make_unsigned, False),
 ):
     kind(Kind(name=_name, make=_maker, files=(f"{SAVED}/{_file}",), how=_how, read=_reader, exact=_exact))
+
+
+def _make_state(folder: Path) -> None:
+    small = model()
+    q = Quantizer(backend="openvino")
+    q.calibrate(small, [data()], progress=False)
+    served = q._served
+    (folder / "state").write_bytes(state_bytes(q.plan, served.decisions.products(), served.document()))
+
+
+def _read_state(folder: Path) -> str:
+    plan, _, _ = state_of_bytes((folder / "state").read_bytes(), folder / "state")
+    return str(scales_of(plan))
+
+
+kind(Kind(name="state", make=_make_state, files=("state",), how=_TENSORS, read=_read_state))
