@@ -87,7 +87,9 @@ def test_what_it_is_for_is_found(tmp_path: Path) -> None:
         check=True,
         env={**os.environ, "PYTHONPATH": search},
     )
-    for words in ("the process died, exit code -11", "KeyError", "_TooLong 'more than 1 s'", "was read, and gives other outputs"):
+    crash, late = "the process died, exit code -11", "_TooLong 'more than 1 s'"
+    other = "was read, and gives other outputs"
+    for words in (crash, "KeyError", late, other):
         assert f": {words}" in done.stdout, done.stdout
     told = done.stdout.splitlines()
     assert told[-1].split()[0] == "20"
