@@ -28,7 +28,9 @@ __all__ = [
 RTX_MAGIC = b"vtrt"
 """How an engine of TensorRT-RTX begins."""
 
-_NOTE = b"\nquantizer: "
+_NOTE = b"\nquantizer engine: "
+_NOTE_WITHOUT_SUM = b"\nquantizer: "
+"""Of files from before there was a checksum: a line of the other kind must have one, so that none gets lost."""
 _LONGEST_NOTE = 1024
 _SUM = "sha256 "
 _SUM_KEY = "quantizer.sha256"
@@ -164,13 +166,13 @@ def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
         whole = path.read_bytes()
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
-    place = whole.rfind(_NOTE, max(0, len(whole) - _LONGEST_NOTE))
+    place, tag = max((whole.rfind(tag, max(0, len(whole) - _LONGEST_NOTE)), tag) for tag in (_NOTE, _NOTE_WITHOUT_SUM))
     if place < 0 or not whole.endswith(b"\n"):
         return whole, ""
-    content, line = whole[:place], whole[place + len(_NOTE) : -1].decode(errors="replace")
-    note, mark, told = line.rpartition(_SUM)
-    if not mark:
+    content, line = whole[:place], whole[place + len(tag) : -1].decode(errors="replace")
+    if tag == _NOTE_WITHOUT_SUM:
         return content, line
+    note, _, told = line.rpartition(_SUM)
     if verify:
         digest = hashlib.sha256(content)
         digest.update(note.encode())
