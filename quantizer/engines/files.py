@@ -78,6 +78,8 @@ def checked_onnx(path: Path) -> Path:
                     )
     except ValueError as error:
         raise EngineError(f"{path} is not an ONNX file, or is damaged: {error}; export it again") from error
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
     if _GRAPH_FIELD not in fields:
         raise EngineError(f"{path} holds no graph: it is not an ONNX file, or is damaged; export it again")
     return path

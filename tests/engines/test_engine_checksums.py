@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from quantizer.engines import BuildOptions
+from quantizer.engines import backend_of
 from quantizer.engines import benchmark
 from quantizer.engines import build_engine
 from quantizer.engines import inspect_engine
 from quantizer.engines import load_engine
 from quantizer.engines import peak_memory_mib
+from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import read_engine
 from quantizer.engines.files import write_engine
 from quantizer.errors import EngineError
@@ -102,3 +104,16 @@ def test_every_process_of_ours_is_started_with_safe_paths() -> None:
     assert len(starts) == 2
     for file, line in starts:
         assert '"-P"' in line[:120], f"{file} starts Python without -P: it would import from the current folder"
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Permission bits do not stop root, who often runs tests.
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"anything")
+    monkeypatch.setattr(Path, "open", refuse)
+    for read in (backend_of, checked_onnx):
+        with pytest.raises(EngineError, match=r"model\.engine cannot be read: Permission denied"):
+            read(path)
