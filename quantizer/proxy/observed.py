@@ -89,6 +89,9 @@ def absorb(observation: Observation, data: bytes, proxy: nn.Module) -> None:
         document = seen_document(json_values(tensors["document"].numpy().tobytes()), len(counts))
         regions = Regions.from_plain(document.regions)
         products = [CountedProduct.from_plain(v, f"products[{n}]") for n, v in enumerate(document.products)]
+        lost = [product.site for product in products if product.site not in (None, *document.sites)]
+        if lost:
+            raise ValueError(f"products of {lost[0]!r}, which is no site")
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise QuantizerError(
             f"what was observed cannot be read, it is damaged: {error}; calibrate afresh, with calib(model)"

@@ -113,6 +113,16 @@ def test_a_damaged_observation_changes_nothing(folder: Path) -> None:
         q.calib(_model(), resume=True)
 
 
+def test_a_product_of_no_site_is_refused(folder: Path) -> None:
+    _edited(folder, lambda document: document.pop("sha256"))
+    tensors = load_file(folder / "observed.safetensors")
+    text = bytes(tensors["document"].tolist()).replace(b'"site": "0.', b'"site": "9.')
+    tensors["document"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    save_file(tensors, folder / "observed.safetensors")
+    with pytest.raises(QuantizerError, match=r"damaged: products of '9\..*', which is no site"):
+        Quantizer.load(folder).calib(_model(), resume=True)
+
+
 @pytest.mark.parametrize("batches", [None, 3, "data", {"input": torch.zeros(2, 16)}])
 def test_what_is_no_iterable_of_batches(batches: Any) -> None:
     with pytest.raises(CalibrationError, match=r"the calibration data is a .*; give an iterable of batches"):
