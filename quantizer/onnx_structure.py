@@ -58,7 +58,11 @@ def _graph_faults(onnx: Any, schema: Any, graph: Any) -> Iterator[str]:
 
 
 def _node_faults(schema: Any, node: Any, place: str) -> Iterator[str]:
-    if not node.op_type or not isinstance(node.op_type, str):
+    # What is no UTF-8 comes as bytes.
+    if not all(isinstance(name, str) for name in (node.op_type, node.name, node.domain, *node.input, *node.output)):
+        yield f"{place} has a name that is no text"
+        return
+    if not node.op_type:
         yield f"{place} has no operator"
         return
     wanted = schema(node)
