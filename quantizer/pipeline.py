@@ -43,6 +43,8 @@ from quantizer.files import restore_folder
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.histograms import noisiest
+from quantizer.preflight import check_rows
+from quantizer.preflight import require_tools
 from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.quantizer import Quantizer
 from quantizer.report import EngineFile
@@ -146,6 +148,7 @@ class _Run:
     Attributes:
         target: the folder that is being filled.
         kept: where a search and a training keep what they have.
+        training: the rows that are trained on.
     """
 
     def __init__(self, config: RunConfig, name: str, target: Path, kept: Kept, console: Console) -> None:
@@ -154,6 +157,7 @@ class _Run:
         self.target = target
         self.kept = kept
         self.console = console
+        self.training: list[Row] = []
         self._stage = Stages(console)
 
     def carry_out(self) -> RunRecord:
@@ -163,11 +167,12 @@ class _Run:
         with self._stage("load model and data"):
             model, task = self._model_and_task()
             calibration, evaluation = _rows(config.data.calibration), _rows(config.data.evaluation)
-            head, tuning = _rows(config.data.head), _rows(config.data.tuning)
-        # A label that the model has no class for is told now, and not after minutes of calibration.
-        for rows in filter(None, (evaluation, tuning)):
-            task.targets(rows)
+            head, tuning, self.training = map(_rows, (config.data.head, config.data.tuning, config.data.training))
         quantizer = Quantizer(config.quantizer)
+        self._check(task, [*evaluation, *tuning, *head], [*calibration, *self.training])
+        if config.quantizer.formats:
+            # A rule that matches nothing would be told when the plan is made.
+            quantizer.inspect(model)
         if head:
             with self._stage("fit the head on float embeddings"), bar("head") as progress:
                 task.fit_head(runner(model), head, progress)
@@ -215,6 +220,14 @@ class _Run:
         )
         self._report(record)
         return record
+
+    def _check(self, task: Task, scored: list[Row], others: list[Row]) -> None:
+        """Tell now, and not after minutes of calibration, what would be told then."""
+        config = self.config
+        require_tools({config.quantizer.backend: self._options()}, html="html" in config.report.formats)
+        check_rows(task, scored, others)
+        # The shape that latency is measured at: the model may have fewer positions.
+        task.random_batch(1, config.report.latency_sequence)
 
     def _report(self, record: RunRecord) -> None:
         if "json" in self.config.report.formats:
@@ -306,7 +319,7 @@ class _Run:
         self, settings: QatConfig, quantizer: Quantizer, model: nn.Module, task: Task, score: TuningScore
     ) -> Course:
         """Train a copy, so that the float model stays what all is compared with."""
-        rows = _rows(self.config.data.training)
+        rows = self.training
         parts = fingerprint(quantizer.plan, score, Fingerprint.of(model)), settings.model_dump(mode="json"), rows
         training = Training(
             settings,
@@ -356,14 +369,7 @@ class _Run:
     ) -> dict[str, BuildResult]:
         """Write model.onnx and model.engine, and beside them the float model's engine, to compare with."""
         config = self.config
-        example = task.example()
-        dynamic = {"batch": config.export.dynamic.batch, "sequence": config.export.dynamic.sequence}
-        options = BuildOptions(
-            dynamic=dynamic,
-            compute_capability=config.engine.compute_capability,
-            inference_precision=config.engine.inference_precision,
-            strip_weights=config.engine.strip_weights,
-        )
+        example, options = task.example(), self._options()
         backend = config.quantizer.backend
         paths = {"float": self.target / "float.onnx", "engine": self.target / "model.onnx"}
         with self._stage("export"):
@@ -374,6 +380,15 @@ class _Run:
                 name: self._stage.build(backend, path, path.with_suffix(".engine"), options)
                 for name, path in paths.items()
             }
+
+    def _options(self) -> BuildOptions:
+        config = self.config
+        return BuildOptions(
+            dynamic={"batch": config.export.dynamic.batch, "sequence": config.export.dynamic.sequence},
+            compute_capability=config.engine.compute_capability,
+            inference_precision=config.engine.inference_precision,
+            strip_weights=config.engine.strip_weights,
+        )
 
     def _inspect(self, built: BuildResult) -> Inspection:
         """What the engine runs in which precision; an engine without the precision that was asked for ends the run."""

@@ -380,10 +380,11 @@ class Quantizer:
             QuantizerError: the folder is none of ours or damaged.
         """
         plan, products, document, observed = load_state(folder)
-        if "config" not in document or "fallback" not in document:
-            raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
-        loaded = cls(document["config"])
-        loaded._served.load(plan, products, document, observed)
+        try:
+            loaded = cls(document["config"])
+            loaded._served.load(plan, products, document, observed)
+        except QuantizerError as error:
+            raise QuantizerError(f"{folder} cannot be taken up: {error}") from error
         return loaded
 
     # -- what there is to see --------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
+from quantizer.plain import decoded
 from quantizer.qat import Distillation
 from quantizer.qat import Schedule
 from quantizer.qat import parameter_groups
@@ -232,7 +233,9 @@ class Training:
                 "another output folder"
             )
         read_checkpoint(self._last, proxy, optimizer)
-        course = Course(**facts["course"])
-        course.scores = [(int(step), float(score)) for step, score in course.scores]
+        try:
+            course: Course = decoded(Course, facts.get("course"), "course")
+        except ValueError as error:
+            raise TrainingError(f"{self._last} is damaged: {error}; remove it to begin the training anew") from error
         self._tell(f"going on after {len(course.losses)} of {self._steps} steps, from {self._last}")
         return course

@@ -28,6 +28,7 @@ from quantizer.cli.signals import end_as_on_ctrl_c
 from quantizer.cli.validate import Validate
 from quantizer.cli.verb import Verb
 from quantizer.errors import QuantizerError
+from quantizer.out_of_memory import is_out_of_memory
 
 __all__ = ["VERBS", "main"]
 
@@ -52,6 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return verb(args, Console())
     except QuantizerError as error:
         print_error(error)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        first = (str(error).splitlines() or ["MemoryError"])[0]
+        print_error(QuantizerError(f"there is too little memory: use smaller batches, or a smaller model ({first})"))
         return 1
     except KeyboardInterrupt as stop:
         name, number = ("terminated", stop.number) if isinstance(stop, Terminated) else ("interrupted", signal.SIGINT)

@@ -23,6 +23,7 @@ from quantizer.config.validate import check_keys
 from quantizer.config.validate import finish
 from quantizer.config.yaml_file import read_yaml
 from quantizer.errors import ConfigError
+from quantizer.existing import is_there
 
 __all__ = ["dump_yaml", "load_run", "quantizer_config"]
 
@@ -118,7 +119,7 @@ def _require_section(draft: Draft, schema: type[Section]) -> None:
 
 def _with_absolute_paths(run: RunConfig) -> RunConfig:
     model = run.model
-    if model.source.startswith(("./", "../", "~/")) or Path(model.source).exists():
+    if model.source.startswith(("./", "../", "~/")) or is_there(Path(model.source)):
         model = model.model_copy(update={"source": abspath(expanduser(model.source))})
     found = {}
     for name in ("calibration", "evaluation", "tuning", "head"):

@@ -56,26 +56,31 @@ class Document:
     value: Any = None
     faults: list[Fault] = field(default_factory=list)
     root: yaml.Node | None = None
+    _places: dict[int, dict[str, tuple[int, yaml.Node]]] = field(default_factory=dict)
 
     def line(self, path: KeyPath) -> int | None:
         """The line of the key or list entry at ``path``, counted from 1; None where the text has no such path."""
-        node, mark = self.root, self.root.start_mark if self.root is not None else None
+        node = self.root
+        line = node.start_mark.line if node is not None else None
         for step in path:
-            if isinstance(node, yaml.MappingNode):
-                pair = next((pair for pair in node.value if _is_key(pair[0], step)), None)
-                if pair is None:
-                    return None
-                mark, node = pair[0].start_mark, pair[1]
+            if isinstance(node, yaml.MappingNode) and step in self._keys(node):
+                line, node = self._keys(node)[str(step)]
             elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
                 node = node.value[step]
-                mark = node.start_mark
+                line = node.start_mark.line
             else:
                 return None
-        return mark.line + 1 if mark is not None else None
+        return line + 1 if line is not None else None
 
-
-def _is_key(node: yaml.Node, name: str | int) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.tag in _TEXTS and node.value == name
+    def _keys(self, mapping: yaml.MappingNode) -> dict[str, tuple[int, yaml.Node]]:
+        """The line, from 0, and the value of each key; looked for once, as thousands of keys may be asked for."""
+        found = self._places.get(id(mapping))
+        if found is None:
+            found = self._places[id(mapping)] = {}
+            for key, value in mapping.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag in _TEXTS:
+                    found.setdefault(key.value, (key.start_mark.line, value))
+        return found
 
 
 class _Reader:

@@ -53,6 +53,8 @@ from quantizer.export.signature import read_signature
 from quantizer.files import require_room
 from quantizer.files import said_complete
 from quantizer.files import write_folder
+from quantizer.preflight import check_rows
+from quantizer.preflight import require_tools
 from quantizer.quantizer import Quantizer
 from quantizer.report import Score
 from quantizer.report import collect_machine
@@ -172,9 +174,9 @@ class _Run:
             sizes = facts.sequence
             lengths = {} if sizes is None else {"min_length": sizes[0], "max_length": sizes[2]}
             self.task = build_task(facts.task, self.model, self.processor, batch_size=facts.batch[1], **lengths)
-        # A label that the model has no class for is told now, and not after minutes of calibration.
-        for rows in filter(None, (self.tuning, self.evaluation)):
-            self.task.targets(rows)
+        # What would be told after minutes of calibration is told now.
+        require_tools({name: self._options(name) for name in asked.backends}, html=False)
+        check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
         self.calibration, held_out = ([], []) if data is None else data.of(self.task)
         self.batches = self.task.sample_batches(self.calibration)
         self.check_batches = [self.task.inputs.filled(held_out or self.calibration, *shape) for shape in facts.shapes]
@@ -322,12 +324,14 @@ class _Run:
         export_onnx(self.model, path, self.task.example(), opset=target.opset, dtype=dtype)
 
     def _build(self, name: str, onnx: Path, engine: Path) -> BuildResult:
-        options = BuildOptions(
+        return self.stage.build(name, onnx, engine, self._options(name))
+
+    def _options(self, name: str) -> BuildOptions:
+        return BuildOptions(
             dynamic=self.facts.dimensions,
             compute_capability=self._capability(name),
             inference_precision=self._precision(name),
         )
-        return self.stage.build(name, onnx, engine, options)
 
     def _capability(self, name: str) -> str | None:
         return self.asked.compute_capability if name == "tensorrt-rtx" else None

@@ -166,6 +166,14 @@ class Backend(Protocol):
     def device(self) -> str:
         """Where its engines run: ``cpu`` or ``cuda``."""
 
+    def check(self, options: BuildOptions) -> None:
+        """Refuse what ``build`` would refuse whatever the ONNX file is: a build may come after an hour of work.
+
+        Raises:
+            EngineError: the options are not for this backend, or nothing can be built on this machine.
+            MissingDependencyError: the library is not installed.
+        """
+
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Write ``engine_path``, whole or not at all; without ``strip_weights`` it needs the ONNX file no more.
 
@@ -174,11 +182,16 @@ class Backend(Protocol):
             MissingDependencyError: the library is not installed.
         """
 
-    def load(self, path: Path, *, threads: int = 1) -> Engine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> Engine:
         """Load an engine file, to run on ``threads`` threads of the CPU.
 
+        Args:
+            path: the file.
+            threads: of the CPU.
+            verify: compare the file with its checksum.
+
         Raises:
-            EngineError: the file is missing or cannot be run here.
+            EngineError: the file is missing, damaged or cannot be run here.
             MissingDependencyError: the library is not installed.
         """
 

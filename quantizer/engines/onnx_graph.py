@@ -20,6 +20,7 @@ from quantizer.engines.multiply_adds import convolution_work
 from quantizer.engines.multiply_adds import matmul_work
 from quantizer.engines.optional import import_library
 from quantizer.errors import EngineError
+from quantizer.onnx_structure import structural_fault
 
 __all__ = ["MOVES", "graph_inspection", "precision_of", "read_graph"]
 
@@ -73,16 +74,20 @@ def read_graph(path: Path) -> Any:
     checked_onnx(path)
     onnx = import_library("onnx", "onnx")
     try:
-        return onnx.load(str(path), load_external_data=False)
+        model = onnx.load(str(path), load_external_data=False)
+        fault = structural_fault(onnx, model)
     except Exception as error:
         # protobuf's error is of a class that depends on which of its implementations is installed.
         raise EngineError(f"{path} is damaged: {error}; export it again") from error
+    if fault is not None:
+        raise EngineError(f"{path} is damaged, or was written wrongly: {fault}; export it again")
+    return model
 
 
 def precision_of(element_type: int) -> str:
     """The precision of an ONNX element type; ``index`` for whole numbers and truth values."""
     onnx = import_library("onnx", "onnx")
-    return _PRECISIONS.get(onnx.TensorProto.DataType.Name(element_type), "index")
+    return _PRECISIONS.get(onnx.TensorProto.DataType.Name(element_type), "index") if element_type else "unknown"
 
 
 class _Graph:

@@ -84,13 +84,14 @@ class OpenVINOBackend:
     def __init__(self, name: str = "openvino") -> None:
         self.name = name
 
+    def check(self, options: BuildOptions) -> None:
+        """Refuse options that are for a GPU; look for the library."""
+        self._check_options(options)
+        import_library("openvino", "openvino")
+
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Compile the ONNX file and write the compiled model."""
-        if options.compute_capability is not None:
-            raise EngineError(
-                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
-            )
-        options.check_for(self.name)
+        self._check_options(options)
         precision = options.inference_precision or "float32"
         started = time.perf_counter()
         checked_onnx(onnx_path)
@@ -110,14 +111,15 @@ class OpenVINOBackend:
             (*((_EMULATED,) if emulated else ()), *saturation_warnings(self.name, onnx_path)),
         )
 
-    def load(self, path: Path, *, threads: int = 1) -> OpenVINOEngine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> OpenVINOEngine:
         """Load an engine file in the precision that it was built for, or compile an ``.onnx`` file for float32.
 
         Args:
             path: a file that ``build`` wrote, or one whose name ends in ``.onnx``.
             threads: threads of the CPU to run on.
+            verify: compare an engine file with the checksum in it.
         """
-        return OpenVINOEngine(_loaded(path, threads))
+        return OpenVINOEngine(_loaded(path, threads, verify=verify))
 
     def inspect(
         self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
@@ -128,6 +130,13 @@ class OpenVINOBackend:
         layers = observed_layers(compiled, inputs)
         return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
 
+    def _check_options(self, options: BuildOptions) -> None:
+        if options.compute_capability is not None:
+            raise EngineError(
+                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
+            )
+        options.check_for(self.name)
+
 
 def _settings(threads: int, precision: str) -> dict[str, object]:
     return {
@@ -137,13 +146,13 @@ def _settings(threads: int, precision: str) -> dict[str, object]:
     }
 
 
-def _loaded(path: Path, threads: int, more: Mapping[str, object] = MappingProxyType({})) -> Any:
+def _loaded(path: Path, threads: int, more: Mapping[str, object] = MappingProxyType({}), *, verify: bool = True) -> Any:
     """The compiled model of an engine file, or of one whose name ends in ``.onnx``; ``more``: settings."""
     if path.suffix.lower() == ".onnx":
         checked_onnx(path)
         return _compile(import_library("openvino", "openvino"), path, {**_settings(threads, "float32"), **more})
     checked_engine(path)
-    blob, note = read_engine(path)
+    blob, note = read_engine(path, verify=verify)
     precision = note.removeprefix(_NOTE)
     if precision == note or precision not in _PRECISIONS:
         raise EngineError(

@@ -36,7 +36,7 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.regions import convert_floats
 
-__all__ = ["export_onnx", "least_opset"]
+__all__ = ["export_onnx", "least_opset", "require_exporter"]
 
 _HALF_SCALES_OPSET = 19
 
@@ -68,8 +68,7 @@ def export_onnx(
         ExportError: the model cannot be exported, or the file cannot be written.
         MissingDependencyError: onnx or onnxscript is not installed.
     """
-    for package in ("onnx", "onnxscript", "onnx_ir"):
-        _require(package)
+    require_exporter()
     checked_file(path, ExportError)
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
         raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
@@ -93,6 +92,16 @@ def export_onnx(
     run_passes(ir_model, passes(unsigned))
     write_onnx(ir_model, path)
     return path
+
+
+def require_exporter() -> None:
+    """Look for the packages that an export needs.
+
+    Raises:
+        MissingDependencyError: one is not installed.
+    """
+    for package in ("onnx", "onnxscript", "onnx_ir"):
+        _require(package)
 
 
 def least_opset(model: nn.Module) -> int:

@@ -82,7 +82,7 @@ def read_toolkit_scales(source: Mapping[str, Any] | str | os.PathLike[str], plan
         hosts.setdefault(".".join(path.split(".")[:-2]), []).append(entry)
     found = ToolkitScales()
     for key, amax in state.items():
-        match = _AMAX.fullmatch(key)
+        match = _AMAX.fullmatch(key) if isinstance(key, str) else None
         if match is None:
             continue
         try:

@@ -13,6 +13,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
+from quantizer.plain import decoded
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.caller import Caller
 from quantizer.proxy.caller import callers
@@ -94,10 +96,16 @@ class CountedProduct:
         return {**asdict(self), "reason": self.reason.value if self.reason else None}
 
     @classmethod
-    def from_plain(cls, values: dict[str, Any]) -> CountedProduct:
-        """What ``plain`` gave."""
-        reason = values["reason"]
-        return cls(**{**values, "reason": None if reason is None else Reason(reason)})
+    def from_plain(cls, values: Mapping[str, Any], place: str = "product") -> CountedProduct:
+        """What ``plain`` gave.
+
+        Raises:
+            ValueError: it is damaged; ``place`` is where it stands.
+        """
+        product: CountedProduct = decoded(cls, values, place)
+        if product.multiply_adds < 0:
+            raise ValueError(f"{place}.multiply_adds: expected 0 or more, got {product.multiply_adds}")
+        return product
 
 
 class Explanations:

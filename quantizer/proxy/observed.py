@@ -8,6 +8,7 @@ merge without error.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Collection
@@ -27,7 +28,13 @@ from quantizer.calibrators.histogram import BINS
 from quantizer.calibrators.histogram import Histogram
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
+from quantizer.plain import json_values
 from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.observed_fields import SeenDocument
+from quantizer.proxy.observed_fields import SeenGroup
+from quantizer.proxy.observed_fields import SeenSite
+from quantizer.proxy.observed_fields import SeenWeight
+from quantizer.proxy.observed_fields import seen_document
 from quantizer.proxy.range_group import ChannelRange
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.range_group import RangeGroup
@@ -39,7 +46,6 @@ from quantizer.proxy.weight import WeightView
 
 __all__ = ["restored", "snapshot"]
 
-_LATER_FIELDS = ("rows", "head", "sequence")
 _SITE_FIELDS = ("kind", "calls", "fit", "reasons", "depth", "width", "rows", "head", "sequence", "multiply_adds")
 
 
@@ -79,34 +85,61 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
     """
     try:
         tensors = load(data)
-        document, counts = json.loads(tensors["document"].numpy().tobytes()), tensors["counts"]
-        if counts.dtype != torch.int64 or counts.shape[1:] != (BINS,):
-            raise ValueError(f"counts of shape {list(counts.shape)}, expected int64 [.., {BINS}]")
-        different = sorted(set(document["sites"]) ^ set(paths))
-        if different:
-            raise CalibrationError(
-                f"what was observed belongs to another model: {len(different)} sites differ, the first is "
-                f"{different[0]!r}; calibrate this model afresh, with calib(model)"
+        counts = tensors["counts"]
+        if counts.dtype != torch.int64 or counts.shape[1:] != (BINS,) or bool((counts < 0).any()):
+            raise ValueError(
+                f"counts {counts.dtype} of shape {list(counts.shape)}, expected int64 [.., {BINS}], from 0"
             )
-        parameters = dict(proxy.named_parameters())
-        products = [CountedProduct.from_plain(values) for values in document["products"]]
-        seen = Seen(
-            records={path: _site(values, parameters) for path, values in document["sites"].items()},
-            batches=document["batches"],
-            chosen_at=document["chosen_at"],
-            products=Counter({replace(product, multiply_adds=0): product.multiply_adds for product in products}),
-            regions=Regions.from_plain(document.get("regions")),
-            # Files from before it was kept do not say.
-            only_zeros=document.get("only_zeros", False),
-            read_outside=document.get("read_outside", {}),
-        )
-        for values in document["groups"]:
-            _add_group(seen, values, counts, make)
-        return seen
-    except (SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
+        document = seen_document(json_values(tensors["document"].numpy().tobytes()), len(counts))
+        regions = Regions.from_plain(document.regions)
+        products = [CountedProduct.from_plain(v, f"products[{n}]") for n, v in enumerate(document.products)]
+        lost = [product.site for product in products if product.site not in (None, *document.sites)]
+        if lost:
+            raise ValueError(f"products of {lost[0]!r}, which is no site")
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise QuantizerError(
-            f"what was observed cannot be read, it is damaged: {error!r}; calibrate afresh, with calib(model)"
+            f"what was observed cannot be read, it is damaged: {error}; calibrate afresh, with calib(model)"
         ) from error
+    parameters = dict(proxy.named_parameters())
+    _require_model(document, paths, parameters)
+    seen = Seen(
+        records={path: _site(site, parameters) for path, site in document.sites.items()},
+        batches=document.batches,
+        chosen_at=document.chosen_at,
+        products=Counter({replace(product, multiply_adds=0): product.multiply_adds for product in products}),
+        regions=regions,
+        only_zeros=document.only_zeros,
+        read_outside=dict(document.read_outside),
+    )
+    for group in document.groups:
+        _add_group(seen, group, counts, make)
+    return seen
+
+
+def _require_model(document: SeenDocument, paths: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what was seen of another model.
+
+    Raises:
+        CalibrationError: it has other sites or parameters.
+    """
+    different = sorted(set(document.sites) ^ set(paths))
+    if different:
+        raise CalibrationError(
+            f"what was observed belongs to another model: {len(different)} sites differ, the first is "
+            f"{different[0]!r}; calibrate this model afresh, with calib(model)"
+        )
+    for path, site in document.sites.items():
+        for name, operand in site.operands.items():
+            weight = operand.weight
+            if weight is None or weight.path is None:
+                continue
+            parameter = parameters.get(weight.path)
+            view = weight.view
+            if parameter is None or (view is not None and view[2] + math.prod(view[0]) > parameter.numel()):
+                raise CalibrationError(
+                    f"what was observed belongs to another model: the weight {weight.path!r} of {path}.{name} is not "
+                    "there, or is smaller; calibrate this model afresh, with calib(model)"
+                )
 
 
 def _plain_site(record: SiteRecord, places: Mapping[RangeGroup, int]) -> dict[str, Any]:
@@ -151,48 +184,46 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def _site(values: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> SiteRecord:
+def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteRecord:
     operands = {
         name: OperandRecord(
-            weight=None if operand["weight"] is None else _weight(operand["weight"], parameters),
-            axis=operand["axis"],
-            inner=operand["inner"],
-            softmax=operand["softmax"],
-            ends_branch=operand.get("ends_branch", False),
+            weight=None if operand.weight is None else _weight(operand.weight, parameters),
+            axis=operand.axis,
+            inner=operand.inner,
+            softmax=operand.softmax,
+            ends_branch=operand.ends_branch,
         )
-        for name, operand in values["operands"].items()
+        for name, operand in site.operands.items()
     }
-    # Files from before some of them were kept do not have these.
-    known = {name: values[name] for name in _SITE_FIELDS if name not in _LATER_FIELDS or name in values}
-    return SiteRecord(**{**known, "reasons": list(values["reasons"])}, reads=set(values["reads"]), operands=operands)
+    known = {name: getattr(site, name) for name in _SITE_FIELDS}
+    return SiteRecord(**{**known, "reasons": list(site.reasons)}, reads=set(site.reads), operands=operands)
 
 
-def _weight(values: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Weight:
-    if values["path"] is None:
+def _weight(seen: SeenWeight, parameters: Mapping[str, nn.Parameter]) -> Weight:
+    if seen.path is None:
         # No module has registered it: it is quantized nowhere, and what it holds is never asked for.
         return Weight(nn.Parameter(torch.empty(0)), None)
-    view = values["view"] and WeightView(tuple(values["view"][0]), tuple(values["view"][1]), values["view"][2])
-    return Weight(parameters[values["path"]], values["path"], view)
+    return Weight(parameters[seen.path], seen.path, None if seen.view is None else WeightView(*seen.view))
 
 
-def _add_group(seen: Seen, values: Mapping[str, Any], counts: Tensor, make: Callable[[bool], Calibrator]) -> None:
-    channels = values["channels"]
+def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> None:
+    channels = saved.channels
     group = RangeGroup(
-        calibrator=_calibrator(values, counts, make),
-        operands=list(values["operands"]),
-        chosen=values["chosen"] and (values["chosen"][0], values["chosen"][1]),
+        calibrator=_calibrator(saved, counts, make),
+        operands=list(saved.operands),
+        chosen=saved.chosen,
         channels=channels and ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in channels)),
-        channels_vary=values["channels_vary"],
+        channels_vary=saved.channels_vary,
     )
-    for name in values["operands"]:
+    for name in saved.operands:
         path, _, operand = name.rpartition(".")
         seen.records[path].operands[operand].group = group
 
 
-def _calibrator(values: Mapping[str, Any], counts: Tensor, make: Callable[[bool], Calibrator]) -> Calibrator:
-    histogram = values["histogram"]
+def _calibrator(saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> Calibrator:
+    histogram = saved.histogram
     made = make(histogram is not None)
-    made.minimum, made.maximum, made.count = values["minimum"], values["maximum"], values["count"]
+    made.minimum, made.maximum, made.count = saved.minimum, saved.maximum, saved.count
     if histogram is not None:
-        made.histogram = Histogram.restored(counts[histogram["row"]], histogram["exponent"], histogram["zeros"])
+        made.histogram = Histogram.restored(counts[histogram.row], histogram.exponent, histogram.zeros)
     return made

@@ -18,9 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch import nn
 
+from quantizer.digest import tensors_digest
 from quantizer.errors import TrainingError
 from quantizer.files import checked_file
 from quantizer.files import whole_file
+from quantizer.plain import json_values
 
 __all__ = [
     "BEST",
@@ -37,6 +39,7 @@ BEST = "best.safetensors"
 """The files of a training, in a folder that may hold others beside them."""
 
 _FACTS = "training"
+_SUM = "sha256"
 
 
 def check_checkpoints(folder: Path) -> None:
@@ -83,7 +86,8 @@ def write_checkpoint(
     for number, entry in (optimizer.state_dict()["state"] if optimizer is not None else {}).items():
         tensors |= {f"optimizer.{number}.{name}": value.detach().clone() for name, value in entry.items()}
     with whole_file(path, TrainingError) as part:
-        save_file(tensors, part, metadata={_FACTS: json.dumps(facts)})
+        text = json.dumps(facts)
+        save_file(tensors, part, metadata={_FACTS: text, _SUM: tensors_digest(tensors, text)})
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -93,7 +97,10 @@ def read_facts(path: Path) -> dict[str, Any]:
         TrainingError: it is no such file, or damaged.
     """
     with _opened(path) as file:
-        return dict(json.loads(file.metadata()[_FACTS]))
+        facts = json_values(file.metadata()[_FACTS])
+        if not isinstance(facts, dict):
+            raise ValueError("its facts are no object")
+        return facts
 
 
 def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -104,6 +111,10 @@ def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimiz
     """
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        told = file.metadata()
+        # One from before there was a sum has nothing to compare.
+        if told.get(_SUM, "") not in ("", tensors_digest(tensors, told[_FACTS])):
+            raise ValueError("its SHA-256 is not that of its tensors")
     model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     try:
         proxy.load_state_dict(model)
@@ -125,5 +136,7 @@ def _opened(path: Path) -> Iterator[Any]:
             if _FACTS not in (file.metadata() or {}):
                 raise KeyError(_FACTS)
             yield file
-    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
-        raise TrainingError(f"{path} is no checkpoint of a training, or damaged: {error}") from error
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise TrainingError(
+            f"{path} is no checkpoint of a training, or damaged: {error}; remove it to begin the training anew"
+        ) from error

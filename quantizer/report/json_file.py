@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quantizer.errors import QuantizerError
 from quantizer.files import whole_file
+from quantizer.plain import json_values
 from quantizer.report.codec import mapping_from_record
 from quantizer.report.codec import record_from_mapping
 from quantizer.report.record import RunRecord
@@ -45,15 +46,11 @@ def read_record(path: Path | str) -> RunRecord:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        values = json_values(path.read_bytes())
     except FileNotFoundError as error:
         raise QuantizerError(f"{path}: no such file; give the folder of a finished run") from error
     except (OSError, UnicodeDecodeError) as error:
         raise QuantizerError(f"{path}: cannot be read: {error}") from error
-    try:
-        values = json.loads(text)
     except ValueError as error:
         raise QuantizerError(f"{path}: not a JSON file ({error}); it is broken: run the configuration again") from error
-    except RecursionError as error:
-        raise QuantizerError(f"{path}: nested too deep for a report; it is broken") from error
     return record_from_mapping(values, str(path))

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -14,10 +15,19 @@ from types import CodeType
 from quantizer.errors import SensitivityError
 from quantizer.files import checked_file
 from quantizer.files import whole_file
+from quantizer.plain import decoded
+from quantizer.plain import json_values
 from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.proxy.plan import SitePlan
 
 __all__ = ["ScoreCache", "check_scores", "fingerprint"]
+
+
+@dataclass(frozen=True)
+class _Document:
+    """What the file holds: the scores by what was float in them."""
+
+    scores: Mapping[str, float]
 
 
 class ScoreCache:
@@ -106,9 +116,9 @@ def _digest(parts: list[str]) -> str:
 
 def _read(path: Path) -> dict[str, float]:
     try:
-        scores = json.loads(path.read_text(encoding="utf-8"))["scores"]
-        return {str(key): float(value) for key, value in scores.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        document: _Document = decoded(_Document, json_values(path.read_bytes()), "the file")
+    except (OSError, ValueError) as error:
         raise SensitivityError(
-            f"{path} holds no scores of a search ({type(error).__name__}); remove it, or name another file"
+            f"{path} holds no scores of a search ({error}); remove it, or name another file"
         ) from error
+    return dict(document.scores)

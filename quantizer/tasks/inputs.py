@@ -49,6 +49,13 @@ class Inputs(Protocol):
     def filled(self, samples: Sequence[Any], rows: int, sequence: int | None) -> Batch:
         """A batch of exactly so many rows and tokens; without samples it is random."""
 
+    def check(self, samples: Sequence[Any]) -> None:
+        """Look at samples without running anything.
+
+        Raises:
+            TaskError: one cannot be read.
+        """
+
     def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
         """Random values, nothing masked; see ``Task.random_batch``."""
 
@@ -99,6 +106,9 @@ class TextInputs:
         if encoded["input_ids"].shape[1] < shortest:
             encoded = self.tokenizer(list(texts), padding="max_length", max_length=shortest, **options)
         return {name: encoded[name] for name in self.names if name in encoded}
+
+    def check(self, texts: Sequence[str]) -> None:
+        """Nothing: a text that was read can be tokenized."""
 
     def filled(self, texts: Sequence[str], rows: int, sequence: int | None) -> Batch:
         """A batch [rows x sequence], every second row filled with text to the end, the others cut or padded.

@@ -394,7 +394,7 @@ def test_saving_onto_a_file(tmp_path: Path) -> None:
         (lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: 5"), "damaged"),
         (
             lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: []"),
-            "config or fallback is missing",
+            "config and fallback missing",
         ),
     ],
 )

@@ -72,7 +72,8 @@ def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Pa
 
 def _pip_download(requirement: str, archive: str, folder: Path, scratch: Path) -> None:
     name = requirement.partition("==")[0]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+    # -P: a pip.py in the current folder is not pip.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--no-binary", name, "--dest", str(scratch), requirement]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
