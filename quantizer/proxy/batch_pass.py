@@ -30,6 +30,7 @@ from quantizer.proxy.caller import callers
 from quantizer.proxy.caller import innermost_frame
 from quantizer.proxy.completeness import Explanations
 from quantizer.proxy.completeness import ProductCounter
+from quantizer.proxy.finite import FiniteParameters
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.magnitudes import Magnitudes
 from quantizer.proxy.magnitudes import ParameterMagnitudes
@@ -72,6 +73,7 @@ class Watched:
         channels: keep the range of each channel of what linears read.
         explanations: of products outside of sites.
         measured: the magnitudes of parameters.
+        finite: looks at parameters.
     """
 
     make: Callable[[bool], Calibrator]
@@ -80,6 +82,7 @@ class Watched:
     channels: bool
     explanations: Explanations
     measured: ParameterMagnitudes = field(default_factory=ParameterMagnitudes)
+    finite: FiniteParameters = field(default_factory=FiniteParameters)
 
 
 class Pass:
@@ -109,10 +112,16 @@ class Pass:
         self._lock = threading.RLock()
 
     def begin(self, proxy: nn.Module, inputs: Sequence[Any], mask: Tensor | None) -> None:
-        """Follow what the model computes with its inputs; ``mask`` [B, S] says which tokens are real (None: all)."""
+        """Follow what the model computes with its inputs; ``mask`` [B, S] says which tokens are real (None: all).
+
+        Raises:
+            CalibrationError: a parameter of the model has NaN or an infinite value.
+        """
         self.has_begun = True
         # At each pass: a cast gives the proxy parameters of its own.
-        self._weights = Weights(proxy.named_parameters())
+        parameters = list(proxy.named_parameters())
+        self._watched.finite.check(parameters)
+        self._weights = Weights(parameters)
         self._mask = mask
         self._counter.start(proxy)
         self._magnitudes = Magnitudes(self._watched.measured, inputs)
@@ -161,6 +170,10 @@ class Pass:
         self._calls[threading.get_ident()] = None
         record.calls += 1
         weights = [self._weights.find(value) for value in values]
+        for weight in weights:
+            # What is added may be a mask.
+            if weight is not None and weight.path is not None and site.operation.kind != "residual_add":
+                self._watched.finite.check_weight(weight.path, weight.parameter)
         record.reads |= {weight.path for weight in weights if weight is not None and weight.path is not None}
         reason = self._unfit(site, values, weights) or self._varies(record, site, weights)
         if reason is not None:

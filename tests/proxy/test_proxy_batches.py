@@ -344,3 +344,67 @@ def test_a_copy_of_an_observing_proxy_observes_nothing(duplicate: Any) -> None:
     assert everything(q) == expected
     proxy(x * 100)
     assert everything(q) != expected
+
+
+# -- weights that are no numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["first.weight", "last.weight"])
+@pytest.mark.parametrize(("value", "said"), [(torch.nan, "nan"), (torch.inf, "inf"), (-torch.inf, "-inf")])
+def test_a_weight_that_is_no_number_is_refused_by_its_name(name: str, value: float, said: str) -> None:
+    """Also where no other site reads what it makes."""
+    model = Net().eval()
+    parameter = model.get_parameter(name)
+    with torch.no_grad():
+        parameter.view(-1)[3] = value
+    q = Quantizer(**OPTIONS)
+    with torch.no_grad(), pytest.raises(CalibrationError, match=rf"the weight '{name}', .* has (?i:{said}) among"):
+        q.calibrate(model, batches())
+    with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
+        q.quantize(model)
+
+
+def test_a_weight_that_becomes_no_number_between_batches() -> None:
+    model = Net().eval()
+    q = calibrated(model, batches(2))
+    expected = everything(q)
+    with torch.no_grad():
+        model.last.weight[0, 0] = torch.nan
+    with torch.no_grad(), pytest.raises(CalibrationError, match=r"the weight 'last.weight'"):
+        q.calibrate(model, batches(3)[2:], resume=True)
+    with torch.no_grad():
+        model.last.weight[0, 0] = 0.1
+    assert everything(q)[2] == expected[2]
+
+
+def test_a_parameter_that_masks_is_no_weight() -> None:
+    class Hides(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = nn.Parameter(torch.full((8, 8), -torch.inf).triu(1), requires_grad=False)
+
+        def forward(self, x: Tensor, apart: bool = False) -> Tensor:
+            found: Tensor = self.last((self.query(x) @ self.key(x).transpose(-1, -2) + self.mask).softmax(-1) @ x)
+            return found
+
+    assert calibrated(Hides().eval(), batches()).coverage.multiply_adds > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_nothing_but_zeros_is_told_once(dtype: torch.dtype) -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.last = nn.Embedding(10, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.last(self.embed(x.long()))
+            return found
+
+    model = Looks().eval()
+    q = calibrated(model, [torch.zeros(2, 8, dtype=dtype)] * 3)
+    with pytest.warns(UserWarning, match="every input of all 3 calibration batches is zero"):
+        q.quantize(model)
+    assert str(q.ranges)
+    q.calibrate(model, [torch.ones(2, 8, dtype=dtype)], resume=True)
+    assert str(q.ranges)
