@@ -169,7 +169,7 @@ def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
         for attribute, value in vars(module).items():
             if attribute == "forward" and not leads_to_forward(value, module):
                 problems.append("its forward was replaced on this module, so what runs there is not rewritten")
-            elif REWRITER.rebuilder.holds_sites(value):
+            elif REWRITER.holds_sites(value):
                 problems.append(f"the function kept as {attribute} holds products, and no module is lent to it")
         for problem in problems:
             yield SkippedSource(path=path, host_type=name, source=None, reason=problem)

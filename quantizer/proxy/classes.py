@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import types
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
+from quantizer.proxy.containers import container_views
 from quantizer.proxy.rewriter import ClassRewriter
 from quantizer.proxy.sharing import end_sharing
 from quantizer.proxy.sharing import hand_back
-from quantizer.proxy.site import Site
 from quantizer.source.closures import held
 from quantizer.source.closures import rebound
+from quantizer.source.lend import WRITTEN
+from quantizer.source.lend import as_written
 
 __all__ = [
     "REWRITER",
@@ -34,42 +37,28 @@ __all__ = [
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def _own_children(container: nn.Module) -> dict[str, nn.Module]:
-    """A container's own children: its sites are children too, and must not run as a layer."""
-    return {
-        name: module
-        for name, module in container._modules.items()
-        if module is not None and not isinstance(module, Site)
-    }
-
-
-def _iterate_modules(container: nn.Module) -> Iterator[nn.Module]:
-    return iter(_own_children(container).values())
-
-
-def _iterate_names(container: nn.Module) -> Iterator[str]:
-    return iter(_own_children(container))
-
-
-_SEQUENCE = {"__iter__": _iterate_modules, "__len__": lambda container: len(_own_children(container))}
-_MAPPING = {
-    "__iter__": _iterate_names,
-    "__len__": _SEQUENCE["__len__"],
-    "keys": lambda container: _own_children(container).keys(),
-    "items": lambda container: _own_children(container).items(),
-    "values": lambda container: _own_children(container).values(),
-}
-
-
 def _derive(
     cls: type[nn.Module], bases: tuple[type, ...], namespace: dict[str, Any], reachable: frozenset[str]
 ) -> type[nn.Module]:
-    body = {**namespace, **_naming(cls, reachable)}
-    if issubclass(cls, nn.Sequential | nn.ModuleList):
-        body.update(_SEQUENCE)
-    elif issubclass(cls, nn.ModuleDict):
-        body.update(_MAPPING)
-    made: type[nn.Module] = types.new_class(cls.__name__, bases, exec_body=lambda ns: ns.update(body))
+    return _generated((*bases, *container_views(bases)), {**namespace, **_naming(cls, reachable)})
+
+
+class _Unannounced:
+    """A first base while a class is made: no ``__init_subclass__`` of the model's classes hears of it."""
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+def _generated(bases: tuple[type, ...], body: dict[str, Any]) -> type[nn.Module]:
+    """A class named after its first base, of which neither ``__init_subclass__`` nor a metaclass of the model is told.
+
+    Registries of models are filled there, and would give generated classes to who asks for the model's.
+    """
+    meta = type(bases[0])
+    maker: Any = abc.ABCMeta if issubclass(meta, abc.ABCMeta) else type
+    made: type[nn.Module] = maker.__new__(meta, bases[0].__name__, (_Unannounced, *bases), body)
+    made.__bases__ = bases
     return made
 
 
@@ -79,7 +68,7 @@ REWRITER = ClassRewriter(_derive)
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """A module's class as its author wrote it."""
-    original: type[nn.Module] = getattr(type(module), "_quantizer_original_class", type(module))
+    original: type[nn.Module] = as_written(type(module))
     return original
 
 
@@ -141,7 +130,7 @@ def as_sharer(module: nn.Module) -> None:
 
         reachable: frozenset[str] = getattr(cls, "_quantizer_reachable", frozenset())
         body = {**_naming(original_class(module), reachable), "_apply": apply, "_quantizer_is_sharer": True}
-        made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+        made = _generated((cls,), body)
         _SHARERS[cls] = made
     module.__class__ = _SHARERS[cls]
 
@@ -162,7 +151,7 @@ def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str)
             name: property(read),
             "_quantizer_stored": (*getattr(known, "_quantizer_stored", ()), (name, site, operand)),
         }
-        _STORED[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+        _STORED[key] = _generated((cls,), body)
     return _STORED[key]
 
 
@@ -194,7 +183,7 @@ def _naming(original: type[nn.Module], reachable: frozenset[str]) -> dict[str, A
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__reduce_ex__": _reduce_ex,
-        "_quantizer_original_class": original,
+        WRITTEN: original,
         "_quantizer_reachable": reachable,
     }
 

@@ -29,7 +29,10 @@ __all__ = [
     "LEND",
     "TAKES_APART",
     "VISIBLE",
+    "WRITTEN",
+    "WRITTEN_CLASS",
     "Borrowers",
+    "as_written",
     "function_source",
     "hands_on",
     "lender",
@@ -42,6 +45,10 @@ HOST = "_quantizer_host"
 LEND = "_quantizer_lend"
 VISIBLE = "_quantizer_visible"
 TAKES_APART = "_quantizer_takes_apart"
+WRITTEN_CLASS = "_quantizer_written_class"
+
+WRITTEN = "_quantizer_original_class"
+"""The attribute of a generated class that says which class its author wrote."""
 
 EAGER = "_quantizer_eager"
 """The attribute of a module whose fused paths run as separate products, so that their sites are met."""
@@ -95,6 +102,12 @@ def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
         return children
 
     return visible
+
+
+def as_written(cls: Any) -> Any:
+    """What rewritten text calls ``_quantizer_written_class``: the class that an author wrote, of a generated one."""
+    original = getattr(cls, WRITTEN, None)
+    return cls if original is None else original
 
 
 def takes_apart(host: Any) -> bool:

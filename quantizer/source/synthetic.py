@@ -14,7 +14,9 @@ from quantizer.source.found import SiteSource
 from quantizer.source.lend import LEND
 from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
+from quantizer.source.lend import WRITTEN_CLASS
 from quantizer.source.lend import Borrowers
+from quantizer.source.lend import as_written
 from quantizer.source.lend import lender
 from quantizer.source.lend import takes_apart
 from quantizer.source.lend import viewer
@@ -91,7 +93,12 @@ class SyntheticModules:
             name += "_"
         made = _Synthetic(module=types.ModuleType(name), original=original)
         made.module.__dict__.update(
-            {LEND: lender(made.borrowers), VISIBLE: viewer(self._hidden), TAKES_APART: takes_apart}
+            {
+                LEND: lender(made.borrowers),
+                VISIBLE: viewer(self._hidden),
+                TAKES_APART: takes_apart,
+                WRITTEN_CLASS: as_written,
+            }
         )
         sys.modules[name] = made.module
         return made

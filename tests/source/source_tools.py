@@ -16,6 +16,7 @@ from quantizer.source.lend import HOST
 from quantizer.source.lend import LEND
 from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
+from quantizer.source.lend import WRITTEN_CLASS
 from quantizer.source.text import SourceFile
 
 NAMESPACE = {"__name__": "sample", "torch": torch, "nn": torch.nn, "F": functional}
@@ -113,7 +114,7 @@ class _Strip(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         site = self._site(node)
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in (LEND, VISIBLE):
+        if isinstance(node.func, ast.Name) and node.func.id in (LEND, VISIBLE, WRITTEN_CLASS):
             return node.args[0]
         if site is None:
             return node
