@@ -97,13 +97,17 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
     return proxy
 
 
-def own_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a float model with tensors of its own, whose functions work on the copy.
+def own_copy(model: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
+    """Return a copy of a model with tensors of its own, whose functions work on the copy.
+
+    Args:
+        model: to be copied.
+        shared: by id, tensors that the copy has too.
 
     Raises:
         ProxyError: ``model`` cannot be copied.
     """
-    return _copied(model, {})
+    return _copied(model, shared or {})
 
 
 def _copied(model: nn.Module, copies: dict[int, Any]) -> nn.Module:

@@ -31,6 +31,7 @@ __all__ = [
     "rebind_kept",
     "restore",
     "rewritten_method",
+    "with_listed_weights",
     "with_stored_weight",
 ]
 
@@ -155,13 +156,46 @@ def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str)
     return _STORED[key]
 
 
+def with_listed_weights(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose ``parameters()`` lists the stored weights below too, where the float ones stood.
+
+    Models ask their first parameter for its type and its device. What is listed is the weight as the model computes
+    with it, made at each read, and not trained; ``named_parameters()`` and the state dict hold what is there.
+    """
+    if cls not in _LISTED:
+
+        def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+            """Return all parameters; stored weights as they are computed with, which cannot be trained."""
+            for _, parameter in self._named_members(_with_stored, recurse=recurse):  # type: ignore[no-untyped-call]
+                yield parameter
+
+        known: Any = cls
+        reachable: frozenset[str] = getattr(known, "_quantizer_reachable", frozenset())
+        body = {**_naming(as_written(cls), reachable), "parameters": parameters, "_quantizer_lists": True}
+        _LISTED[cls] = _generated((cls,), body)
+    return _LISTED[cls]
+
+
+def _with_stored(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """The parameters of a module itself; a weight that it handed over stands first, as in torch's modules."""
+    for name, *_ in getattr(type(module), "_quantizer_stored", ()):
+        yield name, nn.Parameter(getattr(module, name), requires_grad=False)
+    yield from module._parameters.items()
+
+
 def restore(
-    original: type[nn.Module], reachable: frozenset[str], stored: tuple[tuple[str, str, str], ...], is_sharer: bool
+    original: type[nn.Module],
+    reachable: frozenset[str],
+    stored: tuple[tuple[str, str, str], ...],
+    is_sharer: bool,
+    lists: bool = False,
 ) -> nn.Module:
     """An empty instance of the class that a pickled or copied proxy module had."""
     cls = REWRITER.rewrite(original, reachable).cls
     for entry in stored:
         cls = with_stored_weight(cls, *entry)
+    if lists:
+        cls = with_listed_weights(cls)
     module = cls.__new__(cls)
     if is_sharer:
         as_sharer(module)
@@ -169,6 +203,7 @@ def restore(
 
 
 _SHARERS: dict[type[nn.Module], type[nn.Module]] = {}
+_LISTED: dict[type[nn.Module], type[nn.Module]] = {}
 _STORED: dict[tuple[type[nn.Module], str, str, str], type[nn.Module]] = {}
 
 
@@ -196,5 +231,6 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
         cls._quantizer_reachable,
         getattr(cls, "_quantizer_stored", ()),
         getattr(cls, "_quantizer_is_sharer", False),
+        getattr(cls, "_quantizer_lists", False),
     )
     return restore, recipe, self.__getstate__()  # type: ignore[no-untyped-call]

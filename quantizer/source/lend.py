@@ -34,6 +34,7 @@ __all__ = [
     "Borrowers",
     "as_written",
     "function_source",
+    "guarded",
     "hands_on",
     "lender",
     "takes_apart",
@@ -83,6 +84,20 @@ def lender(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
         return functools.partial(found[0], **{HOST: host}) if found[1] else found[0]
 
     return lend
+
+
+def guarded(rewritten: types.FunctionType, original: types.FunctionType, host: str, mark: str) -> types.FunctionType:
+    """A helper with a module argument, for modules with its sites and without: those get what was written.
+
+    The name of an argument says that it is a module, and not whose code it is that calls: ``run(self.child, x)``.
+    """
+
+    @functools.wraps(rewritten)
+    def run(*args: Any, **keywords: Any) -> Any:
+        module = args[0] if args else keywords.get(host)
+        return (rewritten if mark in getattr(type(module), HOSTS, ()) else original)(*args, **keywords)
+
+    return run
 
 
 def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
