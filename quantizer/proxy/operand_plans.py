@@ -204,5 +204,5 @@ def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: 
     """The scale and the zero point of a range that holds 0: what was seen, clipped at amax on either side."""
     low, high = max(min(calibrator.minimum, 0.0), -amax), min(max(calibrator.maximum, 0.0), amax)
     # As if the range were symmetric, with as many steps on its one side as the format has in all.
-    scale = scale_of(torch.tensor(high - low), dtype, scale_dtype)
+    scale = scale_of(torch.tensor(high - low, dtype=torch.float32), dtype, scale_dtype)
     return scale, round(-low / float(scale)) if high > low else 0

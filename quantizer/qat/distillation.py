@@ -6,7 +6,8 @@ Legend: z the proxy's and y the teacher's logits [.., C], T the temperature; h_l
 
 (Hinton et al. 2015, arXiv:1503.02531; the factor T^2 keeps the gradient's size.) Of several logits (``start_logits``
 and ``end_logits``, where an answer begins and ends) it is the mean. Without any, every tensor of the output is compared
-as a hidden state is, but for those from on the way (``hidden_states``, ``attentions``, ``past_key_values``). Padding of tokens [B, S, ..], where the inputs hold an ``attention_mask`` [B, S], is left out.
+as a hidden state is, but for those from on the way (``hidden_states``, ``attentions``, ``past_key_values``). Padding of
+tokens [B, S, ..], where the inputs hold an ``attention_mask`` [B, S], is left out.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class Distillation:
     def _of_head(self, name: str, found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
         if found.shape != wanted.shape:
             raise QuantizerError(
-                f"output {name} is of shape {tuple(found.shape)} and the teacher's {tuple(wanted.shape)}: give what the "
-                "proxy gave for this batch"
+                f"output {name} is of shape {tuple(found.shape)} and the teacher's {tuple(wanted.shape)}: give what "
+                "the proxy gave for this batch"
             )
         return self._divergence(found, wanted, mask) if _is_logits(name) else _relative(found, wanted, mask)
 

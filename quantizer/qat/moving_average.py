@@ -51,7 +51,8 @@ class MovingAverage:
 
     What it sees adds up to the next ``step``, however often the same values are shown: layers that are computed again
     for their gradients, and batches whose gradients are summed. A pass counts where gradients are recorded, whatever
-    the mode of the model, because training in eval mode is training too: an evaluation belongs under ``torch.no_grad()``.
+    the mode of the model, because training in eval mode is training too: an evaluation belongs under
+    ``torch.no_grad()``.
 
     Args:
         padding: of the model that is trained.

@@ -72,7 +72,7 @@ def test_what_is_listed_is_what_is_computed_with_and_cannot_be_trained() -> None
     assert "0.weight" not in frozen.state_dict()
     assert set(named) == {"0.bias", "1.weight", "1.bias"}
     assert all(any(p is other for other in listed) for p in named.values())
-    assert list(frozen[0].parameters(recurse=False))[0].shape == (8, 8)
+    assert next(frozen[0].parameters(recurse=False)).shape == (8, 8)
     assert [*itertools.islice(frozen[1].parameters(), 2)] == [frozen[1].weight, frozen[1].bias]
 
 
