@@ -51,7 +51,7 @@ class Calibrator:
             raise CalibrationError(f"{what} in its values, shape {tuple(x.shape)}")
         if math.isinf(float(torch.tensor(max(-low, high), dtype=torch.float32))):
             raise CalibrationError(
-                f"a value of {max(-low, high):.3g} among its values, shape {tuple(x.shape)}, beyond what float32 holds, "
+                f"a value of {max(-low, high):.3g} in its values, shape {tuple(x.shape)}, beyond what float32 holds, "
                 "in which scales are kept"
             )
         self.minimum = min(self.minimum, low)

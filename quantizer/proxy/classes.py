@@ -166,7 +166,7 @@ def with_listed_weights(cls: type[nn.Module]) -> type[nn.Module]:
 
         def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
             """Return all parameters; stored weights as they are computed with, which cannot be trained."""
-            for _, parameter in self._named_members(_with_stored, recurse=recurse):  # type: ignore[no-untyped-call]
+            for _, parameter in self._named_members(_with_stored, recurse=recurse):
                 yield parameter
 
         known: Any = cls

@@ -20,6 +20,7 @@ from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.range_group import Migration
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.site import Site
+from quantizer.proxy.weight_scales import ONE_SCALE
 from quantizer.proxy.weight_scales import beyond
 from quantizer.proxy.weight_scales import scale_of
 from quantizer.proxy.weight_scales import scaled_for
@@ -132,6 +133,7 @@ def _weight(
         smooth=migration.factors if migration is not None else None,
         smooth_axis=seen.inner if migration is not None else None,
         smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
+        note=ONE_SCALE if site.operation.kind == "conv" and settings.per_channel and axis is None else None,
     )
     scaled = scaled_for(plan, seen.weight.tensor(), settings.scale_dtype, settings.profile.weight_steps)
     return scaled if scaled.reason is None else refused(scaled.reason)

@@ -97,6 +97,7 @@ def guarded(rewritten: types.FunctionType, original: types.FunctionType, host: s
         module = args[0] if args else keywords.get(host)
         return (rewritten if mark in getattr(type(module), HOSTS, ()) else original)(*args, **keywords)
 
+    assert isinstance(run, types.FunctionType)
     return run
 
 

@@ -109,3 +109,33 @@ def test_a_product_of_a_sparse_matrix_stays_float_with_its_reason() -> None:
         assert (quantized - model(X)).norm() < 0.05 * model(X).norm()
     reasons = {row.name: row.reason for row in q.coverage if not row.quantized}
     assert reasons == dict.fromkeys(["forward.mm_0", "forward.matmul_0"], "an operand is a sparse tensor")
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("channels", "groups", "axis"), [((8, 8), 8, 0), ((8, 24), 8, 0), ((8, 8), 1, 1), ((1, 6), 1, 1), ((8, 8), 2, None)]
+)
+def test_channels_of_a_transposed_convolution(
+    axes: int, channels: tuple[int, int], groups: int, axis: int | None
+) -> None:
+    torch.manual_seed(0)
+    layer = getattr(nn, f"ConvTranspose{axes}d")(*channels, 3, stride=2, groups=groups)
+    if axis is not None:
+        with torch.no_grad():
+            # Groups, or channels, of very different sizes: one scale for all would lose the least of them.
+            sizes = 10 ** torch.linspace(-2, 2, layer.weight.shape[axis])
+            layer.weight.mul_(sizes.reshape([-1 if each == axis else 1 for each in range(layer.weight.dim())]))
+            layer.bias.zero_()
+    model = nn.Sequential(layer).eval()
+    x = torch.randn(2, channels[0], *[5] * axes)
+    q = Quantizer(backend="openvino", activations={"calibrator": "max"})
+    with torch.no_grad():
+        q.calibrate(model, [x])
+        wanted, found = model(x), q.quantize(model)(x)
+    (row,) = q.coverage.quantized
+    weight = q.plan[row.name].operands[1]
+    assert weight.axis == axis
+    assert ("weight: one scale for all channels" in row.reason) == (axis is None)
+    around = [each for each in range(wanted.dim()) if each != 1]
+    noise, signal = (value.square().sum(around) for value in (found - wanted, wanted))
+    assert bool((10 * torch.log10(signal / noise) > 30).all())
