@@ -336,3 +336,31 @@ def test_mistakes() -> None:
         model(**BATCH)
     with pytest.raises(CalibrationError, match="no data went through the BertForSequenceClassification"), qat:
         qat.setup_model_qat(bert())
+
+
+def test_where_one_model_fails_none_rounds() -> None:
+    class Odd(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(size, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    blocks = [{"activations": "float", "weights": "int4", "block_size": 16}]
+    first, second = Odd(32), Odd(24)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = first(x)
+        qat = QATCalibrate(method="max", backend="tensorrt", formats=blocks)
+        qat.__enter__()
+        qat.setup_model_qat(first)
+        qat.setup_model_qat(second)
+        first(x)
+        second(x[:, :24])
+        with pytest.raises(ConfigError, match=r"block_size 16 does not divide the 24"):
+            qat.__exit__(None, None, None)
+        assert torch.equal(first(x), expected)
+    assert not any(site.active for site in sites_of(first))
+    with pytest.raises(CalibrationError, match="the ranges of this model were not loaded yet"):
+        qat.coverage(first)

@@ -42,7 +42,7 @@ class Calibrator:
         """Take in the values of x [*] (any floating dtype and device).
 
         Raises:
-            CalibrationError: x holds NaN or an infinity. Nothing of x is kept then.
+            CalibrationError: x holds NaN, an infinity or what is one in float32. Nothing of x is kept then.
         """
         if x.numel() == 0:
             return
@@ -50,6 +50,11 @@ class Calibrator:
         if not (math.isfinite(low) and math.isfinite(high)):
             what = "NaN" if math.isnan(low) or math.isnan(high) else "an infinite value"
             raise CalibrationError(f"{what} in its values, shape {tuple(x.shape)}")
+        if math.isinf(float(torch.tensor(max(-low, high), dtype=torch.float32))):
+            raise CalibrationError(
+                f"a value of {max(-low, high):.3g} in its values, shape {tuple(x.shape)}, beyond what float32 holds, "
+                "in which scales are kept"
+            )
         self.minimum = min(self.minimum, low)
         self.maximum = max(self.maximum, high)
         self.count += x.numel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import warnings
@@ -32,6 +31,7 @@ from quantizer.export.write import write_onnx
 from quantizer.files import checked_file
 from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import qtype
+from quantizer.proxy.build import own_copy
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.regions import convert_floats
@@ -134,7 +134,7 @@ def _copied(model: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module
             kept[id(module.stored)] = module.stored
         if not regions.applies_to(dtype):
             kept.update((id(p), p) for p in module._parameters.values() if p is not None and p.dtype == dtype)
-    return copy.deepcopy(model, kept)
+    return own_copy(model, kept)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

@@ -233,6 +233,8 @@ class Pass:
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
         if any(tensor.is_nested for tensor in tensors):
             return "an operand is a nested tensor"
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            return "an operand is a sparse tensor"
         if len(tensors) != len(values):
             return _NOT_TENSORS
         if any(tensor.numel() == 0 for tensor in tensors):

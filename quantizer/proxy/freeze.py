@@ -14,6 +14,7 @@ from torch import nn
 from quantizer.errors import ProxyError
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.classes import with_listed_weights
 from quantizer.proxy.classes import with_stored_weight
 from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -106,6 +107,7 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         alone = alone and planned.read_outside is None
         if alone and planned.view is None and owner is proxy.get_submodule(site.host_path):
             _hand_over(owner, name, site, quantizer, planned)
+    _list_weights(proxy)
     # What is frozen stays what it is when the model is trained further.
     take_small(proxy, SMALL)
     watch(proxy, "quantize", lambda parameter: parameter.numel() > SMALL)
@@ -136,6 +138,7 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
         quantizer.stored_dtype = weight.dtype
         if planned.parameter in dropped:
             _hand_over(*_owner(proxy, planned), site, quantizer, planned)
+    _list_weights(proxy)
 
 
 def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[str]:
@@ -214,6 +217,13 @@ def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuanti
     owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
     # What the module shows is the weight without the factor, so the site reads its own.
     quantizer.handed_over = quantizer.factor is None
+
+
+def _list_weights(proxy: nn.Module) -> None:
+    """Let every module with stored weights below it list them."""
+    for module in proxy.modules():
+        if any(hasattr(type(inner), "_quantizer_stored") for inner in module.modules()):
+            module.__class__ = with_listed_weights(type(module))
 
 
 def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:

@@ -22,7 +22,10 @@ from quantizer.numerics.qtype import qtype
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 
-__all__ = ["beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
+__all__ = ["ONE_SCALE", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
+
+ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
+"""What is noted of the weight of a transposed convolution whose output channels no axis tells apart."""
 
 
 def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, steps: int | None = None) -> Tensor:
@@ -65,6 +68,7 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, s
             "sound checkpoint, or train with a lower rate"
         )
     scale = scale_of(amax, kind, scale_dtype, steps)
+    notes = [_note(scale, scale_dtype), ONE_SCALE if ONE_SCALE in (operand.note or "") else None]
     reason = beyond(float(amax.max()), scale, scale_dtype)
     return replace(
         operand,
@@ -74,7 +78,7 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, s
         scale=scale,
         minimum=float(values.min()),
         maximum=float(values.max()),
-        note=_note(scale, scale_dtype),
+        note="; ".join(text for text in notes if text is not None) or None,
     )
 
 

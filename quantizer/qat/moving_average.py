@@ -60,7 +60,9 @@ class MovingAverage:
     """Watches the operands that share one scale.
 
     What it sees adds up to the next ``step``, however often the same values are shown: layers that are computed again
-    for their gradients, and batches whose gradients are summed.
+    for their gradients, and batches whose gradients are summed. A pass counts where gradients are recorded, whatever
+    the mode of the model, because training in eval mode is training too: an evaluation belongs under
+    ``torch.no_grad()``.
 
     Args:
         padding: of the model that is trained.
@@ -77,6 +79,8 @@ class MovingAverage:
         if x.numel() == 0:
             return
         needed = least_scale(x, quantizer)
+        # An infinity, or no number, says nothing of a range that a scale can cover, and would stay in it for good.
+        needed = torch.where(needed.isfinite(), needed, 0)
         self._needed = needed if self._needed is None else torch.maximum(self._needed, needed)
 
     def step(self) -> None:

@@ -163,3 +163,57 @@ def test_what_it_refuses() -> None:
         Distillation(model, hidden=1)(model(data()), data())
     with pytest.raises(QuantizerError, match="holds no floating-point tensor"):
         Distillation(model)({"labels": torch.zeros(3, dtype=torch.long)}, data())
+
+
+class TwoHeads(nn.Module):
+    """Gives two tensors, in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.form = nn.Linear(16, 4), nn.Linear(16, 3), form
+
+    def forward(self, x: Tensor) -> Any:
+        a, b = self.first(x), self.second(x)
+        forms = {
+            "tuple": (a, b),
+            "nested": [a, {"inner": (b,)}],
+            "named": {"boxes": a, "scores": b, "hidden_states": (x,), "past_key_values": ((x,),)},
+        }
+        return forms[self.form]
+
+
+@pytest.mark.parametrize("form", ["tuple", "nested", "named"])
+def test_every_output_counts(form: str) -> None:
+    model, other = TwoHeads(form).eval(), TwoHeads(form).eval()
+    loss = Distillation(model)
+    assert loss(other(data()), data()).item() == 0
+    with torch.no_grad():
+        other.second.weight.mul_(0)
+        other.second.bias.mul_(0)
+    # Nothing of the second head is left: its error is as large as itself, and it counts half.
+    assert loss(other(data()), data()).item() == pytest.approx(0.5)
+    found = loss(other(data()), data())
+    found.backward()
+    assert other.second.weight.grad is not None
+    assert other.second.weight.grad.abs().max() > 0
+
+
+def test_an_output_of_another_form_than_the_teachers_is_refused() -> None:
+    model = TwoHeads("tuple").eval()
+    with pytest.raises(QuantizerError, match=r"holds 3 floating-point tensors and the teacher's 2"):
+        Distillation(model)((torch.zeros(()), *model(data())), data())
+    with pytest.raises(QuantizerError, match=r"output 0 is of shape \(4, 5, 4\) and the teacher's \(8, 5, 4\)"):
+        Distillation(model)(model(data()[:4]), data())
+
+
+def test_the_teacher_is_no_student_where_a_forward_is_wrapped() -> None:
+    model = nn.Linear(16, 8).eval()
+    original = model.forward
+    model.forward = lambda x: original(x) * 2  # type: ignore[method-assign]
+    loss = Distillation(model)
+    with torch.no_grad():
+        wanted = model(data())
+        model.weight.mul_(3)
+        torch.testing.assert_close(loss.teacher(data()), wanted)
+    assert loss(model(data()), data()).item() > 0.1

@@ -37,7 +37,7 @@ class TensorQuantizer(OperandQuantizer):
             HistogramCalibrator() if descriptor.calib_method == "histogram" else MaxCalibrator(self.axis)
         )
         if descriptor.amax is not None:
-            self._set_amax(torch.tensor(descriptor.amax))
+            self._set_amax(torch.tensor(descriptor.amax, dtype=torch.float32))
 
     def enable_calib(self) -> None:
         """Collect the values that pass."""
