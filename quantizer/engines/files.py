@@ -24,7 +24,7 @@ RTX_MAGIC = b"vtrt"
 """How an engine of TensorRT-RTX begins."""
 
 _NOTE = b"\nquantizer: "
-_LONGEST_NOTE = 1024
+_LONGEST_NOTE = 2**20
 # Fields of onnx.ModelProto that are messages, strings or numbers; field 7 is the graph.
 _MODEL_FIELDS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26})
 _GRAPH_FIELD = 7
