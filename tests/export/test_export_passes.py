@@ -140,7 +140,8 @@ def masked(values: dict[str, np.ndarray], node_value: np.ndarray | None = None) 
     for source in sources:
         nodes.append(ir.Node("", "Add", [last, source], name=f"add{len(nodes)}"))
         last = nodes[-1].outputs[0]
-    return model_of([x], [last], nodes, initializers)
+    nodes.append(ir.Node("", "Softmax", [last], name="softmax"))
+    return model_of([x], [nodes[-1].outputs[0]], nodes, initializers)
 
 
 @pytest.mark.parametrize("value", [-65504.0, -np.inf, -40000.0])
