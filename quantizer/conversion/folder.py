@@ -80,6 +80,10 @@ class Converted:
         names = self.config["labels"]
         if not names:
             raise QuantizerError(f"{self.config['name']} is no classifier: call it for its outputs instead")
+        if len(names) == 1:
+            raise QuantizerError(
+                f"{self.config['name']} has one output and no classes: call it for its outputs instead"
+            )
         logits = self(samples)["logits"]
         return [names[int(index)] for index in logits.argmax(axis=-1)]
 

@@ -13,8 +13,10 @@ from quantizer.errors import TaskError
 from quantizer.tasks.classification import checked_logits
 from quantizer.tasks.classification import compare_classifiers
 from quantizer.tasks.classification import largest_logit
+from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
@@ -34,6 +36,10 @@ class SequenceClassification(Task):
     auto_class = "AutoModelForSequenceClassification"
     output_name = "logits"
     metric_name = "accuracy"
+
+    def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
+        require_one_label(getattr(model, "config", None), self.name)
+        return super().make_inputs(model, processor, max_length, min_length)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         return [row.text for row in rows_of_kind(rows, Text, self.name)]
