@@ -20,7 +20,9 @@ import torch
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
 from quantizer.tasks.classification import class_names
+from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.image_inputs import require_pillow
+from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
 
 __all__ = [
@@ -150,7 +152,9 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
             f"{task!r} is for {tasks[task].reads}: choose another checkpoint, or one of the tasks {fitting}"
         )
     known = _task_of(architecture, config.model_type, reads)
-    return Checkpoint(architecture, known, getattr(config, "max_position_embeddings", None), class_names(config))
+    if task is not None and tasks[task].output_name == "logits":
+        require_one_label(config, task)
+    return Checkpoint(architecture, known, _positions(config, source), class_names(config))
 
 
 def load_processor(source: str, task: str) -> Any:
@@ -191,6 +195,14 @@ def load_tokenizer(source: str) -> Any:
     if tokenizer.pad_token_id is None:
         raise TaskError(f"model source {source!r}: its tokenizer has no padding token, so texts cannot form a batch")
     return tokenizer
+
+
+def _positions(config: Any, source: str) -> int | None:
+    """The longest sequence that a model of this config takes; only its code says where positions begin."""
+    if getattr(config, "max_position_embeddings", None) is None:
+        return None
+    with _explained(source, "config"), torch.device("meta"):
+        return longest_sequence(_transformers().AutoModel.from_config(config), config)
 
 
 def _reads(config: Any) -> tuple[str, ...]:

@@ -333,6 +333,25 @@ def test_unsigned_storage_keeps_every_value(where: Any, unsigned: set[str]) -> N
     assert UnsignedActivations(where).run(model) == 0
 
 
+@pytest.mark.parametrize(
+    ("reader", "outputs"),
+    [
+        ("", "float[2] y, int8[2] q"),
+        ("c = Cast <to = 1> (q)", "float[2] y, float[2] c"),
+        ("c = Identity (q)", "float[2] y, int8[2] c"),
+    ],
+    ids=["a result", "a cast", "a result behind another node"],
+)
+def test_steps_that_somebody_reads_stay_signed(reader: str, outputs: str) -> None:
+    onnx = pytest.importorskip("onnx")
+    text = f"""<ir_version: 10, opset_import: ["" : 20]> g (float[2] x) => ({outputs})
+    <float s = {{0.5}}, int8 z = {{0}}> {{ q = QuantizeLinear (x, s, z) {reader} y = DequantizeLinear (q, s, z) }}"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    run_passes(model, [UnsignedActivations("all")])
+    assert list(storage(model).values()) == ["INT8"]
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+
+
 def test_no_activation_no_change() -> None:
     model = linear()
     assert UnsignedActivations("all").run(model) == 0

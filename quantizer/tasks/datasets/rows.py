@@ -61,6 +61,7 @@ class Image:
 
 Row: TypeAlias = Image | Pair | Text
 
+
 def content_of(rows: Sequence[Row]) -> str:
     """Return a hash of all that rows hold: of an image what is in its file, which may be another under its name.
 
