@@ -26,8 +26,8 @@ _FLOATS = frozenset({"FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"})
 def masks_only(reader: Any, index: int) -> bool:
     """Return whether what a node reads as its input ``index`` gets to a softmax as a mask, and nowhere else.
 
-    It is put in the place of scores, or added to them. A number that is multiplied first, ``(1 - kept) * lowest``, is one
-    where the result is added; in the place of a bound it is none.
+    It is put in the place of scores, or added to them. A number that is multiplied first, ``(1 - kept) * lowest``, is
+    one where the result is added; in the place of a bound it is none.
     """
     if reader.op_type in _BOUNDS:
         return False

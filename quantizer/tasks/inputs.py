@@ -43,7 +43,7 @@ def longest_sequence(model: torch.nn.Module, config: Any) -> int | None:
     for path, module in model.named_modules():
         is_table = isinstance(module, torch.nn.Embedding) and "position" in path.rpartition(".")[2]
         if is_table and module.num_embeddings == most and isinstance(module.padding_idx, int):
-            return module.num_embeddings - module.padding_idx - 1
+            return int(module.num_embeddings) - module.padding_idx - 1
     return most
 
 

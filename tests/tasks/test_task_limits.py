@@ -53,7 +53,7 @@ def test_a_model_of_images_with_one_output(tmp_path: Path) -> None:
     config = tf.AutoConfig.from_pretrained(folder)
     config.num_labels = 1
     model = tf.ViTForImageClassification(config).eval()
-    with pytest.raises(TaskError, match="task 'image-classification' .*gives a score and no class"):
+    with pytest.raises(TaskError, match=r"task 'image-classification' .*gives a score and no class"):
         build_task("image-classification", model, tf.AutoImageProcessor.from_pretrained(folder))
 
 
