@@ -86,6 +86,7 @@ from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_processor
 from quantizer.tasks import load_rows
+from quantizer.tasks.datasets.rows import content_of
 from quantizer.training import Course
 from quantizer.training import Training
 from quantizer.tuning import TuningScore
@@ -320,7 +321,8 @@ class _Run:
     ) -> Course:
         """Train a copy, so that the float model stays what all is compared with."""
         rows = self.training
-        parts = fingerprint(quantizer.plan, score, Fingerprint.of(model)), settings.model_dump(mode="json"), rows
+        known = fingerprint(quantizer.plan, score, Fingerprint.of(model))
+        parts = known, settings.model_dump(mode="json"), content_of(rows)
         training = Training(
             settings,
             task,

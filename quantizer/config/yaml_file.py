@@ -6,6 +6,7 @@ aliases. Tags, merge keys and keys written twice are problems; all of them are c
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from dataclasses import field
 from os import PathLike
@@ -24,6 +25,9 @@ _VALUES = {_TAG + name for name in ("bool", "int", "float", "null")}
 # A date, '=' and '<<' mean something to YAML and nothing to a configuration: they are the text that was written.
 _TEXTS = {_TAG + name for name in ("str", "timestamp", "value", "merge")}
 _INT_LIMIT = 2**63
+_NUMBERS = {_TAG + "int", _TAG + "float"}
+_OLD_NUMBER = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-9_]+)+(\.[0-9_]*)?)")
+"""What YAML 1.1 reads in another base than ten, and nobody who writes 010 or 1:30 expects."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,11 @@ class _Reader:
         return None
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
+        if node.tag in _NUMBERS and _OLD_NUMBER.fullmatch(node.value):
+            what = "a number to the base of 60" if ":" in node.value else "an octal number"
+            text = f"{node.value!r} is {what} to YAML; expected decimal digits without a leading 0: quote text"
+            self.fault(node, path, text, hole=True)
+            return None
         try:
             value = self.loader.construct_object(node)
         except (ValueError, KeyError, IndexError, yaml.YAMLError):

@@ -95,6 +95,10 @@ class Converted:
         names = self.config["labels"]
         if not names:
             raise QuantizerError(f"{self.config['name']} is no classifier: call it for its outputs instead")
+        if len(names) == 1:
+            raise QuantizerError(
+                f"{self.config['name']} has one output and no classes: call it for its outputs instead"
+            )
         logits = self(samples)["logits"]
         if logits.shape[-1] != len(names):
             raise QuantizerError(

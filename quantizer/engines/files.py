@@ -31,7 +31,7 @@ RTX_MAGIC = b"vtrt"
 _NOTE = b"\nquantizer engine: "
 _NOTE_WITHOUT_SUM = b"\nquantizer: "
 """Of files from before there was a checksum: a line of the other kind must have one, so that none gets lost."""
-_LONGEST_NOTE = 1024
+_LONGEST_NOTE = 2**20
 _SUM = "sha256 "
 _SUM_KEY = "quantizer.sha256"
 _NO_SUM = "0" * 64

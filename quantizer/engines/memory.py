@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from quantizer.engines.benchmark import PeakMemory
-from quantizer.engines.inputs import made_up_inputs
+from quantizer.engines.inputs import working_inputs
 from quantizer.engines.optional import import_library
 from quantizer.engines.registry import load_engine
 from quantizer.errors import QuantizerError
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         baseline_mib = peak_rss_mib()
         # Reading the file for its checksum is no part of what the engine takes.
         engine = load_engine(backend, path, threads=int(threads), verify=False)
-        inputs = made_up_inputs(engine.inputs, int(batch), int(sequence))
+        inputs = working_inputs(engine, int(batch), int(sequence))
         for _ in range(_RUNS):
             engine(inputs)
     except QuantizerError as error:

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from quantizer.engines.dimensions import dimension_sizes
 from quantizer.engines.facts import inspection_from_layers
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.inspection import LOW_PRECISIONS
@@ -168,10 +169,12 @@ def _shaped(model: Any, sizes: Mapping[str, int]) -> Any:
     small = onnx.ModelProto()
     small.CopyFrom(_without_data(model))
     graph = small.graph
-    for value in graph.input[: len(model.graph.input)]:
-        for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
-            if not dimension.HasField("dim_value"):
-                dimension.dim_value = sizes["batch"] if axis == 0 else sizes["sequence"]
+    shapes = [value.type.tensor_type.shape.dim for value in graph.input[: len(model.graph.input)]]
+    named = dimension_sizes([[axis.dim_param for axis in shape] for shape in shapes], **sizes)
+    for shape in shapes:
+        for place, axis in enumerate(shape):
+            if not axis.HasField("dim_value"):
+                axis.dim_value = named.get(axis.dim_param, sizes["sequence"] if place > 0 else sizes["batch"])
     # Shapes that the file states for other sizes would only contradict.
     del graph.value_info[:]
     for value in graph.output:

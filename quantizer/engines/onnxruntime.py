@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import time
+from collections.abc import Callable
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -32,7 +33,7 @@ from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
 from quantizer.engines.files import sign_onnx
 from quantizer.engines.files import whole_file
-from quantizer.engines.inputs import made_up_inputs
+from quantizer.engines.inputs import working_inputs
 from quantizer.engines.inspection import Inspection
 from quantizer.engines.onnxruntime_biases import fuse_biases
 from quantizer.engines.onnxruntime_inspect import observed_layers
@@ -159,11 +160,12 @@ class ONNXRuntimeBackend:
         checked_onnx(path)
         check_signature(path)
         ort = import_library("onnxruntime", "onnxruntime")
-        layers = observed_layers(
-            partial(_session, ort, path),
-            _settings(ort, threads),
-            lambda session: made_up_inputs(ONNXRuntimeEngine(session).inputs, batch, sequence),
-        )
+
+        def prepared(session: Any) -> Callable[[], object]:
+            engine = ONNXRuntimeEngine(session)
+            return partial(engine, working_inputs(engine, batch, sequence))
+
+        layers = observed_layers(partial(_session, ort, path), _settings(ort, threads), prepared)
         return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
 
     def _check_options(self, options: BuildOptions) -> None:
@@ -196,7 +198,8 @@ def _spec(node: Any) -> TensorSpec:
     if node.type not in _DTYPES:
         raise EngineError(f"input {node.name!r} has type {node.type}; this engine takes {', '.join(_DTYPES)}")
     shape = tuple(size if isinstance(size, int) else None for size in node.shape)
-    return TensorSpec(node.name, np.dtype(_DTYPES[node.type]), shape)
+    names = tuple(size if isinstance(size, str) else "" for size in node.shape)
+    return TensorSpec(node.name, np.dtype(_DTYPES[node.type]), shape, names)
 
 
 for _name in ("onnxruntime", "onnxruntime-avx2"):

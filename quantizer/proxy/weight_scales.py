@@ -87,7 +87,7 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
 
     Raises:
         CalibrationError: the model has such a weight of another shape, one with NaN, or one that the target's float
-            type holds no scale of.
+            type holds no scale of; or a scale that was given makes more steps than the target can add.
     """
     result: Plan = {}
     for path, entry in plan.items():
@@ -99,9 +99,34 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
                 operand = operand if weight is None else scaled_for(operand, weight, scale_dtype, steps)
                 if not operand.quantized:
                     raise CalibrationError(f"{operand.parameter}: {operand.reason}; calibrate the model again")
+            elif operand.role == "weight" and operand.quantized and steps is not None:
+                weight = _weight(model, operand)
+                if weight is not None:
+                    _check_steps(f"{path}.{operand.name}", operand, weight, steps)
             operands.append(operand)
         result[path] = replace(entry, operands=tuple(operands))
     return result
+
+
+def _check_steps(name: str, operand: OperandPlan, weight: Tensor, steps: int) -> None:
+    """Refuse a scale that was given, where the weight has larger steps with it than the target adds without an error.
+
+    Raises:
+        CalibrationError: it has.
+    """
+    if operand.scale is None or qtype(operand.dtype) != INT8:
+        return
+    values = weight.detach().float()
+    if operand.smooth is not None and operand.smooth_axis is not None:
+        after = values.dim() - 1 - operand.smooth_axis
+        values = values * operand.smooth.to(values.device).reshape([-1] + [1] * after)
+    most = float((_amax(values, operand.axis, operand.block_size).cpu() / operand.scale.cpu()).max())
+    if most > steps + 0.5:
+        raise CalibrationError(
+            f"{name}: with the scale that it was given the weight has steps up to {min(round(most), INT8.qmax)}, and "
+            f"the target sums products of bytes in 16 bits, which saturate beyond steps of {steps}: give a scale of "
+            f"the weight's largest magnitude / {steps}, or leave it out"
+        )
 
 
 def _amax(values: Tensor, axis: int | None, block_size: int | None) -> Tensor:

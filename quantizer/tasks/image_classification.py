@@ -14,6 +14,7 @@ from quantizer.tasks.classification import checked_logits
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.classification import compare_classifiers
 from quantizer.tasks.classification import largest_logit
+from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import class_number
@@ -47,6 +48,7 @@ class ImageClassification(Task):
     metric_name = "accuracy"
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
+        require_one_label(getattr(model, "config", None), self.name)
         self.classes = class_names(getattr(model, "config", None))
         return ImageInputs(model, processor)
 

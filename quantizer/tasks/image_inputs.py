@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from quantizer.errors import MissingDependencyError
@@ -22,6 +23,8 @@ from quantizer.tasks.inputs import Batch
 __all__ = ["ImageInputs", "read_image", "require_pillow"]
 
 _INPUT = "pixel_values"
+_BYTES, _WORDS = 2**8 - 1, 2**16 - 1
+"""The largest values of 8 and of 16 bits."""
 _ASPECTS = ((96, 64), (64, 96))
 """Width and height of two images that must come out of a processor in one size."""
 
@@ -103,17 +106,17 @@ class ImageInputs:
 
 
 def read_image(path: Path) -> Any:
-    """An image as RGB, turned as the camera was held.
+    """An image as RGB of 8 bits, turned as the camera was held; one of 16 bits is scaled, and transparency left out.
 
     Raises:
-        TaskError: there is no such file, or it is no whole image.
+        TaskError: there is no such file, it is no whole image, or does not say in which range its values lie.
         MissingDependencyError: Pillow is not installed.
     """
     require_pillow()
     from PIL import ImageOps
 
     with _opened(path) as file:
-        return ImageOps.exif_transpose(file).convert("RGB")
+        return _of_bytes(ImageOps.exif_transpose(file), file.format).convert("RGB")
 
 
 @contextmanager
@@ -128,6 +131,21 @@ def _opened(path: Path) -> Iterator[Any]:
         raise TaskError(
             f"{path} cannot be read as an image ({_first(error)}): mend the file, or take it out of the data"
         ) from error
+
+
+def _of_bytes(image: Any, kind: str | None) -> Any:
+    """An image whose values Pillow would cut at 255, with 8 bits.
+
+    Raises:
+        ValueError: it has no range that is known.
+    """
+    if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
+        what = "floats" if image.mode == "F" else "whole numbers of 32 bits"
+        raise ValueError(f"its pixels are {what}, whose range it does not say: save it with 8 or 16 bits")
+    if image.mode != "I" and not image.mode.startswith("I;16"):
+        return image
+    values = np.asarray(image).astype(np.int64)
+    return require_pillow().fromarray(((values * _BYTES + _WORDS // 2) // _WORDS).astype(np.uint8))
 
 
 def require_pillow() -> Any:

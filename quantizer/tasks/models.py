@@ -23,7 +23,9 @@ from quantizer.errors import TaskError
 from quantizer.existing import is_folder
 from quantizer.existing import is_there
 from quantizer.tasks.classification import class_names
+from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.image_inputs import require_pillow
+from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
 
 __all__ = [
@@ -161,7 +163,9 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
             f"{task!r} is for {tasks[task].reads}: choose another checkpoint, or one of the tasks {fitting}"
         )
     known = _task_of(architecture, config.model_type, reads)
-    return Checkpoint(architecture, known, positions, labels)
+    if task is not None and tasks[task].output_name == "logits":
+        require_one_label(config, task)
+    return Checkpoint(architecture, known, _positions(config, source), labels)
 
 
 def load_processor(source: str, task: str) -> Any:
@@ -216,6 +220,14 @@ def _refuse_code(source: str, file: str, told: dict[str, Any]) -> None:
             "which is never run here; name a checkpoint of an architecture that transformers has itself, or remove "
             "auto_map where its own class reads this one, or load the model in Python and use Quantizer on it"
         )
+
+
+def _positions(config: Any, source: str) -> int | None:
+    """The longest sequence that a model of this config takes; only its code says where positions begin."""
+    if getattr(config, "max_position_embeddings", None) is None:
+        return None
+    with _explained(source, "config"), torch.device("meta"):
+        return longest_sequence(_transformers().AutoModel.from_config(config), config)
 
 
 def _reads(config: Any) -> tuple[str, ...]:

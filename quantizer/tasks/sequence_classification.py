@@ -13,6 +13,7 @@ from quantizer.errors import TaskError
 from quantizer.tasks.classification import checked_logits
 from quantizer.tasks.classification import compare_classifiers
 from quantizer.tasks.classification import largest_logit
+from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
 from quantizer.tasks.inputs import Inputs
@@ -41,6 +42,7 @@ class SequenceClassification(Task):
     metric_name = "accuracy"
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
+        require_one_label(getattr(model, "config", None), self.name)
         self.classes: int | None = getattr(getattr(model, "config", None), "num_labels", None)
         return super().make_inputs(model, processor, max_length, min_length)
 

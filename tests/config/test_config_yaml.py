@@ -44,6 +44,27 @@ def test_plain_values(text: str, value: object) -> None:
     assert document.faults == []
 
 
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        *((value, "an octal number") for value in ("010", "-010", "0_1", "00")),
+        *((value, "a number to the base of 60") for value in ("1:30", "190:20:30", "1:30.5")),
+    ],
+)
+def test_numbers_that_yaml_reads_in_another_base(value: str, what: str) -> None:
+    (fault,) = parse_yaml(f"a: 1\nb: {value}", "f").faults
+    assert (fault.line, fault.path, fault.hole) == (2, ("b",), True)
+    assert fault.text == f"{value!r} is {what} to YAML; expected decimal digits without a leading 0: quote text"
+    assert parse_yaml(f"b: '{value}'", "f").value == {"b": value}
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", 0), ("0.5", 0.5), ("08", "08"), ("0x10", 16), ("1_000", 1000)])
+def test_numbers_that_mean_what_they_say(text: str, value: object) -> None:
+    document = parse_yaml(f"a: {text}", "f")
+    assert document.faults == []
+    assert document.value == {"a": value}
+
+
 def test_an_alias_is_the_same_value() -> None:
     document = parse_yaml("a: &x {b: 1}\nc: *x\n", "f")
     assert document.value == {"a": {"b": 1}, "c": {"b": 1}}

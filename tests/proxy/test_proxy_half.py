@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -351,6 +353,61 @@ def test_a_query_that_may_look_at_nothing_does_not_become_nan() -> None:
     inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
     with torch.no_grad():
         assert not quantizer.simulate(model)(**inputs)[0].isnan().any()
+
+
+class _Low(nn.Module):
+    """Gives a function of a linear's output, [N, 32]."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute it."""
+        return self.function(self.linear(x))
+
+
+LOW = {
+    "factor": lambda s: (s * 1e-4 * -40000.0).relu() + 1,
+    "tensor": lambda s: s * 1e-4 * torch.tensor(-40000.0),
+    "divisor": lambda s: s * 1e4 / -50000.0,
+    "returned": lambda s: s.masked_fill(s > 0.2, -math.inf),
+    "compared": lambda s: (s.masked_fill(s > 0.2, -math.inf) == -math.inf).to(s.dtype) + s,
+    "bound": lambda s: (s * 2e4).clamp(min=-31000.0) * 1e-4,
+    "softmax": lambda s: s.masked_fill(s > 0.2, -math.inf).softmax(-1),
+    "added": lambda s: (s + (s > 0.2).to(s.dtype) * torch.finfo(torch.float32).min).softmax(-1),
+    "everywhere": lambda s: s.masked_fill(s > -9, torch.finfo(torch.float32).min).softmax(-1) + s,
+    "infinite": lambda s: torch.where(s > -9, -math.inf, s).softmax(-1) + s,
+}
+
+
+@pytest.mark.parametrize("which", LOW)
+def test_low_numbers_are_masks_where_a_softmax_alone_sees_them(which: str, tmp_path: Path) -> None:
+    ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    torch.manual_seed(0)
+    model, x = _Low(LOW[which]).eval(), torch.randn(16, 32)
+    quantizer = Quantizer(backend="tensorrt")
+    quantizer.calibrate(model, [x], progress=False)
+    with torch.no_grad():
+        proxy, simulated = quantizer.quantize(model)(x), quantizer.simulate(model)(x)
+    path = tmp_path / "model.onnx"
+    quantizer.export(quantizer.quantize(model), path, x)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    exported = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.half().numpy()})[0]).float()
+    for found in (simulated, exported):
+        assert not found.isnan().any()
+        infinite = found.isinf()
+        if which in ("everywhere", "infinite"):
+            assert sqnr_db(found, simulated) > 40
+            continue
+        # Half rounds what is compared: a value at the border may fall on the other side.
+        assert (infinite != proxy.isinf()).float().mean() < 0.02
+        both = ~(infinite | proxy.isinf())
+        assert sqnr_db(found[both], proxy[both]) > 20
 
 
 def test_a_pass_that_fails_leaves_nothing_behind() -> None:

@@ -10,7 +10,9 @@ It reads every row; ``load_rows`` cuts out the part that a run asks for.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -26,6 +28,7 @@ __all__ = [
     "Row",
     "Text",
     "class_number",
+    "content_of",
     "datasets",
     "read_lines",
     "refuse_options",
@@ -63,6 +66,29 @@ _MOST_DIGITS = 9
 """Of the number of a class: what has more is no class of any model, and may not fit in 64 bits."""
 
 Row: TypeAlias = Image | Pair | Text
+
+
+def content_of(rows: Sequence[Row]) -> str:
+    """Return a hash of all that rows hold: of an image what is in its file, which may be another under its name.
+
+    Raises:
+        TaskError: a file cannot be read.
+    """
+    whole = hashlib.sha256()
+    for row in rows:
+        whole.update(repr(row).encode())
+        if isinstance(row, Image):
+            whole.update(_file_digest(row.path))
+    return whole.hexdigest()
+
+
+def _file_digest(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").digest()
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read: {error.strerror or error}") from error
+
 
 datasets: Registry[Callable[[Path | None, str | None, str | None], list[Row]]] = Registry("data set")
 
