@@ -1,0 +1,253 @@
+"""What holds for every model: functions of a drawn model, which fail where it does not.
+
+Each makes its own model and quantizer. ``folder`` is an empty one.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from drawn_models import DrawnModel
+from torch import Tensor
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from quantizer import Quantizer
+from quantizer.proxy.plan import Plan
+from tests.helpers import Snapshot
+from tests.helpers import assert_same
+
+__all__ = ["INVARIANTS", "Invariant", "engine_follows_the_frozen_proxy", "float_outputs"]
+
+Invariant = Callable[[DrawnModel, Path], None]
+
+
+def _quantizer(drawn: DrawnModel, backend: str | None = None) -> Quantizer:
+    return Quantizer(backend=backend or drawn.backend, **drawn.options)
+
+
+def _calibrated(drawn: DrawnModel, model: nn.Module, backend: str | None = None) -> Quantizer:
+    quantizer = _quantizer(drawn, backend)
+    quantizer.calibrate(model, drawn.batches())
+    return quantizer
+
+
+def _has_parameters(model: nn.Module) -> bool:
+    return any(True for _ in model.parameters())
+
+
+def _outputs(drawn: DrawnModel, model: nn.Module) -> list[Any]:
+    """What a model gives for all batches, without gradients."""
+    with torch.no_grad():
+        return [drawn.run(model, number) for number in range(len(drawn.rows))]
+
+
+def float_outputs(drawn: DrawnModel) -> list[Any]:
+    """What the float model gives for all batches in eval mode, in Python alone.
+
+    Where gradients are wanted, torch runs none of its fused layers.
+    """
+    model = drawn.model().eval()
+    found = [drawn.run(model, number) for number in range(len(drawn.rows))]
+    return pytree.tree_map_only(Tensor, Tensor.detach, found)
+
+
+def _step(drawn: DrawnModel, model: nn.Module, proxy: nn.Module) -> Any:
+    """Output, gradients and state after a step of training; the error where one is raised."""
+    model.zero_grad()
+    try:
+        output = drawn.run(proxy)
+        floats = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        torch.stack([leaf.double().square().mean() for leaf in floats]).sum().backward()
+    except (RuntimeError, ValueError) as error:
+        # In-place changes may leave no gradient, and statistics of one row none to normalize by: in the original too.
+        return type(error).__name__
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return pytree.tree_map_only(Tensor, Tensor.clone, (output, gradients, dict(model.state_dict())))
+
+
+def off_equals_float(drawn: DrawnModel, folder: Path) -> None:
+    """A proxy that is off gives outputs, gradients and state of the model, in either mode."""
+    for mode in (False, True):
+        twin, model = drawn.model().train(mode), drawn.model().train(mode)
+        proxy = _quantizer(drawn).proxy(model)
+        assert proxy.training == mode
+        assert_same(_step(drawn, model, proxy), _step(drawn, twin, twin))
+        assert list(proxy.state_dict()) == list(twin.state_dict())
+
+
+def model_is_untouched(drawn: DrawnModel, folder: Path) -> None:
+    """No stage leaves anything behind in the user's model."""
+    model = drawn.model()
+    before = Snapshot.of(model)
+    quantizer = _quantizer(drawn)
+
+    def check(stage: str) -> None:
+        try:
+            before.assert_unchanged(model)
+        except AssertionError as error:
+            raise AssertionError(f"{stage} changed the model: {error}") from error
+
+    quantizer.inspect(model)
+    quantizer.diff(model)
+    quantizer.proxy(model)
+    check("proxy()")
+    quantizer.calibrate(model, drawn.batches())
+    check("calibrate()")
+    amp = quantizer.amp(model)
+    drawn.run(amp)
+    check("amp()")
+    if any(entry.quantized for entry in quantizer.plan.values()):
+        quantizer.fallback(amp, num=1)
+    drawn.run(quantizer.quantize(model))
+    check("quantize()")
+    quantizer.save(folder / "saved")
+    drawn.run(Quantizer.load(folder / "saved").quantize(model))
+    check("load()")
+    if not _has_parameters(model):
+        return
+    proxy = quantizer.qat(model, copy=True)
+    _step(drawn, proxy, proxy)
+    torch.optim.SGD(proxy.parameters(), lr=0.1).step()
+    drawn.run(quantizer.quantize(model))
+    check("qat(copy=True)")
+
+
+def stages_give_the_float_outputs(drawn: DrawnModel, folder: Path) -> None:
+    """Calibrating and measuring give the float outputs, and so does a frozen model with everything put back."""
+    expected, model = float_outputs(drawn), drawn.model()
+    quantizer = _quantizer(drawn)
+    assert_same(_outputs(drawn, quantizer.calib(model)), expected)
+    amp = quantizer.amp(model)
+    assert_same(_outputs(drawn, amp), expected)
+    if any(entry.quantized for entry in quantizer.plan.values()):
+        quantizer.fallback(amp, ratio=1.0)
+    assert not any(entry.quantized for entry in quantizer.plan.values())
+    assert_same(_outputs(drawn, quantizer.quantize(model)), expected)
+
+
+def _assert_same_plan(first: Plan, second: Plan) -> None:
+    assert list(first) == list(second)
+    for path, one in first.items():
+        two = second[path]
+        assert (one.quantized, one.reason) == (two.quantized, two.reason), path
+        for a, b in zip(one.operands, two.operands, strict=True):
+            for field in ("quantized", "dtype", "axis", "zero_point", "scale", "amax", "minimum", "maximum"):
+                x, y = getattr(a, field), getattr(b, field)
+                same = torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
+                assert same, f"{path}.{a.name}.{field}: {x} against {y}"
+
+
+def order_of_batches_is_nothing(drawn: DrawnModel, folder: Path) -> None:
+    """Batches in another order give the same ranges."""
+    quantizer, other = _calibrated(drawn, drawn.model()), _quantizer(drawn)
+    other.calibrate(drawn.model(), drawn.batches()[::-1])
+    _assert_same_plan(quantizer.plan, other.plan)
+
+
+def resuming_is_nothing(drawn: DrawnModel, folder: Path) -> None:
+    """A calibration that was saved and goes on gives the ranges of one that saw all at once."""
+    model, first = drawn.model(), _quantizer(drawn)
+    first.calibrate(model, drawn.batches()[:1])
+    first.save(folder / "half")
+    second = Quantizer.load(folder / "half")
+    if drawn.batches()[1:]:
+        second.calibrate(model, drawn.batches()[1:], resume=True)
+    _assert_same_plan(_calibrated(drawn, drawn.model()).plan, second.plan)
+
+
+def saved_is_the_same(drawn: DrawnModel, folder: Path) -> None:
+    """What is loaded gives the same model, bit for bit, and says the same."""
+    model = drawn.model()
+    quantizer = _calibrated(drawn, model)
+    quantizer.save(folder / "saved")
+    loaded = Quantizer.load(folder / "saved")
+    assert_same(_outputs(drawn, loaded.quantize(model)), _outputs(drawn, quantizer.quantize(model)))
+    _assert_same_plan(loaded.plan, quantizer.plan)
+    assert str(loaded.coverage) == str(quantizer.coverage)
+
+
+def copies_are_the_same(drawn: DrawnModel, folder: Path) -> None:
+    """Every proxy can be copied, pickled and saved by torch, and the copies compute the same."""
+    model = drawn.model().eval()
+    quantizer = _quantizer(drawn)
+    proxies = {"proxy": quantizer.proxy(model), "calib": quantizer.calib(model)}
+    _outputs(drawn, proxies["calib"])
+    proxies |= {"quantize": quantizer.quantize(model), "amp": quantizer.amp(model)}
+    if _has_parameters(model):
+        proxies["qat"] = quantizer.qat(model, copy=True).eval()
+    for name, proxy in proxies.items():
+        # Before a call, so that a copy of what observes observes once more.
+        copies = (copy.deepcopy(proxy), pickle.loads(pickle.dumps(proxy)), _through_torch(proxy))
+        expected = _outputs(drawn, proxy)
+        for one in copies:
+            try:
+                assert_same(_outputs(drawn, one), expected)
+            except AssertionError as error:
+                raise AssertionError(f"a copy of {name}() differs: {error}") from error
+
+
+def _through_torch(proxy: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(proxy, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def qat_equals_quantize(drawn: DrawnModel, folder: Path) -> None:
+    """A proxy of ``qat`` with fixed scales computes in eval mode what ``quantize`` does, bit for bit."""
+    model = drawn.model()
+    if not _has_parameters(model):
+        return
+    quantizer = _calibrated(drawn, model)
+    expected = _outputs(drawn, quantizer.quantize(model))
+    assert_same(_outputs(drawn, quantizer.qat(model, copy=True).eval()), expected)
+    assert_same(_outputs(drawn, quantizer.quantize(model)), expected)
+    trained = quantizer.qat(model).eval()
+    assert_same(_outputs(drawn, trained), expected)
+    assert_same(_outputs(drawn, quantizer.quantize(model)), expected)
+
+
+def coverage_counts_all_products(drawn: DrawnModel, folder: Path) -> None:
+    """The multiply-adds of the coverage are half of the operations that torch's own counter counts."""
+    model, quantizer = drawn.model().eval(), _quantizer(drawn)
+    with FlopCounterMode(display=False) as counter:
+        drawn.run(model)
+    quantizer.calibrate(drawn.model(), [drawn.batch(0)])
+    assert 2 * quantizer.coverage.multiply_adds == counter.get_total_flops()
+
+
+def another_backend_is_one_of_its_own(drawn: DrawnModel, folder: Path) -> None:
+    """A quantizer for another backend is what a calibration for it gives."""
+    other = "tensorrt" if drawn.backend != "tensorrt" else "onnxruntime"
+    model = drawn.model()
+    derived, own = _calibrated(drawn, model).for_backend(other), _calibrated(drawn, model, other)
+    _assert_same_plan(derived.plan, own.plan)
+    assert_same(_outputs(drawn, derived.quantize(model)), _outputs(drawn, own.quantize(model)))
+
+
+INVARIANTS: tuple[Invariant, ...] = (
+    off_equals_float,
+    model_is_untouched,
+    stages_give_the_float_outputs,
+    order_of_batches_is_nothing,
+    resuming_is_nothing,
+    saved_is_the_same,
+    copies_are_the_same,
+    qat_equals_quantize,
+    coverage_counts_all_products,
+    another_backend_is_one_of_its_own,
+)
+"""Those that every draw is held to."""
+
+
+def engine_follows_the_frozen_proxy(drawn: DrawnModel, folder: Path) -> None:
+    """An engine is near the frozen proxy, or no further from the float model than that is."""
