@@ -45,7 +45,7 @@ class DrawnModel:
         training: the model is in train mode when it is handed over.
     """
 
-    text: str
+    text: str = field(repr=False)
     inputs: dict[str, tuple[int, ...]]
     vocabulary: int | None
     seed: int
@@ -73,21 +73,21 @@ class DrawnModel:
                     buffer.add_(torch.rand_like(buffer) * 0.5)
         return made.to(self.dtype).train(self.training)
 
-    def tensors(self, number: int) -> dict[str, Tensor]:
+    def tensors(self, number: int, rows: int) -> dict[str, Tensor]:
         """The inputs of a batch by name, new ones at every call."""
         generator = torch.Generator().manual_seed(1000 * self.seed + number)
         found = {}
         for name, shape in self.inputs.items():
-            sizes = (self.rows[number], *shape)
+            sizes = (rows, *shape)
             if name == "x" and self.vocabulary is not None:
                 found[name] = torch.randint(self.vocabulary, sizes, generator=generator)
             else:
                 found[name] = torch.randn(sizes, generator=generator).to(self.dtype)
         return found
 
-    def batch(self, number: int) -> Any:
-        """A batch, as ``calibrate`` takes it."""
-        tensors = self.tensors(number)
+    def batch(self, number: int, rows: int | None = None) -> Any:
+        """A batch as ``calibrate`` takes it, with its own rows or so many."""
+        tensors = self.tensors(number, rows or self.rows[number])
         if self.style == "mapping":
             return tensors
         return tuple(tensors.values()) if self.style == "tuple" or len(tensors) > 1 else tensors["x"]
@@ -96,9 +96,9 @@ class DrawnModel:
         """All batches."""
         return [self.batch(number) for number in range(len(self.rows))]
 
-    def run(self, model: nn.Module, number: int = 0) -> Any:
+    def run(self, model: nn.Module, number: int = 0, rows: int | None = None) -> Any:
         """What a model gives for a batch, from one random state."""
-        batch = self.batch(number)
+        batch = self.batch(number, rows)
         torch.manual_seed(self.seed)
         if isinstance(batch, dict):
             return model(**batch)
@@ -140,14 +140,16 @@ def drawn_models(draw: st.DrawFn) -> DrawnModel:
     for _ in range(draw(st.integers(1, _MOST_STEPS))):
         add_step(model, draw)
     model.result = draw(
-        st.sampled_from(("x", "(x, x.mean())", "{'out': x, 'more': [x * 2]}", "x, None", "{'last': (x,), 'size': 1}"))
+        st.sampled_from(("x", "(x, x.mean())", "{'out': x, 'more': [x * 2]}", "x, None", "{'last': (x,)}"))
     )
     return DrawnModel(
         text=model.text(),
         inputs=model.inputs,
         vocabulary=model.vocabulary,
         seed=draw(st.integers(0, 99)),
-        dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64))),
+        dtype=draw(
+            st.sampled_from((torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        ),
         rows=draw(st.sampled_from(((2, 3), (1, 1), (16, 4, 1), (5,), (3, 8)))),
         style=draw(st.sampled_from(("tensor", "mapping", "tuple"))),
         backend=draw(st.sampled_from(("openvino", "tensorrt", "onnxruntime"))),
@@ -160,7 +162,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"activations": {"calibrator": "max"}, "sites": {"residual_add": True, "embedding": True}},
     {"weights": {"granularity": "per_tensor"}, "activations": {"calibrator": "mse"}},
-    {"sites": {"residual_add": False}, "formats": [{"weights": "int4", "activations": "float", "block_size": 16}]},
+    {"sites": {"residual_add": False}, "formats": [{"weights": "int4", "activations": "float"}]},
 )
 """Configurations beside the default."""
 

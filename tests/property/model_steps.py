@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hypothesis import strategies as st
 from model_blocks import BLOCKS
@@ -21,24 +22,40 @@ ANY = (ROW, SEQUENCE, IMAGE)
 SIZES = st.sampled_from((8, 1, 3, 16, 17, 32, 33, 64))
 _LARGEST = 2048  # numbers of a row, so that no step makes a model slow
 
-STEPS: dict[Step, tuple[tuple[int, ...], bool]] = {}
-"""Every step, with the ranks that it takes and whether it keeps all sizes but the width."""
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step is drawn for.
+
+    Attributes:
+        ranks: of ``x``.
+        keeps: all sizes but the width are as they were.
+        times: how often it is drawn for once of the others.
+    """
+
+    ranks: tuple[int, ...]
+    keeps: bool
+    times: int
 
 
-def step(*ranks: int, keeps: bool = False) -> Callable[[Step], Step]:
-    """Register a step for these ranks of ``x``."""
+STEPS: dict[Step, Taken] = {}
+
+
+def step(*ranks: int, keeps: bool = False, times: int = 1) -> Callable[[Step], Step]:
+    """Register a step for these ranks of ``x``; see ``Taken``."""
 
     def register(function: Step) -> Step:
-        STEPS[function] = (ranks, keeps)
+        STEPS[function] = Taken(ranks, keeps, times)
         return function
 
     return register
 
 
 def fitting(model: ModelText, *, keeping: bool = False) -> list[Step]:
-    """The steps that take what ``x`` is now."""
+    """The steps that take what ``x`` is now, each as often as it is drawn."""
     rank = len(model.shape)
-    return [function for function, (ranks, keeps) in STEPS.items() if rank in ranks and (keeps or not keeping)]
+    found = [(function, taken) for function, taken in STEPS.items() if rank in taken.ranks]
+    return [function for function, taken in found if taken.keeps or not keeping for _ in range(taken.times)]
 
 
 def add_step(model: ModelText, draw: st.DrawFn, *, keeping: bool = False) -> None:
@@ -71,8 +88,12 @@ def linear(model: ModelText, draw: st.DrawFn) -> None:
 
 @step(*ANY, keeps=True)
 def activation(model: ModelText, draw: st.DrawFn) -> None:
-    layer = model.part("activation", _one_of(draw, "nn.GELU()", "nn.ReLU()", "nn.Dropout(0.1)", "nn.SiLU(inplace=True)"))
-    value = _one_of(draw, "x", f"{layer}(x)", "F.gelu(x)", "torch.relu(x)", "x.tanh()", "x * torch.sigmoid(x)", "x.abs()")
+    layer = model.part(
+        "activation", _one_of(draw, "nn.GELU()", "nn.ReLU()", "nn.Dropout(0.1)", "nn.SiLU(inplace=True)")
+    )
+    value = _one_of(
+        draw, "x", f"{layer}(x)", "F.gelu(x)", "torch.relu(x)", "x.tanh()", "x * torch.sigmoid(x)", "x.abs()"
+    )
     model.do(f"x = {value if value != 'x' else 'x.clone().mul_(0.5)'}")
 
 
@@ -94,9 +115,7 @@ def convolution(model: ModelText, draw: st.DrawFn) -> None:
     groups = math.gcd(old, width) if _flag(draw) else 1
     kernel = draw(st.sampled_from((1, 3)))
     padding = "" if kernel == 1 else _one_of(draw, ", padding=1", ", padding='same'")
-    layer = model.part(
-        "conv", f"nn.Conv2d({old}, {width}, {kernel}{padding}, groups={groups}, bias={_flag(draw)})"
-    )
+    layer = model.part("conv", f"nn.Conv2d({old}, {width}, {kernel}{padding}, groups={groups}, bias={_flag(draw)})")
     weight = model.parameter(width, old, 1, 1)
     model.do(f"x = {_one_of(draw, f'{layer}(x)', f'F.conv2d(x, {weight})', f'torch.conv2d(x, {weight}[:, :])')}")
     model.width = width
@@ -230,7 +249,7 @@ def product_of_activations(model: ModelText, draw: st.DrawFn) -> None:
     model.do(f"x = {_one_of(draw, f'mixed({scores}, x)', f'({scores} * 0.1).tanh() @ x')}")
 
 
-@step(ROW, SEQUENCE, keeps=True)
+@step(ROW, SEQUENCE, keeps=True, times=4)
 def handwritten(model: ModelText, draw: st.DrawFn) -> None:
     block = draw(st.sampled_from(BLOCKS))
     layer = model.part("block", f"blocks.{block.__name__}({model.width})")
@@ -257,7 +276,8 @@ def container(model: ModelText, draw: st.DrawFn) -> None:
         model.do(f"x = sum(layer(x) for layer in {many})")
     else:
         weights = model.part(
-            "weights", f"nn.ParameterList([torch.randn({width}, {width}) * {1 / math.sqrt(width):.3g} for _ in range(2)])"
+            "weights",
+            f"nn.ParameterList([torch.randn({width}, {width}) * {1 / math.sqrt(width):.3g} for _ in range(2)])",
         )
         model.do(f"for weight in {weights}:", "    x = (x @ weight).tanh()")
 
@@ -267,7 +287,7 @@ def branch(model: ModelText, draw: st.DrawFn) -> None:
     kept, shape = model.name("kept"), model.shape
     model.do(f"{kept} = x")
     for _ in range(draw(st.integers(1, 2))):
-        add_step_of_branch(model, draw)
+        add_step(model, draw, keeping=True)
     if model.width != shape[0 if len(shape) == IMAGE else -1]:
         width = shape[0] if len(shape) == IMAGE else shape[-1]
         layer = f"nn.Conv2d({model.width}, {width}, 1)" if len(shape) == IMAGE else f"nn.Linear({model.width}, {width})"
@@ -283,11 +303,6 @@ def branch(model: ModelText, draw: st.DrawFn) -> None:
         f"x = ({kept} + x) * 0.5",
     )
     model.do(joined)
-
-
-def add_step_of_branch(model: ModelText, draw: st.DrawFn) -> None:
-    """One step inside of a branch, at whose end its shape is back but for the width."""
-    add_step(model, draw, keeping=True)
 
 
 @step(ROW, SEQUENCE, keeps=True)
@@ -307,21 +322,24 @@ def state(model: ModelText, draw: st.DrawFn) -> None:
 @step(ROW, SEQUENCE, keeps=True)
 def hooked(model: ModelText, draw: st.DrawFn) -> None:
     layer = model.part("linear", f"nn.Linear({model.width}, {model.width})")
-    before = "def shifted(module, args):\n    return (args[0] + 0.25,)"
-    after = "def halved(module, args, output):\n    return output * 0.5"
-    model.function(before if _flag(draw) else after)
-    added = _one_of(draw, "pre", "after")
-    model.function(before if added == "pre" else after)
-    model.made(
-        f"{layer}.register_forward_pre_hook(shifted)" if added == "pre" else f"{layer}.register_forward_hook(halved)"
-    )
+    if _flag(draw):
+        model.function("def shifted(module, args):\n    return (args[0] + 0.25,)")
+        model.made(f"{layer}.register_forward_pre_hook(shifted)")
+    else:
+        model.function("def halved(module, args, output):\n    return output * 0.5")
+        model.made(f"{layer}.register_forward_hook(halved)")
     model.do(f"x = {layer}(x)")
 
 
 @step(SEQUENCE)
 def view_of_sequence(model: ModelText, draw: st.DrawFn) -> None:
     tokens, width = model.shape
-    changes = {"x.mean(1)": (width,), "x[:, 0]": (width,), "x.mT": (width, tokens), "torch.cat((x, x), -1)": (tokens, 2 * width)}
+    changes = {
+        "x.mean(1)": (width,),
+        "x[:, 0]": (width,),
+        "x.mT": (width, tokens),
+        "torch.cat((x, x), -1)": (tokens, 2 * width),
+    }
     if tokens > 1:
         changes |= {"x[:, 1:]": (tokens - 1, width), "x.roll(1, 1)": (tokens, width)}
     if width % 2 == 0:
