@@ -29,7 +29,7 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="drawn-models-")
 _MOST_STEPS = 6
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DrawnModel:
     """One draw.
 
@@ -45,7 +45,7 @@ class DrawnModel:
         training: the model is in train mode when it is handed over.
     """
 
-    text: str = field(repr=False)
+    text: str
     inputs: dict[str, tuple[int, ...]]
     vocabulary: int | None
     seed: int
@@ -104,12 +104,12 @@ class DrawnModel:
             return model(**batch)
         return model(*batch) if isinstance(batch, tuple) else model(batch)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         facts = (
             f"# seed {self.seed}, {self.dtype}, rows {self.rows}, inputs {self.inputs}, passed as {self.style}",
-            f"# vocabulary {self.vocabulary}, {self.backend}, {self.options}, {'train' if self.training else 'eval'} mode",
+            f"# vocabulary {self.vocabulary}, {self.backend}, {self.options}, training={self.training}",
         )
-        return "\n".join((*facts, self.text))
+        return "\n".join(("", *facts, self.text))
 
 
 def _start(draw: st.DrawFn) -> ModelText:

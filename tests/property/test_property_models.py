@@ -14,7 +14,6 @@ from drawn_models import drawn_models
 from hypothesis import HealthCheck
 from hypothesis import assume
 from hypothesis import given
-from hypothesis import note
 from hypothesis import settings
 from invariants import INVARIANTS
 from invariants import Invariant
@@ -35,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def _hold(drawn: DrawnModel, *invariants: Invariant) -> None:
-    note(str(drawn))
     assume(is_finite(drawn))
     for invariant in invariants:
         with tempfile.TemporaryDirectory() as folder:
