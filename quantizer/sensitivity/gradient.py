@@ -86,7 +86,13 @@ def gradient(
         if reached:
             # The gradient of the anchor is 0; on the way to it every site is passed, and no parameter's is taken.
             tensors, directions = zip(*reached, strict=True)
-            torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
+            try:
+                torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
+            except RuntimeError as error:
+                if loss is not None or "modified by an inplace operation" not in str(error):
+                    raise
+                # What the model changes in place leaves no gradient, in the model itself either.
+                return {}
     return {name: cost * probe.factor for name, cost in costs.items() if name not in large}
 
 

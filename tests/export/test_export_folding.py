@@ -99,6 +99,17 @@ def test_factors_that_fold(nodes: str) -> None:
         assert np.ptp(new) > 0.5
 
 
+def test_two_multiplications_in_a_row_both_fold() -> None:
+    nodes = f"{_LINEAR} v = Mul (p, t)"
+    model = graph(nodes)
+    # The first is read by a quantizer alone once the second is gone.
+    assert FoldChannelFactors().run(model) == 2
+    assert FoldChannelFactors().ensures(model) is None
+    assert multiplications(model) == 0
+    for old, new in zip(computed(graph(nodes)), computed(model), strict=True):
+        assert np.allclose(old, new, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("nodes", "outputs"),
     [

@@ -174,6 +174,23 @@ def test_what_no_gradient_reaches_is_measured_by_the_output() -> None:
     assert found["last.forward.linear_0"] > 0
 
 
+class Overwritten(Rounding):
+    """What a softmax keeps for its gradient is changed in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).softmax(-1)
+        y += x
+        return self.last(y)
+
+
+def test_what_is_overwritten_is_measured_by_the_output() -> None:
+    model, x = Overwritten().eval(), torch.randn(64, 32)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).sum().backward()
+    quantizer = _quantizer(model, [x])
+    assert _errors(quantizer, model, [x]) == _errors(quantizer, model, [x], measure="output")
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
