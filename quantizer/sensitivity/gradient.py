@@ -33,6 +33,7 @@ from quantizer.proxy.site import Site
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.divergence import Probe
 from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.passes import pass_of
 from quantizer.sensitivity.site_changes import watched
 
 __all__ = ["Loss", "gradient"]
@@ -80,7 +81,7 @@ def gradient(
 
     with torch.enable_grad():
         with watched(groups, visit):
-            output = proxy.forward(*args, **keywords)
+            output = pass_of(proxy, args, keywords)
         probe = divergence.probe(output) if loss is None else _of_loss(loss, output)
         reached = [pair for pair in zip(probe.tensors, probe.directions, strict=True) if pair[0].requires_grad]
         if reached:

@@ -29,6 +29,7 @@ from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.local import local
 from quantizer.sensitivity.metric import Metric
 from quantizer.sensitivity.output import output
+from quantizer.sensitivity.passes import copied
 
 __all__ = ["MEASURES", "GroupError", "Measurement"]
 
@@ -95,8 +96,10 @@ class Measurement:
         self._proxy = proxy
         self._metric = metric
         self._errors: dict[str, float] = defaultdict(float)
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         if measure != "metric":
             self._of_batch = partial(gradient, loss=loss) if measure == "gradient" else _OF_A_BATCH[measure]
+            proxy.register_forward_pre_hook(self._remember, with_kwargs=True)
             proxy.register_forward_hook(self._measure, with_kwargs=True)
 
     def ranking(self) -> list[GroupError]:
@@ -132,12 +135,17 @@ class Measurement:
             for rank, group in enumerate(ordered, start=1)
         ]
 
+    def _remember(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Keep the inputs as they are before the model changes any of them."""
+        self._given = copied(args, keywords)
+
     def _measure(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         if proxy.training:
             raise SensitivityError("the proxy is in train mode, where dropout hides the errors; call .eval() first")
         # Inference mode may have been entered by the user, and what is made in it knows no gradients.
         with torch.inference_mode(False):
-            args, keywords = pytree.tree_map(_ordinary, (args, keywords))
+            args, keywords = pytree.tree_map(_ordinary, self._given)
+            self._given = (), {}
             errors = self._of_batch(proxy, self.groups, args, keywords, result)
             unreached = [group for group in self.groups if group.name not in errors]
             if unreached:

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from quantizer.proxy.padding import padding_mask
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.passes import pass_of
 from quantizer.sensitivity.reuse import Reuse
 
 __all__ = ["output"]
@@ -28,8 +29,8 @@ def output(
     divergence = Divergence(result, padding_mask(keywords))
     errors: dict[str, float] = {}
     with torch.no_grad(), Reuse(proxy) as reuse:
-        proxy.forward(*args, **keywords)
+        pass_of(proxy, args, keywords)
         for group in tqdm(groups, "sensitivity", unit="group", leave=False, disable=None):
             with group.rounding(), reuse.until(group.sites):
-                errors[group.name] = divergence.of(proxy.forward(*args, **keywords))
+                errors[group.name] = divergence.of(pass_of(proxy, args, keywords))
     return errors
