@@ -196,7 +196,8 @@ def test_kept_batches_are_run_again_as_they_were_given() -> None:
     for in_place in (False, True):
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) ** 3
         q = Quantizer(backend="openvino", activations={"calibrator": "auto", "smooth": "auto"})
-        q.calibrate(Doubles(in_place=in_place).eval(), [x])
+        model = Doubles(in_place=in_place).eval()
+        q.calibrate(model, [x])
         found.append((q.scales(), q.for_backend("onnxruntime").scales()))
     assert_same(*found)
 
