@@ -203,7 +203,9 @@ def copies_are_the_same(drawn: DrawnModel, folder: Path) -> None:
     quantizer = _quantizer(drawn)
     proxies = {"proxy": quantizer.proxy(model), "calib": quantizer.calib(model)}
     _outputs(drawn, proxies["calib"])
-    proxies |= {"quantize": quantizer.quantize(model), "amp": quantizer.amp(model)}
+    proxies["quantize"] = quantizer.quantize(model)
+    if _is_measurable(drawn):
+        proxies["amp"] = quantizer.amp(model)
     if _has_parameters(model):
         proxies["qat"] = quantizer.qat(model, copy=True).eval()
     for name, proxy in proxies.items():
