@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import model_branches as _branches
 import torch
 from hypothesis import strategies as st
 from model_steps import SIZES
@@ -24,6 +25,9 @@ from quantizer.targets import profiles
 from tests.helpers import imported
 
 __all__ = ["DrawnModel", "drawn_models"]
+
+# Importing the file registers its steps.
+del _branches
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="drawn-models-")
 _MOST_STEPS = 6

@@ -102,15 +102,24 @@ def off_equals_float(drawn: DrawnModel, folder: Path) -> None:
         assert list(proxy.state_dict()) == list(twin.state_dict())
 
 
+def _plain_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    kinds = (bool, int, float, str, tuple)
+    return {
+        path: {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
+        for path, module in model.named_modules()
+    }
+
+
 def model_is_untouched(drawn: DrawnModel, folder: Path) -> None:
     """No stage leaves anything behind in the user's model."""
     model = drawn.model()
-    before = Snapshot.of(model)
+    before, attributes = Snapshot.of(model), _plain_attributes(model)
     quantizer = _quantizer(drawn)
 
     def check(stage: str) -> None:
         try:
             before.assert_unchanged(model)
+            assert _plain_attributes(model) == attributes
         except AssertionError as error:
             raise AssertionError(f"{stage} changed the model: {error}") from error
 

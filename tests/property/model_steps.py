@@ -1,4 +1,4 @@
-"""The grammar: each step adds a layer, a product, a view or a branch to the text of a model.
+"""The grammar: each step adds something to the text of a model. Here are layers and products.
 
 A step is a function of the text and of Hypothesis' ``draw``, registered for the ranks of ``x`` that it takes.
 """
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model_blocks import BLOCKS
 from model_text import ModelText
 
-__all__ = ["ANY", "IMAGE", "ROW", "SEQUENCE", "SIZES", "STEPS", "add_step", "fitting"]
+__all__ = ["ANY", "IMAGE", "ROW", "SEQUENCE", "SIZES", "STEPS", "add_step", "flag", "one_of", "step"]
 
 Step = Callable[[ModelText, st.DrawFn], None]
 
@@ -63,11 +63,13 @@ def add_step(model: ModelText, draw: st.DrawFn, *, keeping: bool = False) -> Non
     draw(st.sampled_from(fitting(model, keeping=keeping)))(model, draw)
 
 
-def _one_of(draw: st.DrawFn, *texts: str) -> str:
+def one_of(draw: st.DrawFn, *texts: str) -> str:
+    """One of some spellings."""
     return draw(st.sampled_from(texts))
 
 
-def _flag(draw: st.DrawFn) -> bool:
+def flag(draw: st.DrawFn) -> bool:
+    """Yes or no."""
     return draw(st.booleans())
 
 
@@ -81,17 +83,15 @@ def _heads(draw: st.DrawFn, width: int) -> int:
 @step(ROW, SEQUENCE, keeps=True)
 def linear(model: ModelText, draw: st.DrawFn) -> None:
     width = draw(SIZES)
-    layer = model.part("linear", f"nn.Linear({model.width}, {width}, bias={_flag(draw)})")
+    layer = model.part("linear", f"nn.Linear({model.width}, {width}, bias={flag(draw)})")
     model.do(f"x = {layer}(x)")
     model.width = width
 
 
 @step(*ANY, keeps=True)
 def activation(model: ModelText, draw: st.DrawFn) -> None:
-    layer = model.part(
-        "activation", _one_of(draw, "nn.GELU()", "nn.ReLU()", "nn.Dropout(0.1)", "nn.SiLU(inplace=True)")
-    )
-    value = _one_of(
+    layer = model.part("activation", one_of(draw, "nn.GELU()", "nn.ReLU()", "nn.Dropout(0.1)", "nn.SiLU(inplace=True)"))
+    value = one_of(
         draw, "x", f"{layer}(x)", "F.gelu(x)", "torch.relu(x)", "x.tanh()", "x * torch.sigmoid(x)", "x.abs()"
     )
     model.do(f"x = {value if value != 'x' else 'x.clone().mul_(0.5)'}")
@@ -105,19 +105,19 @@ def norm(model: ModelText, draw: st.DrawFn) -> None:
         SEQUENCE: (f"nn.LayerNorm({width})", f"nn.RMSNorm({width}, eps=1e-5)"),
         IMAGE: (f"nn.BatchNorm2d({width})", f"nn.GroupNorm(1, {width})"),
     }[len(model.shape)]
-    layer = model.part("norm", _one_of(draw, *kinds))
+    layer = model.part("norm", one_of(draw, *kinds))
     model.do(f"x = {layer}(x)")
 
 
 @step(IMAGE, keeps=True)
 def convolution(model: ModelText, draw: st.DrawFn) -> None:
     width, old = draw(SIZES), model.width
-    groups = math.gcd(old, width) if _flag(draw) else 1
+    groups = math.gcd(old, width) if flag(draw) else 1
     kernel = draw(st.sampled_from((1, 3)))
-    padding = "" if kernel == 1 else _one_of(draw, ", padding=1", ", padding='same'")
-    layer = model.part("conv", f"nn.Conv2d({old}, {width}, {kernel}{padding}, groups={groups}, bias={_flag(draw)})")
+    padding = "" if kernel == 1 else one_of(draw, ", padding=1", ", padding='same'")
+    layer = model.part("conv", f"nn.Conv2d({old}, {width}, {kernel}{padding}, groups={groups}, bias={flag(draw)})")
     weight = model.parameter(width, old, 1, 1)
-    model.do(f"x = {_one_of(draw, f'{layer}(x)', f'F.conv2d(x, {weight})', f'torch.conv2d(x, {weight}[:, :])')}")
+    model.do(f"x = {one_of(draw, f'{layer}(x)', f'F.conv2d(x, {weight})', f'torch.conv2d(x, {weight}[:, :])')}")
     model.width = width
 
 
@@ -125,11 +125,11 @@ def convolution(model: ModelText, draw: st.DrawFn) -> None:
 def strided_convolution(model: ModelText, draw: st.DrawFn) -> None:
     width = draw(SIZES)
     old, height, breadth = model.shape
-    if _flag(draw) and width * height * breadth * 4 <= _LARGEST:
-        layer = model.part("conv", f"nn.ConvTranspose2d({old}, {width}, 2, stride=2, bias={_flag(draw)})")
+    if flag(draw) and width * height * breadth * 4 <= _LARGEST:
+        layer = model.part("conv", f"nn.ConvTranspose2d({old}, {width}, 2, stride=2, bias={flag(draw)})")
         model.shape = (width, 2 * height, 2 * breadth)
     else:
-        layer = model.part("conv", f"nn.Conv2d({old}, {width}, 2, stride=2, padding=1, bias={_flag(draw)})")
+        layer = model.part("conv", f"nn.Conv2d({old}, {width}, 2, stride=2, padding=1, bias={flag(draw)})")
         model.shape = (width, height // 2 + 1, breadth // 2 + 1)
     model.do(f"x = {layer}(x)")
 
@@ -139,12 +139,12 @@ def convolution_over_time(model: ModelText, draw: st.DrawFn) -> None:
     width, old = draw(SIZES), model.width
     weight = model.parameter(width, old, 3)
     layers = (
-        f"nn.Conv1d({old}, {width}, 3, padding=1, bias={_flag(draw)})",
+        f"nn.Conv1d({old}, {width}, 3, padding=1, bias={flag(draw)})",
         f"nn.ConvTranspose1d({old}, {width}, 3, padding=1)",
     )
-    layer = model.part("conv", _one_of(draw, *layers))
-    called = _one_of(draw, f"{layer}(x.transpose(1, 2))", f"F.conv1d(x.mT, {weight}, padding=1)")
-    model.do(f"x = {called}.{_one_of(draw, 'transpose(1, 2)', 'permute(0, 2, 1)')}")
+    layer = model.part("conv", one_of(draw, *layers))
+    called = one_of(draw, f"{layer}(x.transpose(1, 2))", f"F.conv1d(x.mT, {weight}, padding=1)")
+    model.do(f"x = {called}.{one_of(draw, 'transpose(1, 2)', 'permute(0, 2, 1)')}")
     model.width = width
 
 
@@ -154,7 +154,7 @@ def convolution_over_time(model: ModelText, draw: st.DrawFn) -> None:
 @step(ROW, SEQUENCE, keeps=True)
 def weighted_product(model: ModelText, draw: st.DrawFn) -> None:
     old, width = model.width, draw(SIZES)
-    rows = _flag(draw)  # the weight is [C', C], or [C, C']
+    rows = flag(draw)  # the weight is [C', C], or [C, C']
     weight = model.parameter(*((width, old) if rows else (old, width)))
     if rows:
         spellings = [
@@ -172,7 +172,7 @@ def weighted_product(model: ModelText, draw: st.DrawFn) -> None:
             spellings += [f"torch.mm(x, {weight})", f"torch.addmm({bias}, x, {weight})", f"{bias}.addmm(x, {weight})"]
         else:
             spellings += [f"torch.einsum('btc,cd->btd', x, {weight})", f"x @ {weight}[None] + {bias}"]
-    model.do(f"x = {_one_of(draw, *spellings)}")
+    model.do(f"x = {one_of(draw, *spellings)}")
     model.width = width
 
 
@@ -190,17 +190,17 @@ def part_of_a_weight(model: ModelText, draw: st.DrawFn) -> None:
         f"(x @ {rows}.t())[..., :{width}]",
         f"torch.matmul(x, {columns}.unflatten(1, (3, {width})).sum(1))",
     )
-    model.do(f"x = {_one_of(draw, *spellings)}")
+    model.do(f"x = {one_of(draw, *spellings)}")
     model.width = width
 
 
 @step(ROW, SEQUENCE, keeps=True)
 def shared_layer(model: ModelText, draw: st.DrawFn) -> None:
     layer = model.part("linear", f"nn.Linear({model.width}, {model.width})")
-    other = model.part("linear", _one_of(draw, layer, f"nn.Linear({model.width}, {model.width})"))
-    if _flag(draw):
+    other = model.part("linear", one_of(draw, layer, f"nn.Linear({model.width}, {model.width})"))
+    if flag(draw):
         model.made(f"{other}.weight = {layer}.weight")
-    last = _one_of(draw, f"{layer}(x)", f"F.linear(x, {layer}.weight.t())", f"x @ {layer}.weight", f"x + {layer}.bias")
+    last = one_of(draw, f"{layer}(x)", f"F.linear(x, {layer}.weight.t())", f"x @ {layer}.weight", f"x + {layer}.bias")
     model.do(f"x = {other}(torch.relu({layer}(x)))", f"x = {last}")
 
 
@@ -210,28 +210,28 @@ def shared_layer(model: ModelText, draw: st.DrawFn) -> None:
 @step(SEQUENCE, keeps=True)
 def attention(model: ModelText, draw: st.DrawFn) -> None:
     width, heads = model.width, _heads(draw, model.width)
-    packed = model.part("packed", f"nn.Linear({width}, {3 * width}, bias={_flag(draw)})")
-    split = _one_of(
+    packed = model.part("packed", f"nn.Linear({width}, {3 * width}, bias={flag(draw)})")
+    split = one_of(
         draw,
         f"unflatten(-1, (3, {heads}, {width // heads})).permute(2, 0, 3, 1, 4).unbind(0)",
         f"view(x.shape[0], -1, 3, {heads}, {width // heads}).permute(2, 0, 3, 1, 4)",
     )
     model.do(f"q, k, v = {packed}(x).{split}")
-    scores = _one_of(draw, "q @ k.mT", "torch.matmul(q, k.transpose(-1, -2))", "torch.einsum('bhqd,bhkd->bhqk', q, k)")
-    fused = _one_of(draw, "", ", is_causal=True", ", dropout_p=0.1 if self.training else 0.0")
-    result = _one_of(draw, f"({scores} * 0.25).softmax(-1) @ v", f"F.scaled_dot_product_attention(q, k, v{fused})")
-    model.do(f"x = ({result}).transpose(1, 2).{_one_of(draw, 'flatten(2)', f'reshape(x.shape[0], -1, {width})')}")
+    scores = one_of(draw, "q @ k.mT", "torch.matmul(q, k.transpose(-1, -2))", "torch.einsum('bhqd,bhkd->bhqk', q, k)")
+    fused = one_of(draw, "", ", is_causal=True", ", dropout_p=0.1 if self.training else 0.0")
+    result = one_of(draw, f"({scores} * 0.25).softmax(-1) @ v", f"F.scaled_dot_product_attention(q, k, v{fused})")
+    model.do(f"x = ({result}).transpose(1, 2).{one_of(draw, 'flatten(2)', f'reshape(x.shape[0], -1, {width})')}")
 
 
 @step(SEQUENCE, keeps=True)
 def attention_module(model: ModelText, draw: st.DrawFn) -> None:
     width, heads = model.width, _heads(draw, model.width)
-    first = "batch_first=True" if _flag(draw) else "batch_first=False"
-    if _flag(draw):
-        layer = model.part("attention", f"nn.MultiheadAttention({width}, {heads}, bias={_flag(draw)}, {first})")
-        model.do(f"x, _ = {layer}(x, x, x{_one_of(draw, '', ', need_weights=False')})")
+    first = "batch_first=True" if flag(draw) else "batch_first=False"
+    if flag(draw):
+        layer = model.part("attention", f"nn.MultiheadAttention({width}, {heads}, bias={flag(draw)}, {first})")
+        model.do(f"x, _ = {layer}(x, x, x{one_of(draw, '', ', need_weights=False')})")
     else:
-        options = f"{first}, norm_first={_flag(draw)}"
+        options = f"{first}, norm_first={flag(draw)}"
         layer = model.part("layer", f"nn.TransformerEncoderLayer({width}, {heads}, {width + 1}, {options})")
         model.do(f"x = {layer}(x)")
 
@@ -239,14 +239,14 @@ def attention_module(model: ModelText, draw: st.DrawFn) -> None:
 @step(SEQUENCE, keeps=True)
 def product_of_activations(model: ModelText, draw: st.DrawFn) -> None:
     model.function("def mixed(scores, values):\n    return torch.matmul(scores.softmax(-1), values)")
-    scores = _one_of(
+    scores = one_of(
         draw,
         "torch.bmm(x, x.transpose(1, 2))",
         "torch.baddbmm(x.mean(-1, keepdim=True), x, x.mT, alpha=0.5)",
         "torch.einsum('btc,bsc->bts', x, x)",
         "x.bmm(x.mT).contiguous()",
     )
-    model.do(f"x = {_one_of(draw, f'mixed({scores}, x)', f'({scores} * 0.1).tanh() @ x')}")
+    model.do(f"x = {one_of(draw, f'mixed({scores}, x)', f'({scores} * 0.1).tanh() @ x')}")
 
 
 @step(ROW, SEQUENCE, keeps=True, times=4)
@@ -254,144 +254,3 @@ def handwritten(model: ModelText, draw: st.DrawFn) -> None:
     block = draw(st.sampled_from(BLOCKS))
     layer = model.part("block", f"blocks.{block.__name__}({model.width})")
     model.do(f"x = {layer}(x)")
-
-
-# -- containers, branches, views, state ----------------------------------------------------------------------------
-
-
-@step(ROW, SEQUENCE, keeps=True)
-def container(model: ModelText, draw: st.DrawFn) -> None:
-    width = model.width
-    layers = f"nn.Linear({width}, {width}), nn.ReLU(), nn.Linear({width}, {width}, bias=False)"
-    kind = _one_of(draw, "sequential", "list", "dictionary", "sum", "parameters")
-    if kind == "sequential":
-        model.do(f"x = {model.part('sequence', f'nn.Sequential({layers})')}(x)")
-    elif kind == "list":
-        model.do(f"for layer in {model.part('layers', f'nn.ModuleList([{layers}])')}:", "    x = layer(x)")
-    elif kind == "dictionary":
-        named = model.part("named", f"nn.ModuleDict({{'a': nn.Linear({width}, {width}), 'b': nn.LayerNorm({width})}})")
-        model.do(f"x = {named}['b'](x + {named}['a'](x))")
-    elif kind == "sum":
-        many = model.part("layers", f"nn.ModuleList([nn.Linear({width}, {width}) for _ in range(2)])")
-        model.do(f"x = sum(layer(x) for layer in {many})")
-    else:
-        weights = model.part(
-            "weights",
-            f"nn.ParameterList([torch.randn({width}, {width}) * {1 / math.sqrt(width):.3g} for _ in range(2)])",
-        )
-        model.do(f"for weight in {weights}:", "    x = (x @ weight).tanh()")
-
-
-@step(*ANY)
-def branch(model: ModelText, draw: st.DrawFn) -> None:
-    kept, shape = model.name("kept"), model.shape
-    model.do(f"{kept} = x")
-    for _ in range(draw(st.integers(1, 2))):
-        add_step(model, draw, keeping=True)
-    if model.width != shape[0 if len(shape) == IMAGE else -1]:
-        width = shape[0] if len(shape) == IMAGE else shape[-1]
-        layer = f"nn.Conv2d({model.width}, {width}, 1)" if len(shape) == IMAGE else f"nn.Linear({model.width}, {width})"
-        model.do(f"x = {model.part('back', layer)}(x)")
-    model.shape = shape
-    joined = _one_of(
-        draw,
-        f"x = x + {kept}",
-        f"x += {kept}",
-        f"x = torch.add({kept}, x)",
-        f"x = {kept}.add(x, alpha=0.5)",
-        f"x = x.add_({kept})",
-        f"x = ({kept} + x) * 0.5",
-    )
-    model.do(joined)
-
-
-@step(ROW, SEQUENCE, keeps=True)
-def state(model: ModelText, draw: st.DrawFn) -> None:
-    width = model.width
-    held = _one_of(draw, "buffer", "silent buffer", "parameter", "constant", "training")
-    if held.endswith("buffer"):
-        model.do(f"x = x * {model.buffer(f'torch.rand({width}) + 0.5', persistent=held == 'buffer')}")
-    elif held == "parameter":
-        model.do(f"x = x + {model.parameter(width, scale=0.5)}")
-    elif held == "constant":
-        model.do(f"x = x * {model.part('factor', '0.5')} + {model.part('_offset', '0.1')}")
-    else:
-        model.do("if self.training:", "    x = x * 1.5")
-
-
-@step(ROW, SEQUENCE, keeps=True)
-def hooked(model: ModelText, draw: st.DrawFn) -> None:
-    layer = model.part("linear", f"nn.Linear({model.width}, {model.width})")
-    if _flag(draw):
-        model.function("def shifted(module, args):\n    return (args[0] + 0.25,)")
-        model.made(f"{layer}.register_forward_pre_hook(shifted)")
-    else:
-        model.function("def halved(module, args, output):\n    return output * 0.5")
-        model.made(f"{layer}.register_forward_hook(halved)")
-    model.do(f"x = {layer}(x)")
-
-
-@step(SEQUENCE)
-def view_of_sequence(model: ModelText, draw: st.DrawFn) -> None:
-    tokens, width = model.shape
-    changes = {
-        "x.mean(1)": (width,),
-        "x[:, 0]": (width,),
-        "x.mT": (width, tokens),
-        "torch.cat((x, x), -1)": (tokens, 2 * width),
-    }
-    if tokens > 1:
-        changes |= {"x[:, 1:]": (tokens - 1, width), "x.roll(1, 1)": (tokens, width)}
-    if width % 2 == 0:
-        changes |= {"torch.mul(*x.chunk(2, -1))": (tokens, width // 2), "x[..., ::2]": (tokens, width // 2)}
-    if tokens * width <= 256:
-        changes |= {"x.flatten(1)": (tokens * width,), "x.mT[:, :, :, None]": (width, tokens, 1)}
-    change = draw(st.sampled_from(list(changes)))
-    model.do(f"x = {change}")
-    model.shape = changes[change]
-
-
-@step(ROW)
-def view_of_row(model: ModelText, draw: st.DrawFn) -> None:
-    width = model.width
-    changes = {"x[:, None]": (1, width), "x[:, :, None, None]": (width, 1, 1), "x.repeat(1, 2)": (2 * width,)}
-    for part in (2, 3, 4, 8):
-        if width % part == 0:
-            changes |= {f"x.unflatten(1, ({part}, {width // part}))": (part, width // part)}
-            changes |= {f"x.view(-1, {width // part}, {part}).transpose(1, 2)": (part, width // part)}
-    change = draw(st.sampled_from(list(changes)))
-    model.do(f"x = {change}")
-    model.shape = changes[change]
-
-
-@step(IMAGE)
-def view_of_image(model: ModelText, draw: st.DrawFn) -> None:
-    width, height, breadth = model.shape
-    changes: dict[str, tuple[int, ...]] = {
-        "x.flatten(2).transpose(1, 2)": (height * breadth, width),
-        "x.mean((2, 3))": (width,),
-        "F.adaptive_avg_pool2d(x, 1).flatten(1)": (width,),
-        "x.amax((2, 3))": (width,),
-        "x.permute(0, 1, 3, 2)": (width, breadth, height),
-    }
-    if min(height, breadth) > 1:
-        changes |= {"F.max_pool2d(x, 2)": (width, height // 2, breadth // 2)}
-    if model.size <= 256:
-        changes |= {"x.flatten(1)": (model.size,)}
-    change = draw(st.sampled_from(list(changes)))
-    model.do(f"x = {change}")
-    model.shape = changes[change]
-
-
-@step(*ANY)
-def second_input(model: ModelText, draw: st.DrawFn) -> None:
-    if "other" in model.inputs:
-        return
-    uses = ["x + other", "x * other", "other + x", "torch.cat((x, other), 1)"]
-    if len(model.shape) == SEQUENCE:
-        uses += ["(x @ other.mT).softmax(-1) @ other", "F.scaled_dot_product_attention(x, other, other)"]
-    use = _one_of(draw, *uses)
-    model.inputs["other"] = model.shape
-    model.do(f"x = {use}")
-    if "cat" in use:
-        model.shape = (2 * model.shape[0], *model.shape[1:])
