@@ -108,6 +108,10 @@ class DrawnModel:
             return model(**batch)
         return model(*batch) if isinstance(batch, tuple) else model(batch)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What Hypothesis shows: the source with its line breaks."""
+        printer.text(repr(self))
+
     def __repr__(self) -> str:
         facts = (
             f"# seed {self.seed}, {self.dtype}, rows {self.rows}, inputs {self.inputs}, passed as {self.style}",
