@@ -6,9 +6,13 @@ stand where the thing is tested; here are those that stood nowhere.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from helpers import ConvNet
 from helpers import Mlp
+from helpers import Snapshot
 from readme_promises import README
 from readme_promises import marked_promises
 from readme_promises import plain
@@ -116,3 +120,54 @@ def test_the_vocabulary_of_the_former_toolkit() -> None:
     names = {name.rpartition(".")[2] for name, _ in proxy.named_modules()}
     assert {"_input_quantizer", "_weight_quantizer"} <= names
     assert all(row.amax is not None for row in q.ranges)
+
+
+class _Counting(Mlp):
+    """Counts its calls, and follows the mean of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.mean()
+        return super().forward(x)
+
+
+@pytest.mark.promise("Your model is never changed: same classes, same state dict, same outputs.")
+@pytest.mark.parametrize("kind", [Mlp, _Counting, ConvNet])
+def test_a_model_is_what_it_was_after_every_stage(kind: type[nn.Module], tmp_path: Path) -> None:
+    model = kind().train()
+    x = torch.randn(4, 3, 16, 16) if kind is ConvNet else torch.randn(4, 32)
+    before = Snapshot.of(model)
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [x, x + 1])
+    before.assert_unchanged(model)
+    amp = q.amp(model)
+    amp(x)
+    q.fallback(amp, num=1)
+    before.assert_unchanged(model)
+    q.quantize(model)(x)
+    q.simulate(model)(x)
+    q.for_backend("tensorrt-rtx").quantize(model)(x)
+    q.save(tmp_path / "saved")
+    Quantizer.load(tmp_path / "saved").quantize(model)(x)
+    before.assert_unchanged(model)
+
+
+@pytest.mark.promise("frozen: ranges fixed, weights stored as INT8")
+@pytest.mark.parametrize("kind", [Mlp, ConvNet])
+def test_a_frozen_model_does_not_move_with_the_float_one(kind: type[nn.Module]) -> None:
+    model = kind().eval()
+    x = torch.randn(4, 3, 16, 16) if kind is ConvNet else torch.randn(4, 32)
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [x])
+    quantized = q.quantize(model)
+    with torch.no_grad():
+        expected = quantized(x)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point():
+                tensor.mul_(1.5).add_(0.25)
+        assert torch.equal(quantized(x), expected)
