@@ -105,6 +105,7 @@ def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- a finished run ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("A run's folder is complete or absent.")
 def test_the_folder_is_complete(place: Place) -> None:
     assert {path.name for path in place.done.iterdir()} == COMPLETE
     files = {path.name for path in (place.done / "quantizer").iterdir()}
@@ -114,6 +115,7 @@ def test_the_folder_is_complete(place: Place) -> None:
     assert oct(place.done.stat().st_mode)[-3:] == "755"
 
 
+@pytest.mark.promise("`config.yaml` with every default filled in.")
 def test_the_resolved_configuration_gives_the_same_run(place: Place) -> None:
     resolved = load_run(place.done / "config.yaml")
     assert resolved == load_run(place.folder / "tiny.yaml")
@@ -193,6 +195,7 @@ def test_coverage_and_sensitivity_agree_in_the_report(place: Place) -> None:
     assert [site.rule for site in excluded] == ["exclude.names: classifier"]
 
 
+@pytest.mark.promise("`report.html` (one file, opens offline)")
 def test_the_page_opens_offline(place: Place) -> None:
     page = (place.done / "report.html").read_text()
     assert page.lower().startswith("<!doctype html>")
@@ -351,6 +354,7 @@ def test_a_bf16_rest_is_not_for_every_engine(at: Path, capsys: pytest.CaptureFix
     assert _left(at) == ["tiny.yaml"]
 
 
+@pytest.mark.promise("A run whose engine does less than half of the asked work in low precision fails.")
 def test_an_engine_that_lacks_the_precision_ends_the_run(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -400,6 +404,7 @@ def _fail(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> 
     monkeypatch.setattr(*STAGES[stage], raising)
 
 
+@pytest.mark.promise("A run's folder is complete or absent.")
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interruption_leaves_nothing(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
@@ -410,6 +415,7 @@ def test_an_interruption_leaves_nothing(
     assert _left(at) == ["tiny.yaml"]
 
 
+@pytest.mark.promise("A run's folder is complete or absent.")
 @pytest.mark.parametrize("stage", ["load", "build", "page"])
 @pytest.mark.parametrize(
     "error", [EngineError("no"), ZeroDivisionError("ours"), OSError(28, "No space left on device")]

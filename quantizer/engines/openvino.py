@@ -215,10 +215,22 @@ def _told_dimensions(path: Path, names: str) -> dict[str, tuple[str, ...]]:
 def _compile(ov: Any, onnx_path: Path, settings: Mapping[str, object]) -> Any:
     core = ov.Core()
     try:
-        compiled = core.compile_model(core.read_model(str(onnx_path)), "CPU", dict(settings))
+        model = core.read_model(str(onnx_path))
+        compiled = core.compile_model(model, "CPU", dict(settings))
     except RuntimeError as error:
         raise EngineError(f"OpenVINO refused {onnx_path}: {refusal(onnx_path, _reason(error))}") from error
+    _check_outputs(model, compiled, onnx_path)
     return _checked_precision(compiled, onnx_path, settings)
+
+
+def _check_outputs(model: Any, compiled: Any, path: Path) -> None:
+    """Refuse an engine whose outputs have other shapes than the file's: a fusion has lost or added an axis."""
+    for asked, got in zip(model.outputs, compiled.outputs, strict=True):
+        if not asked.partial_shape.compatible(got.partial_shape):
+            raise EngineError(
+                f"OpenVINO compiles {path} wrongly: its output {_port_name(got)!r} has the shape {got.partial_shape}, "
+                f"and that of the file is {asked.partial_shape}; take another release of OpenVINO, or onnxruntime"
+            )
 
 
 def _checked_precision(compiled: Any, path: Path, settings: Mapping[str, object]) -> Any:

@@ -141,15 +141,16 @@ def _copied(model: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module
     return own_copy(model, kept)
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    """The type of the parameters; None where there is none, as where all are stored as integers."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
-def _split(example: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs, floating tensors in the graph's float type."""
+def _split(example: Any, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs, floating tensors in the graph's float type (None: in their own)."""
 
     def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return value.to(dtype or value.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def convert(value: Any) -> Any:
         return _pytree.tree_map(cast, value)

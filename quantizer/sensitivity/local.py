@@ -19,6 +19,7 @@ from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.padding import without_padding
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.passes import pass_of
 from quantizer.sensitivity.site_changes import watched
 
 __all__ = ["local"]
@@ -41,5 +42,5 @@ def local(
         return output
 
     with torch.no_grad(), watched(groups, visit):
-        proxy.forward(*args, **keywords)
+        pass_of(proxy, args, keywords)
     return {name: sum(values) / len(values) for name, values in errors.items()}

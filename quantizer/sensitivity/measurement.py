@@ -35,6 +35,7 @@ from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.local import local
 from quantizer.sensitivity.metric import Metric
 from quantizer.sensitivity.output import output
+from quantizer.sensitivity.passes import copied
 
 __all__ = ["MEASURES", "GroupError", "Measurement"]
 
@@ -164,7 +165,8 @@ class Measurement:
 
     def _note(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if self._inputs is None:
-            self._inputs = args, keywords
+            # As they are before the model changes any of them.
+            self._inputs = copied(args, keywords)
 
     def _measure(self, proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> None:
         if proxy.training:

@@ -17,6 +17,7 @@ from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.unmoved import unmoved
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.passes import pass_of
 from quantizer.sensitivity.reuse import Reuse
 
 __all__ = ["output"]
@@ -30,8 +31,8 @@ def output(
     errors: dict[str, float] = {}
     with torch.no_grad(), Reuse(proxy) as reuse:
         with unmoved(proxy):
-            proxy.forward(*args, **keywords)
+            pass_of(proxy, args, keywords)
         for group in tqdm(groups, "sensitivity", unit="group", leave=False, disable=None):
             with group.rounding(), reuse.until(group.sites), unmoved(proxy):
-                errors[group.name] = divergence.of(proxy.forward(*args, **keywords))
+                errors[group.name] = divergence.of(pass_of(proxy, args, keywords))
     return errors

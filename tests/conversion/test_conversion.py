@@ -127,6 +127,10 @@ def _read(path: Path) -> dict[str, Any]:
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "quantizes for both engines from that one calibration, builds them, holds their outputs to PyTorch's at "
+    "three shapes, times them, and writes `converted/my-model`."
+)
 def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
     assert {path.name for path in place.done.iterdir()} == {
         *BACKENDS,
@@ -154,6 +158,10 @@ def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
         assert config["verified"].startswith("outputs agree with PyTorch's: SQNR of 30 dB or more, or at most 3 dB")
 
 
+@pytest.mark.promise(
+    "quantizes for both engines from that one calibration, builds them, holds their outputs to PyTorch's at "
+    "three shapes, times them, and writes `converted/my-model`."
+)
 def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None:
     record = _read(place.done / "conversion.json")
     assert [entry["backend"] for entry in record["backends"]] == list(BACKENDS)
@@ -211,6 +219,7 @@ def test_a_folder_that_is_none_of_ours(place: Place, tmp_path: Path) -> None:
         load_converted(tmp_path / "later")
 
 
+@pytest.mark.promise("Without data it stops and says so; without `--quantization` it converts the float model.")
 def test_a_float_model_needs_no_data(place: Place) -> None:
     assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json", MARKER}
     config = _read(place.float / "openvino" / "config.json")
@@ -260,6 +269,10 @@ def test_what_cannot_run_here_is_not_called_verified(
     assert exports == [torch.float16]
 
 
+@pytest.mark.promise(
+    "an engine's outputs are at least 30 dB from those of the frozen model in PyTorch, or at most 3 dB further "
+    "from the float model than these"
+)
 @pytest.mark.parametrize(
     ("sqnr", "to_float", "of_proxy", "right"),
     [
@@ -300,6 +313,7 @@ def _with_a_wrong_scale(build: Callable[..., Any]) -> Callable[..., Any]:
     return built
 
 
+@pytest.mark.promise("What fails is not written.")
 def test_an_engine_that_computes_something_else_is_refused(
     place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +395,7 @@ BAD = {
 }
 
 
+@pytest.mark.promise("Without data it stops and says so; without `--quantization` it converts the float model.")
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_told_before_the_model_is_loaded(
     convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str

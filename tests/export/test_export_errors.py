@@ -31,6 +31,7 @@ def mlp() -> Prepared:
     return quantizer, quantizer.quantize(model), x
 
 
+@pytest.mark.promise("`import quantizer` needs none of the extras; a step that needs one says which.")
 @pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_a_missing_library_names_the_extra(
     mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str

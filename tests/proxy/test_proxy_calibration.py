@@ -286,6 +286,7 @@ class Constant(nn.Module):
         return torch.matmul(x, self.weight.t() * 2)
 
 
+@pytest.mark.promise("Weights that are computed at each call (weight normalisation) stay float.")
 def test_a_weight_computed_at_each_call_stays_float() -> None:
     model = Constant().eval()
     q = Quantizer()

@@ -58,6 +58,7 @@ def _assert_counts_agree(q: Quantizer) -> None:
 # -- what is covered -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("It lists every operation it found: quantized, or the reason why not.")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_an_encoder_is_covered_whole(attention: str) -> None:
     pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
@@ -221,6 +222,7 @@ ESCAPES = [
 ]
 
 
+@pytest.mark.promise("It lists every operation it found: quantized, or the reason why not.")
 @pytest.mark.parametrize(("make", "reason"), ESCAPES, ids=[make.__name__ for make, _ in ESCAPES])
 def test_why_a_product_escapes(make: type[Case], reason: Reason) -> None:
     q = _calibrated(make(), torch.randn(8, 32))

@@ -50,7 +50,8 @@ class FoldChannelFactors:
 
     def run(self, model: Any) -> int:
         changed = 0
-        for multiply in list(model.graph):
+        # From the end: of two in a row, the first is read by quantizers alone once the second is gone.
+        for multiply in reversed(list(model.graph)):
             edits = _folded(multiply)
             if edits is None:
                 continue
