@@ -64,8 +64,8 @@ def _become_tests(tree: Path, arguments: list[str], log: Path, plugin: Callable[
         traceback.print_exc()
         raise
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
 
 

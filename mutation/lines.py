@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def measure(tree: Path, sources: Sequence[Path], tests: Sequence[Path], folder: 
             print(f"  which lines {test.relative_to(tree)} runs", flush=True)
             log = folder / "log.txt"
             arguments = [str(test), "-m", "not slow and not gpu"]
-            status = run_forked(tree, arguments, _LIMIT, log, lambda out=kept: _Recorder(tree, sources, out))
+            status = run_forked(tree, arguments, _LIMIT, log, partial(_Recorder, tree, sources, kept))
             if status != pytest.ExitCode.OK:
                 raise SystemExit(f"{test} fails without any mutation (exit status {status}): {log}")
         measured = json.loads(kept.read_text(encoding="utf-8"))
