@@ -15,12 +15,25 @@ from typing import NoReturn
 
 import pytest
 
-__all__ = ["TIMED_OUT", "preload", "run_forked"]
+__all__ = ["TIMED_OUT", "end_on_signals", "preload", "run_forked"]
 
 TIMED_OUT = -1
 _POLL = 0.02
 _PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """A plugin of pytest may be preloaded: hypothesis."""
+
+
+def end_on_signals() -> None:
+    """Let Ctrl-C and SIGTERM end this process as an exception does: the tests that it runs end with it.
+
+    A shell that starts a job in the background has it ignore Ctrl-C.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
 
 
 def preload(modules: Iterable[str]) -> None:
@@ -52,6 +65,8 @@ def _become_tests(tree: Path, arguments: list[str], log: Path, plugin: Callable[
     status = 3
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(output, stream)

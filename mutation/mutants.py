@@ -7,7 +7,6 @@ import hashlib
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 from cosmic_ray import plugins
@@ -30,10 +29,14 @@ def sample(source: Path, every: int, seed: str) -> list[WorkItem]:
     A place that Cosmic Ray can change in eleven ways (a plus sign) counts once, as one that it changes in a single way.
     """
     chance = random.Random(seed)
-    # Some change nothing that is ever evaluated, or are no Python: those are no mutants.
-    drawn = (_first_valid(chance.sample(place, len(place))) for place in _places(source))
-    valid = [mutation for mutation in drawn if mutation is not None]
-    return [WorkItem.single(_name(mutation), mutation) for mutation in valid[chance.randrange(every) :: every]]
+    places = _places(source)
+    drawn: list[MutationSpec] = []
+    for first in range(chance.randrange(every) if len(places) > every else 0, len(places), every):
+        # Some change nothing that is ever evaluated, or are no Python: those are no mutants, and a neighbour is.
+        near = [mutation for place in places[first : first + every] for mutation in chance.sample(place, len(place))]
+        found = next((mutation for mutation in near if mutated(mutation) is not None), None)
+        drawn += [] if found is None else [found]
+    return [WorkItem.single(_name(mutation), mutation) for mutation in drawn]
 
 
 def mutated(mutation: MutationSpec) -> str | None:
@@ -60,10 +63,6 @@ def _places(source: Path) -> list[list[MutationSpec]]:
         family = mutation.operator_name.partition("/")[2].partition("_")[0]
         places[mutation.start_pos, family].append(mutation)
     return [places[place] for place in sorted(places)]
-
-
-def _first_valid(mutations: Iterable[MutationSpec]) -> MutationSpec | None:
-    return next((mutation for mutation in mutations if mutated(mutation) is not None), None)
 
 
 def _name(mutation: MutationSpec) -> str:

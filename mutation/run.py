@@ -29,6 +29,7 @@ from cosmic_ray.work_item import WorkerOutcome
 from cosmic_ray.work_item import WorkItem
 from cosmic_ray.work_item import WorkResult
 from forked import TIMED_OUT
+from forked import end_on_signals
 from forked import preload
 from forked import run_forked
 from lines import TestsByLine
@@ -67,6 +68,7 @@ def main() -> int:
     """Test what is pending, and return 1 where fewer mutants are killed than table.toml asks for."""
     table = tomllib.loads((ROOT / "mutation" / "table.toml").read_text(encoding="utf-8"))
     wanted = _arguments(list(table["packages"]))
+    end_on_signals()
     folder: Path = wanted.folder.resolve()
     tree = _copy(folder / "tree")
     packages = [_package(name, table["packages"][name], tree, folder) for name in wanted.package]
