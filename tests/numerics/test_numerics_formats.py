@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,20 @@ def test_the_ranges_are_those_of_the_storage() -> None:
     assert (FP8.qmin, FP8.qmax) == (torch.finfo(FP8.storage).min, torch.finfo(FP8.storage).max)
     assert (INT4.qmin, INT4.qmax) == (-(2 ** (INT4.bits - 1)), 2 ** (INT4.bits - 1) - 1)
     assert [name for name, kind in QTYPES.items() if kind.is_packed] == ["int4"]
+
+
+def test_the_magnitudes_are_the_steps_from_zero_on() -> None:
+    for kind in (QTYPES["int8"], UINT8, INT4):
+        assert kind.magnitudes.tolist() == list(range(kind.qmax + 1))
+    codes = torch.arange(256).to(torch.uint8).view(FP8.storage).float()
+    assert torch.equal(FP8.magnitudes, codes[codes.isfinite()].abs().unique())
+    assert all(kind.magnitudes.dtype == torch.float32 for kind in QTYPES.values())
+
+
+def test_a_format_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'qmax'"):
+        FP8.qmax = 1  # type: ignore[misc]
+    assert len({*QTYPES.values()}) == len(QTYPES)
 
 
 @pytest.mark.parametrize(("axis", "block_size", "shape"), [(None, None, ()), (1, None, (8,)), (1, 4, (6, 2))])
