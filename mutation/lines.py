@@ -35,13 +35,11 @@ class TestsByLine:
     def of(self, file: str, source: str, row: int) -> list[str]:
         """Return the tests that run the statement at a row, the quickest first.
 
-        A statement that runs when its module is imported, and no later, is held by all tests that run the file.
+        A statement that runs when its module is imported, and no later, may be held by any test.
         """
         rows = statement_rows(source, row)
         found: set[str] = set().union(*(self.tests.get((file, line), set()) for line in rows))
-        if not found:
-            found = set().union(*(tests for (name, _), tests in self.tests.items() if name == file))
-        return sorted(found, key=lambda test: (self.seconds[test], test))
+        return sorted(found or self.seconds, key=lambda test: (self.seconds[test], test))
 
     def quickest(self, tests: Sequence[str], seconds: float) -> list[str]:
         """Return of tests that come in order, the quickest first, those that fit into ``seconds``."""

@@ -75,7 +75,7 @@ def _done(sessions: Sequence[Path]) -> tuple[list[tuple[MutationSpec, WorkResult
 
 
 def _explained() -> set[tuple[str, str, str]]:
-    entries = tomllib.loads(_EXPLAINED.read_text(encoding="utf-8"))["equivalent"]
+    entries = tomllib.loads(_EXPLAINED.read_text(encoding="utf-8")).get("equivalent", [])
     return {(entry["file"], entry["line"], entry["mutant"]) for entry in entries}
 
 
