@@ -6,6 +6,7 @@ import ast
 import hashlib
 import random
 import tempfile
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def mutated(mutation: MutationSpec) -> str | None:
     if code is None:
         return None
     try:
-        compile(code, str(mutation.module_path), "exec")
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+            compile(code, str(mutation.module_path), "exec")
     except (SyntaxError, ValueError):
         return None
     return None if _meaning(code) == _meaning(source) else code
