@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,12 +48,12 @@ class TestsByLine:
         return [test for test, end in zip(tests, ends, strict=True) if end <= seconds] or [*tests[:1]]
 
 
-def measure(tree: Path, sources: Sequence[Path], tests: Sequence[Path], folder: Path) -> TestsByLine:
-    """Run every test file once without a mutation, and return which tests run what."""
+def measure(tree: Path, tests: Mapping[Path, Sequence[Path]], folder: Path) -> TestsByLine:
+    """Run every test file once without a mutation, and return which tests run what of the sources given with it."""
     seconds: dict[str, float] = {}
     by_line: dict[tuple[str, int], set[str]] = defaultdict(set)
     folder.mkdir(parents=True, exist_ok=True)
-    for test in tests:
+    for test, sources in tests.items():
         kept = folder / f"{test.relative_to(tree).as_posix().replace('/', '.')}-{_fingerprint([*sources, test])}.json"
         if not kept.exists():
             print(f"  which lines {test.relative_to(tree)} runs", flush=True)

@@ -41,7 +41,7 @@ from tally import report
 from tally import survivors
 
 ROOT = Path(__file__).parents[1]
-ENOUGH = 30.0
+ENOUGH = 15.0
 """Seconds of tests for the first look at a mutant."""
 SHORTEST = 60.0
 """Seconds that any mutant may take, beside four times what its tests take without a mutation."""
@@ -49,11 +49,14 @@ SHORTEST = 60.0
 
 @dataclass(frozen=True)
 class Package:
-    """A line of table.toml, with files in the copy of the tree."""
+    """A line of table.toml, with files in the copy of the tree.
+
+    Each file of tests comes with the sources of all packages that it holds: it is run once for all of them.
+    """
 
     name: str
     sources: list[Path]
-    tests: list[Path]
+    tests: dict[Path, list[Path]]
     every: int
     sessions: Path
 
@@ -71,7 +74,7 @@ def main() -> int:
     end_on_signals()
     folder: Path = wanted.folder.resolve()
     tree = _copy(folder / "tree")
-    packages = [_package(name, table["packages"][name], tree, folder) for name in wanted.package]
+    packages = [_package(name, table["packages"], tree, folder) for name in wanted.package]
     seed = table["seed"] if wanted.seed is None else wanted.seed
     print(f"seed {seed}, sessions in {folder / 'sessions'}", flush=True)
     if not wanted.report:
@@ -115,11 +118,15 @@ def _copy(tree: Path) -> Path:
     return tree
 
 
-def _package(name: str, line: dict[str, Any], tree: Path, folder: Path) -> Package:
-    sources, tests = (
-        [file for pattern in line[key] for file in sorted(tree.glob(pattern))] for key in ("sources", "tests")
-    )
-    return Package(name, sources, tests, line["every"], folder / "sessions")
+def _package(name: str, lines: dict[str, dict[str, Any]], tree: Path, folder: Path) -> Package:
+    def files(line: dict[str, Any], key: str) -> list[Path]:
+        return [file for pattern in line[key] for file in sorted(tree.glob(pattern))]
+
+    held = {
+        test: [s for line in lines.values() if test in files(line, "tests") for s in files(line, "sources")]
+        for test in files(lines[name], "tests")
+    }
+    return Package(name, files(lines[name], "sources"), held, lines[name]["every"], folder / "sessions")
 
 
 def _test(package: Package, tree: Path, folder: Path, seed: int, wanted: argparse.Namespace) -> None:
@@ -127,7 +134,7 @@ def _test(package: Package, tree: Path, folder: Path, seed: int, wanted: argpars
     for source in package.sources:
         _begin(package, source, f"{seed} {source.relative_to(tree)}")
     print(f"{package.name}: {len(package.tests)} files of tests", flush=True)
-    by_line = measure(tree, package.sources, package.tests, folder / "lines")
+    by_line = measure(tree, package.tests, folder / "lines")
     for source in package.sources:
         with use_db(str(package.session(source))) as session:
             pending = sorted(session.pending_work_items, key=_position)
