@@ -12,6 +12,7 @@ from torch import nn
 from quantizer.errors import SensitivityError
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import freeze
 from quantizer.proxy.freeze import store_weights
@@ -19,6 +20,7 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.ranks import gathered
 from quantizer.proxy.ranks import rank_number
+from quantizer.proxy.shared_tensors import watch
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
 from quantizer.sensitivity import Loss
@@ -56,6 +58,8 @@ class Amp:
         self.proxy = build_proxy(model, eager_attention=True).eval()
         apply_plan(self.proxy, plan)
         store_weights(self.proxy, plan)
+        # Its floats are the model's, and its integers would be those of former weights.
+        watch(self.proxy, "amp", lambda parameter: True)
         self._model = model
         self._plan = plan
         self._loss = loss
@@ -113,12 +117,15 @@ class Amp:
         self, metric: Metric, cache: str | os.PathLike[str] | None
     ) -> Callable[[tuple[str, ...] | None], float]:
         """Takes scores with these groups put back (None: of the float model), each once."""
-        scores = ScoreCache(cache if rank_number() == 0 else None, fingerprint(self._plan, metric.function))
+        search = fingerprint(self._plan, metric.function, Fingerprint.of(self._model))
+        scores = ScoreCache(cache if rank_number() == 0 else None, search)
 
         def score(groups: tuple[str, ...] | None) -> float:
             def take() -> float:
                 if groups is None:
-                    return metric.score(self._model, "the float model")
+                    # Not the user's own model: in train mode it would drop out, and move its batch statistics.
+                    proxy = build_proxy(self._model, eager_attention=False).eval()
+                    return metric.score(proxy, "the float model")
                 plan = put_back(self._plan, dict.fromkeys(groups, "put back"))
                 return metric.score(frozen(self._model, plan), f"the model with {len(groups)} groups put back")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +16,10 @@ from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.fingerprint import Fingerprint
+from quantizer.proxy.fingerprint import warn_of_other_weights
 from quantizer.proxy.kept_batches import KeptBatches
+from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observed import absorb
 from quantizer.proxy.observed import snapshot
@@ -39,6 +45,7 @@ class Calibration:
 
     Attributes:
         proxy: gives the float outputs and observes.
+        fingerprint: the weights that it observed with; None: nothing went through it yet.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class Calibration:
         *,
         anew: bool = False,
         kept: KeptBatches | None = None,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
         """
         Args:
@@ -59,12 +67,17 @@ class Calibration:
             earlier: what ``seen`` gave, to go on with.
             anew: ranges that were chosen by running batches are chosen anew.
             kept: the batches for that.
+            fingerprint: the weights that made ``earlier``.
 
         Raises:
             ConfigError: a rule matches nothing in the model.
             CalibrationError: ``earlier`` is of another model.
         """
         self.proxy = build_proxy(model, eager_attention=True).eval()
+        self._model = weakref.ref(model)
+        self.fingerprint = fingerprint
+        self._weights_noted = False
+        self.proxy.register_forward_pre_hook(LocalHook(self._note_weights))
         self._config = config
         self._skipped = list(skipped)
         self._refused = refused_sites(config, self.proxy)
@@ -93,6 +106,47 @@ class Calibration:
     def resume(self) -> None:
         """More data is to come, for one rank or for all of them."""
         self._gathered = None
+        self._weights_noted = False
+
+    def has_weights_of(self, model: nn.Module) -> bool:
+        """Return whether the proxy computes with the parameters that ``model`` has now, and not with former ones."""
+        now = dict(model.named_parameters())
+        return all(now.get(path) is parameter for path, parameter in self.proxy.named_parameters())
+
+    def _note_weights(self, proxy: nn.Module, args: Any) -> None:
+        """At the first batch: later ones come with the same weights, and a checksum costs a pass over them."""
+        if self._weights_noted:
+            return
+        self._weights_noted = True
+        now = Fingerprint.of(proxy)
+        if self.fingerprint is not None:
+            warn_of_other_weights(self.fingerprint, now)
+        self.fingerprint = now
+
+    def _renew_weights(self, whole: Observation) -> None:
+        """Let the weights that were seen be those that the model has now: a parameter may have been replaced.
+
+        Raises:
+            CalibrationError: the model has no such parameter, or one of another shape.
+        """
+        model = self._model()
+        if model is None:
+            return
+        now = dict(model.named_parameters())
+        for path, record in whole.records.items():
+            for seen in record.operands.values():
+                known = seen.weight
+                if known is None or known.path is None or now.get(known.path) is known.parameter:
+                    continue
+                parameter = now.get(known.path)
+                if parameter is None or parameter.shape != known.parameter.shape:
+                    raise CalibrationError(
+                        f"the model changed since it was calibrated: {known.path} of {path} had the shape "
+                        f"{list(known.parameter.shape)}, and "
+                        + ("is gone" if parameter is None else f"has {list(parameter.shape)} now")
+                        + "; calibrate it again"
+                    )
+                seen.weight = replace(known, parameter=parameter)
 
     def plan(self) -> Plan:
         """What becomes of every site.
@@ -113,6 +167,7 @@ class Calibration:
                 "batches, and a folder keeps none: call for_backend() before save(), or calibrate(model, batches, "
                 "resume=True) with a few batches"
             )
+        self._renew_weights(whole)
         # Choosing ranges runs the proxy again.
         with self._observation.paused(sites_of(self.proxy)):
             return plan_of(self._config, self.proxy, whole, self._refused)

@@ -9,6 +9,7 @@ from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.regions import Regions
@@ -30,6 +31,7 @@ class Decisions:
         self._loaded: Plan | None = None
         self._loaded_products: tuple[CountedProduct, ...] = ()
         self._loaded_regions = Regions()
+        self._loaded_fingerprint: Fingerprint | None = None
         self._until_data = False  # what was loaded holds until calibration goes on
         self._earlier: bytes | None = None
         self._waits = False  # decides from what another saw, once the model is there
@@ -42,11 +44,12 @@ class Decisions:
         products: tuple[CountedProduct, ...],
         regions: Regions,
         observed: bytes | None,
+        fingerprint: Fingerprint | None,
         *,
         scales_replaced: bool,
     ) -> None:
         """Take over what a folder holds."""
-        self._loaded_regions = regions
+        self._loaded_regions, self._loaded_fingerprint = regions, fingerprint
         self._loaded, self._loaded_products, self._earlier = plan, products, observed
         self._scales_replaced = scales_replaced
 
@@ -63,18 +66,28 @@ class Decisions:
                 "not hold; calibrate again"
             )
         self._kept = None if other.calibration is None else other.calibration.observation().kept
+        self._loaded_fingerprint = other.fingerprint
         self._waits = True
 
     def show(self, model: nn.Module, skipped: list[SkippedSource]) -> bool:
         """Give the model to decisions that wait for it; whether they did."""
         if not self._waits:
             return False
-        self.calibration = Calibration(self._config, model, skipped, self._earlier, anew=True, kept=self._kept)
+        self.calibration = Calibration(
+            self._config,
+            model,
+            skipped,
+            self._earlier,
+            anew=True,
+            kept=self._kept,
+            fingerprint=self._loaded_fingerprint,
+        )
         self._waits = False
         return True
 
     def replace(self, plan: Plan) -> None:
         """Go by another plan from now on, with the products that were counted."""
+        self._loaded_fingerprint = self.fingerprint
         self._loaded_products, self._loaded_regions = self.products(), self.regions()
         self._loaded, self._until_data, self._scales_replaced = plan, False, True
 
@@ -92,7 +105,19 @@ class Decisions:
             CalibrationError: there is none, or it is of another model.
         """
         if self.calibration is not None:
-            self.calibration.resume()
+            if self.calibration.has_weights_of(model):
+                self.calibration.resume()
+            else:
+                # Its proxy computes with the parameters that the model had before.
+                former = self.calibration
+                self.calibration = Calibration(
+                    self._config,
+                    model,
+                    skipped,
+                    former.seen(),
+                    kept=former.observation().kept,
+                    fingerprint=former.fingerprint,
+                )
             self._loaded, self._until_data = None, False
             return self.calibration.proxy
         if self._earlier is None:
@@ -100,7 +125,9 @@ class Decisions:
                 "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept "
                 "what it observed"
             )
-        self.calibration = Calibration(self._config, model, skipped, self._earlier)
+        self.calibration = Calibration(
+            self._config, model, skipped, self._earlier, fingerprint=self._loaded_fingerprint
+        )
         self._until_data = True
         return self.calibration.proxy
 
@@ -139,6 +166,13 @@ class Decisions:
         if self._loaded is not None and not self._outdated:
             return self._loaded_regions
         return self.calibration.regions() if self.calibration is not None else Regions()
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """The weights that calibration saw; None: it is from before that was kept, or there was none."""
+        if self._loaded is not None and not self._outdated:
+            return self._loaded_fingerprint
+        return self.calibration.fingerprint if self.calibration is not None else self._loaded_fingerprint
 
     def seen(self) -> bytes | None:
         """What calibration observed, for a folder."""

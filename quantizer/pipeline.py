@@ -40,6 +40,7 @@ from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
 from quantizer.files import write_folder
 from quantizer.histograms import noisiest
+from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.quantizer import Quantizer
 from quantizer.report import EngineFile
 from quantizer.report import Latency
@@ -249,14 +250,16 @@ class _Run:
                 # What is measured by the metric is measured when it is asked for.
                 len(quantizer.sensitivity)
         if config.fallback is not None:
-            self._put_back(quantizer, proxy, config.fallback, score)
+            self._put_back(quantizer, model, proxy, config.fallback, score)
 
-    def _put_back(self, quantizer: Quantizer, proxy: nn.Module, asked: FallbackConfig, score: TuningScore) -> None:
+    def _put_back(
+        self, quantizer: Quantizer, model: nn.Module, proxy: nn.Module, asked: FallbackConfig, score: TuningScore
+    ) -> None:
         if asked.max_drop is None:
             quantizer.fallback(proxy, num=asked.num, ratio=asked.ratio, names=asked.names, costs=asked.costs)
             return
         with self._stage("search what goes back to float"):
-            known = ScoreCache(self.kept.scores, fingerprint(quantizer.plan, score)).known
+            known = ScoreCache(self.kept.scores, fingerprint(quantizer.plan, score, Fingerprint.of(model))).known
             kept = f"going on with {known} scores of" if known else "until the run is complete, each score is kept in"
             self._say(f"{kept} {self.kept.scores}")
             chosen = quantizer.fallback(
@@ -289,7 +292,7 @@ class _Run:
     ) -> Course:
         """Train a copy, so that the float model stays what all is compared with."""
         rows = _rows(self.config.data.training)
-        parts = fingerprint(quantizer.plan, score), settings.model_dump(mode="json"), rows
+        parts = fingerprint(quantizer.plan, score, Fingerprint.of(model)), settings.model_dump(mode="json"), rows
         training = Training(
             settings,
             task,

@@ -22,6 +22,7 @@ from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.histogram_view import HistogramView
 from quantizer.histograms import histogram_of
+from quantizer.interop import torch_patches as _torch_patches
 from quantizer.interop import transformers_patches as _patches
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Quantizer"]
 
-# Importing the file registers them.
-del _patches
+# Importing the files registers them.
+del _patches, _torch_patches
 
 Dynamic = Mapping[str, tuple[int, int, int]]
 
@@ -148,7 +149,8 @@ class Quantizer:
         """
         self._served.take(model)
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        self._served.amp = Amp(self._served.trained(model), self._served.decided(), measure, granularity, loss, wrapped)
+        plan = self._served.fitted(model, self._served.decided())
+        self._served.amp = Amp(self._served.trained(model), plan, measure, granularity, loss, wrapped)
         return self._served.amp.proxy
 
     def fallback(
@@ -290,9 +292,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
         """
-        decisions = self._served.decisions
-        decisions.replace(with_scales(self._served.decided(), scales, float_dtype(self.config)))
-        self._served.amp = self._served.trainable = None
+        self._served.replace(with_scales(self._served.decided(), scales, float_dtype(self.config)))
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -314,6 +314,7 @@ class Quantizer:
             opset: the ONNX opset; None: what the target wants, or later where a format needs it.
             dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, and axis 1 of
                 every integer input is ``sequence``, or ``NAME_sequence`` where it has another length in the example.
+                Fixed are an axis 1 of length 1, and an axis 0 of another length than that of the first input.
 
         Raises:
             ProxyError: ``quant_model`` is the float model, or the proxy of ``calib()``, ``amp()`` or ``qat()``.

@@ -26,12 +26,12 @@ from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.operand_plans import judged_as
-from quantizer.proxy.operand_plans import scale_of
 from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.ranks import summed
 from quantizer.proxy.smooth import ALPHAS
 from quantizer.proxy.smooth import migrate
+from quantizer.proxy.weight_scales import scale_of
 from quantizer.sensitivity.divergence import flat_output
 from quantizer.settings import calibrator_of
 from quantizer.settings import plan_settings

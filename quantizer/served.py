@@ -21,15 +21,21 @@ from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.completeness import CountedProduct
+from quantizer.proxy.fingerprint import Fingerprint
+from quantizer.proxy.fingerprint import refuse_other_shapes
+from quantizer.proxy.fingerprint import warn_of_other_weights
+from quantizer.proxy.freeze import require_scales_of
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.simulate import is_simulation
+from quantizer.proxy.weight_scales import with_scales_of_weights
 from quantizer.qat import Scales
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
 from quantizer.sensitivity_view import Sensitivity
 from quantizer.settings import float_dtype
+from quantizer.settings import tell_where_nothing_is_quantized
 from quantizer.settings import warn_of_float32
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.targets import profile
@@ -59,6 +65,7 @@ class Served:
         self._skipped: list[SkippedSource] = []
         self._patches: tuple[OperatorPatch, ...] = ()
         self._carried: tuple[Fallback, Plan, str] | None = None
+        self._chosen_in: Plan | None = None  # the plan whose groups the fallback names, where more data came since
 
     def take(self, model: nn.Module) -> None:
         """Take a model on.
@@ -107,10 +114,15 @@ class Served:
         """The proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
         self.take(model)
         if resume:
-            return self.decisions.resume(model, self._skipped)
+            former = self.decided() if self.fallback is not None else None
+            proxy = self.decisions.resume(model, self._skipped)
+            # What it measured are groups of the former plan.
+            self.amp, self._chosen_in = None, self._chosen_in or former
+            return proxy
+        proxy = self.decisions.calibrate(model, self._skipped)
         self.amp = self.fallback = self.trainable = None
-        self._carried = None
-        return self.decisions.calibrate(model, self._skipped)
+        self._carried = self._chosen_in = None
+        return proxy
 
     def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
         """The proxy that is trained; see ``Quantizer.qat``."""
@@ -118,9 +130,11 @@ class Served:
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
             # Not from the scales of an earlier training, whose weights may have been those of a copy.
-            self.trainable = Trainable(model, self.decisions.plan(), groups, scales, own=own)
+            # Nor is anybody told that the weights changed, where that training changed them.
+            plan = self._scaled_for(model, self.decisions.plan(), told=self.trainable is not None)
+            self.trainable = Trainable(model, plan, groups, scales, float_dtype(self._config), own=own)
             return self.trainable.proxy
-        trainable = Trainable(model, None, {}, scales, own=own)
+        trainable = Trainable(model, None, {}, scales, float_dtype(self._config), own=own)
         trainable.calibrate_first(self.calibrate(model, resume=False), self.decisions.plan)
         self.trainable = trainable
         return trainable.proxy
@@ -132,13 +146,47 @@ class Served:
     def frozen(self, model: nn.Module) -> nn.Module:
         """The frozen proxy of a model, or of the copy of it that was trained."""
         self.take(model)
-        return frozen(self.trained(model), self.plan())
+        plan = self.fitted(model, self.plan())
+        tell_where_nothing_is_quantized(plan)
+        return frozen(self.trained(model), plan)
+
+    def fitted(self, model: nn.Module, plan: Plan) -> Plan:
+        """Return a plan of the calibration with the scales of the weights that ``model`` has now.
+
+        The scales of a training belong to the weights that it trained, and stay.
+
+        Raises:
+            CalibrationError: the calibration is of another model.
+            TrainingError: the model has no longer the parameters that were trained.
+        """
+        if self.trainable is None:
+            return self._scaled_for(model, plan, told=False)
+        self.trainable.require_weights_of(self.trained(model))
+        return plan
+
+    def _scaled_for(self, model: nn.Module, plan: Plan, *, told: bool) -> Plan:
+        """The plan with the scales of a model's weights; ``told``: it is known that they changed since."""
+        before = self.decisions.fingerprint
+        if before is not None:
+            now = Fingerprint.of(model)
+            refuse_other_shapes(before, now)
+            if not told:
+                warn_of_other_weights(before, now)
+        steps = profile(self._config.backend).weight_steps
+        return with_scales_of_weights(plan, model, float_dtype(self._config), steps)
 
     def decided(self) -> Plan:
         """What calibration decided or training learned, with what was put back."""
         if self.trainable is None:
             return self.decisions.plan()
-        return self.trainable.plan(float_dtype(self._config))
+        return self.trainable.plan()
+
+    def replace(self, plan: Plan) -> None:
+        """Go by a plan with other scales from now on; what was trained stays what is quantized."""
+        self.decisions.replace(plan)
+        if self.trainable is not None:
+            self.trainable.replace(plan)
+        self.amp = None
 
     @property
     def scales_replaced(self) -> bool:
@@ -148,7 +196,12 @@ class Served:
     def plan(self) -> Plan:
         """What was decided, less what was put back."""
         plan = self.decided()
-        return plan if self.fallback is None else put_back(plan, self.fallback.reasons())
+        if self.fallback is None:
+            return plan
+        if self._chosen_in is not None:
+            self.fallback = carried_over(self.fallback, self._chosen_in, None, plan)
+            self._chosen_in = plan
+        return put_back(plan, self.fallback.reasons())
 
     def is_working_proxy(self, proxy: nn.Module) -> bool:
         """Whether it is one of those that calibrate, measure and train."""
@@ -172,6 +225,7 @@ class Served:
 
         if not is_proxy(quant_model) or self.is_working_proxy(quant_model) or is_simulation(quant_model):
             raise ProxyError("export() takes the model that quantize() returned")
+        require_scales_of(quant_model, float_dtype(self._config), self._config.backend)
         target, regions = profile(self._config.backend), self.decisions.regions()
         warn_of_float32(self._config, regions)
         return export_onnx(
@@ -192,7 +246,12 @@ class Served:
             "scales_replaced": self.scales_replaced,
             "fallback": None if self.fallback is None else self.fallback.document(),
             "regions": self.decisions.regions().plain(),
+            "fingerprint": None if (known := self._fingerprint()) is None else known.plain(),
         }
+
+    def _fingerprint(self) -> Fingerprint | None:
+        """The weights that the plan is for: those of calibration, or of the training after it."""
+        return self.decisions.fingerprint if self.trainable is None else Fingerprint.of(self.trainable.model)
 
     def load(
         self,
@@ -203,7 +262,8 @@ class Served:
     ) -> None:
         """Take over what was saved."""
         regions, replaced = Regions.from_plain(document.get("regions")), document.get("scales_replaced", False)
-        self.decisions.load(plan, products, regions, observed, scales_replaced=replaced)
+        fingerprint = Fingerprint.from_plain(document.get("fingerprint"))
+        self.decisions.load(plan, products, regions, observed, fingerprint, scales_replaced=replaced)
         if document["fallback"] is not None:
             self.fallback = Fallback.from_document(document["fallback"])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Mapping
 from functools import partial
@@ -29,6 +31,8 @@ from quantizer.proxy.formats import impossible
 from quantizer.proxy.formats import least_opset_of
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import PlanSettings
+from quantizer.proxy.plan import NEVER_RAN
+from quantizer.proxy.plan import Plan
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import refusals
@@ -43,8 +47,11 @@ __all__ = [
     "refuse_run",
     "refused_sites",
     "replays_batches",
+    "tell_where_nothing_is_quantized",
     "warn_of_float32",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def observation_of(
@@ -107,6 +114,16 @@ def warn_of_float32(config: QuantizerConfig, regions: Regions) -> None:
     """Say which modules stay float32 in what is made for the target, where some do."""
     if regions.applies_to(float_dtype(config)):
         warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 holds such values", stacklevel=3)
+
+
+def tell_where_nothing_is_quantized(plan: Plan) -> None:
+    """Say so where no site of a plan is quantized: what is made of it is the float model."""
+    if any(entry.quantized for entry in plan.values()):
+        return
+    reasons = Counter(entry.reason for entry in plan.values() if entry.reason != NEVER_RAN)
+    most = "; ".join(f"{count} of {len(plan)} sites: {reason}" for reason, count in reasons.most_common(3))
+    why = most or ("no site was reached" if plan else "no quantizable operation was found in its source")
+    logger.warning("nothing is quantized: what quantize() gives is the float model (%s); see q.coverage", why)
 
 
 def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -14,12 +13,16 @@ from torch import nn
 from quantizer.errors import CalibrationError
 from quantizer.errors import TrainingError
 from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import own_copy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import switch_on
+from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
+from quantizer.proxy.scales import with_given_weights
 from quantizer.proxy.scales import with_scales
+from quantizer.proxy.sharing import hand_back_buffers
 from quantizer.proxy.sharing import share_for_good
 from quantizer.qat import Scales
 from quantizer.qat import changed_scales
@@ -43,6 +46,7 @@ class Trainable:
         plan: what was decided; None: nothing yet, see ``calibrate_first``.
         groups: what was put back, with reasons.
         scales: what becomes of them.
+        scale_dtype: the float type that holds them on the target.
         own: train a copy, and leave the model alone.
 
     Attributes:
@@ -56,12 +60,22 @@ class Trainable:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan | None, groups: Mapping[str, str], scales: Scales, *, own: bool
+        self,
+        model: nn.Module,
+        plan: Plan | None,
+        groups: Mapping[str, str],
+        scales: Scales,
+        scale_dtype: torch.dtype,
+        *,
+        own: bool,
     ) -> None:
-        self.model = copy.deepcopy(model) if own else model
+        self.model = own_copy(model) if own else model
+        self._scale_dtype = scale_dtype
         self.proxy = build_proxy(self.model, eager_attention=True)
         share_for_good(self.proxy, self.model)
         self._plan = plan
+        self._replaced: Plan | None = None
+        self.proxy.register_forward_hook(LocalHook(self._hand_back_buffers))
         if plan is None:
             kinds = kinds_of({}, scales)
             if scales != "fixed":
@@ -73,7 +87,7 @@ class Trainable:
             trained = put_back(plan, groups)
             kinds = kinds_of(trained, scales)
             self._apply(trained)
-            set_up_scales(self.proxy, trained, kinds)
+            set_up_scales(self.proxy, trained, kinds, scale_dtype)
         if not any(parameter.requires_grad for parameter in self.proxy.parameters()):
             raise TrainingError(
                 f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train: call "
@@ -102,10 +116,10 @@ class Trainable:
                 handle.remove()
                 logger.info("qat(): ranges are those of the first %d batches", _FIRST_BATCHES)
 
-        handle = self.proxy.register_forward_pre_hook(observe, with_kwargs=True)
+        handle = self.proxy.register_forward_pre_hook(LocalHook(observe), with_kwargs=True)
 
-    def plan(self, scale_dtype: torch.dtype) -> Plan:
-        """What was decided before the training, with the scales that the proxy has, as ``scale_dtype`` holds them.
+    def plan(self) -> Plan:
+        """What was decided before the training, with the scales that the proxy has, as the target holds them.
 
         They are others where they moved, and where a checkpoint was loaded.
 
@@ -114,8 +128,37 @@ class Trainable:
         """
         if self._plan is None:
             raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
+        if self._replaced is not None:
+            return self._replaced
         changed = changed_scales(self.proxy, self._applied)
-        return with_scales(self._plan, changed, scale_dtype, keep_zero_points=True) if changed else self._plan
+        plan = with_scales(self._plan, changed, self._scale_dtype, keep_zero_points=True) if changed else self._plan
+        return with_given_weights(plan)
+
+    def replace(self, plan: Plan) -> None:
+        """Give these scales, and no longer those that the proxy has."""
+        self._replaced = plan
+
+    def _hand_back_buffers(self, proxy: nn.Module, args: Any, result: Any) -> None:
+        """Give the model what a pass put in the place of a buffer: torch's own layers write into theirs instead."""
+        for module in proxy.modules():
+            hand_back_buffers(module)
+
+    def require_weights_of(self, model: nn.Module) -> None:
+        """Refuse a model whose parameters are no longer those that were trained.
+
+        Raises:
+            TrainingError: some were replaced since.
+        """
+        now = dict(model.named_parameters())
+        replaced = [
+            path for path, parameter in self.proxy.named_parameters() if path in now and now[path] is not parameter
+        ]
+        if replaced:
+            raise TrainingError(
+                f"{len(replaced)} parameters of the model were replaced since qat(), the first is {replaced[0]}: its "
+                "scales are those of what was trained, and the proxy has that still; load into the parameters in place "
+                "(load_state_dict without assign), or call qat() again"
+            )
 
     def _apply(self, plan: Plan) -> None:
         self._applied = plan

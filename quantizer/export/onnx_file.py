@@ -19,6 +19,12 @@ from torch import nn
 
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
+from quantizer.export.dynamic_axes import Axes
+from quantizer.export.dynamic_axes import asked_axes
+from quantizer.export.dynamic_axes import check_dynamic
+from quantizer.export.dynamic_axes import dynamic_shapes
+from quantizer.export.dynamic_axes import hint
+from quantizer.export.dynamic_axes import usual_axes
 from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
@@ -31,8 +37,6 @@ from quantizer.proxy.regions import Regions
 from quantizer.proxy.regions import convert_floats
 
 __all__ = ["export_onnx", "least_opset"]
-
-Axes = Mapping[str, Mapping[int, str]]
 
 _HALF_SCALES_OPSET = 19
 
@@ -57,7 +61,7 @@ def export_onnx(
         opset: at least 19 where scales are half.
         dtype: the float type of everything that is not quantized, scales included.
         regions: the modules that stay float32 where ``dtype`` is float16.
-        axes: input name to {axis: dimension name}; None: ``batch`` and ``sequence`` by convention.
+        axes: input name to {axis: dimension name}; None: ``batch`` and ``sequence`` by convention, see ``usual_axes``.
         unsigned: where activations are stored as UINT8, see ``TargetProfile.unsigned_activations``.
 
     Raises:
@@ -79,8 +83,11 @@ def export_onnx(
     args, keywords = _split(example, regions.io_dtype(dtype))
     names = _output_names(model, example)
     _name_inputs(exported, keywords)
-    program = _export(exported, args, keywords, opset, _dynamic_shapes(exported, args, keywords, axes), names)
+    inputs = _named(exported, args, keywords)
+    wanted = usual_axes(inputs) if axes is None else asked_axes(axes, inputs)
+    program = _export(exported, args, keywords, opset, dynamic_shapes(inputs, wanted), names)
     ir_model = program.model
+    check_dynamic(ir_model, inputs, wanted, asked=axes is not None)
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
     run_passes(ir_model, passes(unsigned))
@@ -155,43 +162,10 @@ def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
     vars(model)["forward"] = with_names
 
 
-def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], axes: Axes | None) -> Any:
-    """What ``torch.export`` takes as ``dynamic_shapes``: one entry for each input."""
-    dimension = {"batch": torch.export.Dim("batch", min=1), "sequence": torch.export.Dim("sequence", min=2)}
-
-    # An encoder and its decoder have sequences of their own: inputs of one length in the example share a dimension.
-    lengths: dict[int, str] = {}
-
-    def convention(name: str, value: Tensor) -> dict[int, Any]:
-        named: dict[int, Any] = {0: dimension["batch"]}
-        if not value.is_floating_point() and value.dim() > 1:
-            length = lengths.setdefault(value.shape[1], f"{name}_sequence" if lengths else "sequence")
-            named[1] = dimension.setdefault(length, torch.export.Dim(length, min=2))
-        return named
-
-    def entry(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return None
-        if axes is None:
-            return convention(name, value)
-        return {axis: dimension.setdefault(n, torch.export.Dim(n)) for axis, n in axes.get(name, {}).items()}
-
+def _named(model: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs by the names that ``forward`` gives them, in the order of the graph."""
     names = [name for name in inspect.signature(model.forward).parameters if name not in keywords]
-    inputs = {**dict(zip(names, args, strict=False)), **keywords}
-    _check_axes(axes or {}, inputs)
-    return {name: entry(name, value) for name, value in inputs.items()}
-
-
-def _check_axes(axes: Axes, inputs: Mapping[str, Any]) -> None:
-    for name, named in axes.items():
-        if name not in inputs:
-            raise ExportError(f"dynamic_axes names the input {name!r}; the example has: {', '.join(inputs)}")
-        rank = inputs[name].dim() if isinstance(inputs[name], Tensor) else 0
-        for axis, dimension in named.items():
-            if not 0 <= axis < rank:
-                raise ExportError(f"dynamic_axes: {name!r} has no axis {axis}; expected 0 to {rank - 1}")
-            if not dimension.isidentifier():
-                raise ExportError(f"dynamic_axes: {dimension!r} is no name of a dimension; expected one like 'batch'")
+    return {**dict(zip(names, args, strict=False)), **keywords}
 
 
 def _output_names(model: nn.Module, example: Any) -> list[str] | None:
@@ -231,7 +205,7 @@ def _export(
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
             raise ExportError(
                 f"{type(model).__name__} cannot be exported: {_said(error)}; "
-                "see the exception above for the exporter's own report"
+                f"see the exception above for the exporter's own report{hint(error)}"
             ) from error
 
 

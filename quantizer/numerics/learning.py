@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GAIN", "learned", "trained_scale"]
+from quantizer.numerics.held_scale import held_scale
+
+__all__ = ["GAIN", "as_held", "learned", "trained_scale"]
 
 GAIN = 100.0
 """How many times as far a scale's logarithm moves as a weight does, with the same rate of an Adam.
@@ -29,6 +31,28 @@ class _Divided(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.factor, None
+
+
+class _Held(torch.autograd.Function):
+    """A scale as a float type holds it; the gradient is that of the scale itself (straight through)."""
+
+    @staticmethod
+    def forward(scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return held_scale(scale, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def as_held(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a scale [*] as ``dtype`` holds it on the target, with a gradient: training rounds as the file will."""
+    held: Tensor = _Held.apply(scale, dtype)  # type: ignore[no-untyped-call]
+    return held
 
 
 def learned(start: Tensor, change: Tensor) -> Tensor:

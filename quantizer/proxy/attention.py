@@ -7,11 +7,15 @@ does not reach the user's model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
 from quantizer.source.lend import EAGER
+from quantizer.source.lend import RECORDED
 
-__all__ = ["use_eager_attention"]
+__all__ = ["as_recorded", "use_eager_attention"]
 
 _SETTING = "_attn_implementation"
 
@@ -23,3 +27,18 @@ def use_eager_attention(proxy: nn.Module) -> None:
         config = module.__dict__.get("config")
         if hasattr(config, _SETTING):
             setattr(config, _SETTING, "eager")
+
+
+@contextmanager
+def as_recorded(proxy: nn.Module, recorded: bool) -> Iterator[None]:
+    """Let a proxy compute what it does with gradients, or without them, whether or not they are recorded.
+
+    torch's encoder writes 0 at padded positions where no gradient is wanted, and leaves them as they are elsewhere.
+    """
+    for module in proxy.modules():
+        vars(module)[RECORDED] = recorded
+    try:
+        yield
+    finally:
+        for module in proxy.modules():
+            vars(module).pop(RECORDED, None)

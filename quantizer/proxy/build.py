@@ -35,6 +35,7 @@ __all__ = [
     "build_proxy",
     "instrument",
     "is_proxy",
+    "own_copy",
     "quantizers_of",
     "sites_of",
     "skipped_sources",
@@ -85,18 +86,7 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
     for path, module in model.named_modules():
         if is_proxy(module) or isinstance(module, Site):
             raise ProxyError(f"{path} belongs to a proxy already; put the float module there that it was made from")
-    copies = _shared_tensors(model)
-    try:
-        proxy = copy.deepcopy(model, copies)
-    except (TypeError, RuntimeError) as error:
-        raise ProxyError(
-            f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies "
-            "what modules keep as attributes, tensors apart; give the class a __deepcopy__ that leaves this one out"
-        ) from error
-    twins = {id(module): copies[id(module)] for module in model.modules() if id(module) in copies}
-    for module in proxy.modules():
-        # Copying leaves functions as they are: one that holds a module would go on with the user's.
-        rebind_kept(module, lambda value: twins.get(id(value)))
+    proxy = _copied(model, _shared_tensors(model))
     instrument(proxy)
     for module in proxy.modules():
         if next(itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)), None) is not None:
@@ -105,6 +95,38 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
     if eager_attention:
         use_eager_attention(proxy)
     return proxy
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a float model with tensors of its own, whose functions work on the copy.
+
+    Raises:
+        ProxyError: ``model`` cannot be copied.
+    """
+    return _copied(model, {})
+
+
+def _copied(model: nn.Module, copies: dict[int, Any]) -> nn.Module:
+    """A copy of a model; ``copies`` says of what, by id, which object is its copy already."""
+    try:
+        copied: nn.Module = copy.deepcopy(model, copies)
+    except (TypeError, RuntimeError) as error:
+        raise ProxyError(
+            f"this {type(model).__name__} cannot be copied, so no proxy of it can be made: {error}. A proxy copies "
+            "what modules keep as attributes, tensors apart; give the class a __deepcopy__ that leaves this one out"
+        ) from error
+    theirs = {id(module): path for path, module in model.named_modules()}
+    shared = next((theirs[id(module)] for module in copied.modules() if id(module) in theirs), None)
+    if shared is not None:
+        raise ProxyError(
+            f"{shared or 'the model'} gives itself as its copy (its __deepcopy__ or __reduce_ex__ says so), so a proxy "
+            "would change the model's own; let it give a copy, with the same tensors if it wants"
+        )
+    twins = {id(module): copies[id(module)] for module in model.modules() if id(module) in copies}
+    for module in copied.modules():
+        # Copying leaves functions as they are: one that holds a module would go on with the user's.
+        rebind_kept(module, lambda value: twins.get(id(value)))
+    return copied
 
 
 def instrument(model: nn.Module) -> None:

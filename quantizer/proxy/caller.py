@@ -12,13 +12,13 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
+from quantizer.proxy.called import Called
+from quantizer.proxy.called import called
 from quantizer.proxy.classes import REWRITER
-from quantizer.source.catalogue import METHODS
 from quantizer.source.catalogue import OPERATORS
 from quantizer.source.catalogue import Operation
-from quantizer.source.catalogue import operation_of
+from quantizer.source.live_names import LIVE
 
 __all__ = ["Caller", "callers", "innermost_frame"]
 
@@ -45,7 +45,9 @@ class Caller:
         function: its name.
         called: the text of what it calls: ``torch.ops.aten.mm``, ``@``; empty where there is no text.
         operation: the catalogue's entry for that, if it is one.
-        renamed: whether it is called by a local name, which the finder cannot resolve.
+        known: whether it can be told what it calls.
+        instead: what stands in its text instead of the operation's own name, which the finder cannot see through; None:
+            nothing does.
         readable: whether its text is there and is the one that runs.
         rewritten: whether it is a rewritten function.
     """
@@ -55,7 +57,8 @@ class Caller:
     function: str
     called: str
     operation: Operation | None
-    renamed: bool
+    known: bool
+    instead: str | None
     readable: bool
     rewritten: bool
 
@@ -81,14 +84,15 @@ def callers(frame: types.FrameType | None) -> Iterator[Caller]:
             return
         rewritten = code.co_filename in files
         known = originals.get(code.co_filename)
-        called, entry, renamed = _called(frame)
+        text, what = _called(frame)
         yield Caller(
             file=files[code.co_filename].path if rewritten else code.co_filename,
             line=frame.f_lineno,
             function=code.co_name,
-            called=called,
-            operation=entry,
-            renamed=renamed,
+            called=text,
+            operation=what.operation,
+            known=what.known,
+            instead=what.instead,
             readable=bool(linecache.getlines(code.co_filename, frame.f_globals))
             and (known is None or known.holds_code(code)),
             rewritten=rewritten,
@@ -100,26 +104,15 @@ def _module(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _called(frame: types.FrameType) -> tuple[str, Operation | None, bool]:
-    """What a function is calling: its text, its entry in the catalogue, and whether a local name leads there."""
+def _called(frame: types.FrameType) -> tuple[str, Called]:
+    """What a function is calling: its text, and what is behind it."""
     node = _running(frame)
     if isinstance(node, ast.Call):
-        entry = operation_of(_resolve(node.func, frame))
-        renamed = entry is not None and _root(node.func) in frame.f_locals
-        if entry is None and isinstance(node.func, ast.Attribute):
-            base = _resolve(node.func.value, frame)
-            entry = None if isinstance(base, types.ModuleType) else METHODS.get(node.func.attr)
-        return ast.unparse(node.func), entry, renamed
+        return ast.unparse(node.func).replace(f"{LIVE}.", ""), called(node.func, frame)
     if isinstance(node, ast.BinOp | ast.AugAssign):
         name = type(node.op).__name__
-        return {"MatMult": "@", "Add": "+"}.get(name, name), OPERATORS.get(name), False
-    return "", None, False
-
-
-def _root(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
+        return {"MatMult": "@", "Add": "+"}.get(name, name), Called(operation=OPERATORS.get(name))
+    return "", Called(operation=None)
 
 
 def _running(frame: types.FrameType) -> ast.AST | None:
@@ -141,14 +134,4 @@ def _running(frame: types.FrameType) -> ast.AST | None:
         except SyntaxError:
             continue
         return found.value if isinstance(found, ast.Expr) else found
-    return None
-
-
-def _resolve(node: ast.expr, frame: types.FrameType) -> Any:
-    """The object that a dotted name stands for where a function runs; None where it is not that simple."""
-    if isinstance(node, ast.Name):
-        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
-    if isinstance(node, ast.Attribute):
-        base = _resolve(node.value, frame)
-        return base.__dict__.get(node.attr) if isinstance(base, types.ModuleType) else None
     return None

@@ -152,6 +152,11 @@ class ProductCounter:
             )
         return self._frames
 
+    @property
+    def in_site(self) -> bool:
+        """Whether a site makes the call that runs."""
+        return bool(self._running) and isinstance(self._running[-1], Site)
+
     def products(self) -> tuple[CountedProduct, ...]:
         """What was counted so far."""
         return tuple(
@@ -229,8 +234,8 @@ class ProductCounter:
                 return Reason.UNREADABLE, str(caller)
             if caller.operation is None:
                 continue
-            if caller.renamed:
-                return Reason.NOT_REWRITABLE, f"{caller} is a local name for {caller.operation.name}"
+            if caller.instead is not None:
+                return Reason.NOT_REWRITABLE, f"{caller} is {caller.instead} {caller.operation.name}"
             left = [skipped for skipped in self._skipped if _is_call_of(skipped, caller)]
             if left:
                 nearest = min(left, key=lambda skipped: abs(skipped.source.line - caller.line))  # type: ignore[union-attr]
@@ -241,6 +246,8 @@ class ProductCounter:
             if problem is not None:
                 return Reason.NOT_REWRITABLE, f"{caller}: {problem}"
             return Reason.NOT_REACHED, str(caller)
+        if running and not running[0].known:
+            return Reason.NOT_REWRITABLE, f"{running[0]}: what that calls is known only when it runs"
         return Reason.NOT_IN_CATALOGUE, str(running[0]) if running else ""
 
 

@@ -16,6 +16,7 @@ from quantizer.proxy.classes import original_class
 from quantizer.proxy.formats import Format
 from quantizer.proxy.groups import group_names
 from quantizer.proxy.observe import EMPTY
+from quantizer.proxy.observe import TRANSFORMED
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.operand_plans import PlanSettings
@@ -55,6 +56,7 @@ def decide(
         if reason == NEVER_RAN and observation.batches == 0:
             reason = NOT_CALIBRATED
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
+        operands = tuple(replace(o, read_outside=observation.read_outside.get(o.parameter or "")) for o in operands)
         if not reason:
             reason, rule = _product_alone(record, operands, settings), settings.profile.rule
         if not reason:
@@ -104,6 +106,8 @@ def _refusal(
         return NEVER_RAN, None
     # An empty batch among others says nothing about the site.
     reasons = [reason for reason in record.reasons if reason != EMPTY or record.fit == 0]
+    if TRANSFORMED in reasons:
+        return TRANSFORMED, None
     if reasons and (record.fit == 0 or kind != "residual_add"):
         return reasons[0], None
     if kind not in settings.profile.site_kinds:

@@ -12,12 +12,17 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ProxyError
+from quantizer.numerics.held_scale import held_scale
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.classes import with_stored_weight
+from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import SitePlan
+from quantizer.proxy.shared_tensors import SMALL
+from quantizer.proxy.shared_tensors import watch
+from quantizer.proxy.sharing import take_small
 from quantizer.proxy.site import Site
 
 __all__ = [
@@ -28,6 +33,7 @@ __all__ = [
     "freeze",
     "frozen_skeleton",
     "is_frozen_by",
+    "require_scales_of",
     "store_weights",
     "switch_on",
 ]
@@ -57,6 +63,7 @@ def apply_site_plan(site: Site, entry: SitePlan) -> None:
             assert planned.scale is not None
             quantizer = site.quantizer_of(planned.name)
             quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
+            quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.view is not None
             apply_factor(quantizer, planned)
 
 
@@ -80,15 +87,15 @@ def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         ProxyError: the proxy has no parameter of a weight's name, so it was made from another model.
     """
     for site, quantizer, planned in _weights(proxy, plan):
-        quantizer.store(_scaled_weight(proxy, site, quantizer, planned))
+        quantizer.store(_weight(proxy, site, planned))
 
 
 def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     """Store the weights, drop the float ones, and switch the planned sites on.
 
     A parameter that one site of its own module alone reads is dropped and read back through a property; one that others
-    read too (tied to an embedding, say) or that the site sees through a view stays, and the site keeps integers of its
-    own.
+    read too (tied to an embedding, say, or by a hook) or that the site sees through a view stays, and the site keeps
+    integers of its own.
     """
     store_weights(proxy, plan)
     _seal(proxy, plan)
@@ -97,8 +104,18 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     for site, quantizer, planned in _weights(proxy, plan):
         owner, name = _owner(proxy, planned)
         alone = uses[id(owner._parameters[name])] == 1 and readers[planned.parameter or ""] == 1
+        alone = alone and planned.read_outside is None
         if alone and planned.view is None and owner is proxy.get_submodule(site.host_path):
             _hand_over(owner, name, site, quantizer, planned)
+    # What is frozen stays what it is when the model is trained further.
+    take_small(proxy, SMALL)
+    watch(proxy, "quantize", lambda parameter: parameter.numel() > SMALL)
+    for site, quantizer, planned in _weights(proxy, plan):
+        owner, name = _owner(proxy, planned)
+        if name in owner._parameters:
+            shape = tuple(_weight(proxy, site, planned).shape)
+            offset = 0 if planned.view is None else planned.view.offset
+            quantizer.frozen = FrozenOperand(f"{site.path}.{planned.name}", owner._parameters[name], shape, offset)
 
 
 def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:
@@ -115,8 +132,9 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
     apply_plan(proxy, plan)
     _seal(proxy, plan)
     for site, quantizer, planned in _weights(proxy, plan):
-        weight = _scaled_weight(proxy, site, quantizer, planned)
+        weight = _weight(proxy, site, planned)
         quantizer.stored = torch.empty_like(weight, dtype=qtype(quantizer.dtype).storage)
+        quantizer.stored_dtype = weight.dtype
         if planned.parameter in dropped:
             _hand_over(*_owner(proxy, planned), site, quantizer, planned)
 
@@ -140,12 +158,31 @@ def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
     )
 
 
+def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) -> None:
+    """Refuse a frozen proxy whose scales were not chosen for the float type that is to hold them.
+
+    Raises:
+        ProxyError: it was quantized for another backend.
+    """
+    for site in sites_of(proxy):
+        for position in range(len(site.quantizers)):
+            scale = site.quantizer(position).scale
+            if site.active and scale is not None and not torch.equal(held_scale(scale, scale_dtype), scale.float()):
+                raise ProxyError(
+                    f"this model was quantized for another backend than {backend}: the scales of {site.path} are no "
+                    f"numbers of {str(scale_dtype).removeprefix('torch.')}; export it with the Quantizer that "
+                    f"quantized it, or quantize with that Quantizer's for_backend({backend!r})"
+                )
+
+
 def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
     """Whether an operand is rounded as the plan says."""
+    if not planned.quantized:
+        return not quantizer.enabled
     scale = quantizer.scale
-    if scale is None or planned.scale is None or not planned.quantized:
-        return not planned.quantized
-    return quantizer.dtype == planned.dtype and torch.equal(scale, planned.scale.to(scale))
+    if scale is None or planned.scale is None or quantizer.dtype != planned.dtype:
+        return False
+    return torch.equal(scale, planned.scale.to(scale))
 
 
 def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
@@ -155,8 +192,8 @@ def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         site.frozen = True
 
 
-def _scaled_weight(proxy: nn.Module, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> Tensor:
-    """The weight as its site sees it; its scale takes its type."""
+def _weight(proxy: nn.Module, site: Site, planned: OperandPlan) -> Tensor:
+    """The weight as its site sees it."""
     owner, name = _owner(proxy, planned)
     parameter = owner._parameters.get(name)
     if parameter is None:
@@ -164,9 +201,6 @@ def _scaled_weight(proxy: nn.Module, site: Site, quantizer: OperandQuantizer, pl
             f"{site.path}: the calibration belongs to another model, whose weight is {planned.parameter!r}; "
             "calibrate this model with a Quantizer of its own"
         )
-    assert quantizer.scale is not None
-    # A weight comes back in its module's own float type, which is that of its scale.
-    quantizer.scale = quantizer.scale.to(parameter.dtype)
     return parameter if planned.view is None else planned.view.of(parameter)
 
 

@@ -279,7 +279,9 @@ class Magnitudes:
 
     def _measure(self, seen: _Seen, value: Tensor) -> None:
         """Let what is known of a tensor be the truth."""
-        if value.layout is not torch.strided or value.is_nested or value.numel() == 0:
+        # Forward gradients compute with zeros that have no memory, and with tensors that have a shape alone.
+        unseen = value.is_meta or value._is_zerotensor()
+        if unseen or value.layout is not torch.strided or value.is_nested or value.numel() == 0:
             seen.bound = 0.0
             return
         value = in_memory_order(value.detach())

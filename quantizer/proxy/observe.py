@@ -6,6 +6,7 @@ once a batch, one range.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +28,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
 from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.caller import callers
+from quantizer.proxy.caller import innermost_frame
 from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.kept_batches import KeptBatches
+from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.magnitudes import Magnitudes
 from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.padding import without_padding
@@ -40,6 +45,7 @@ from quantizer.proxy.range_group import RangeGroup
 from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import Weights
+from quantizer.proxy.weight import is_transformed
 from quantizer.source.catalogue import Kind
 from quantizer.source.catalogue import kind_of
 from quantizer.source.geometry import Call
@@ -48,6 +54,7 @@ __all__ = [
     "EMPTY",
     "OF_PARAMETERS",
     "Observation",
+    "TRANSFORMED",
     "VARIES",
     "SiteRecord",
     "one_size",
@@ -56,9 +63,11 @@ __all__ = [
 
 EMPTY = "an operand was empty in every call"
 OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
+TRANSFORMED = "it runs inside torch.vmap or a transform of torch.func"
 VARIES = "an operand is a parameter in one call and something else in another"
 _NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
+_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,6 +115,7 @@ class Observation:
         kept: batches to run again (None: none are kept).
         make: makes a calibrator; its argument asks for a histogram.
         chosen_at: how many batches had been seen when ranges were chosen last.
+        read_outside: parameters that something besides sites computes with, by path, each with a place.
     """
 
     def __init__(
@@ -136,6 +146,7 @@ class Observation:
         self.provenance = Provenance(self.counter, self.magnitudes)
         self.kept = KeptBatches() if keep else None
         self.chosen_at = 0
+        self.read_outside: dict[str, str] = {}
         self._refused = refused
         self.make = make
         self._channels = channels
@@ -152,9 +163,9 @@ class Observation:
         for site in sites:
             site.observer = self
         self._handles = [
-            proxy.register_forward_pre_hook(self._begin, with_kwargs=True),
-            proxy.register_forward_hook(self._end, always_call=True),
-            proxy.register_forward_hook(self._count, with_kwargs=True),
+            proxy.register_forward_pre_hook(LocalHook(self._begin), with_kwargs=True),
+            proxy.register_forward_hook(LocalHook(self._end), always_call=True),
+            proxy.register_forward_hook(LocalHook(self._count), with_kwargs=True),
         ]
 
     def detach(self, sites: Iterable[Site]) -> None:
@@ -208,8 +219,17 @@ class Observation:
         self._wanted = self.kept.wanted(args, keywords) if self.kept is not None else None
         self.counter.start(proxy)
         self.magnitudes.start(named.values())
-        self.provenance = Provenance(self.counter, self.magnitudes)
+        self.provenance = Provenance(self.counter, self.magnitudes, self._read)
         self.provenance.__enter__()  # type: ignore[no-untyped-call]
+
+    def _read(self, value: Tensor) -> None:
+        """Note a parameter that something besides a site computes with: frozen, it has to be there as floats too."""
+        for path in self._weights.shown_by(value):
+            if path not in self.read_outside:
+                running = callers(innermost_frame(sys._getframe()))
+                outside = (caller for caller in running if not caller.file.startswith(_TORCH))
+                place = next(outside, "in torch's own code")
+                self.read_outside[path] = str(place)
 
     def _end(self, proxy: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         # always_call: this also runs after an exception in the pass, and after one in _begin itself.
@@ -296,6 +316,8 @@ class Observation:
             self.provenance.mark(result, Origin(made, site.path, direct=True))
 
     def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
+        if any(map(is_transformed, values)):
+            return TRANSFORMED
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
         if any(tensor.is_nested for tensor in tensors):
             return "an operand is a nested tensor"

@@ -53,6 +53,7 @@ def snapshot(observation: Observation) -> bytes:
         "sites": {path: _plain_site(record, places) for path, record in observation.records.items()},
         "groups": [_plain_group(group, rows) for group in groups],
         "regions": observation.magnitudes.regions().plain(),
+        "read_outside": observation.read_outside,
         "products": [product.plain() for product in observation.counter.products()],
     }
     text = bytearray(json.dumps(document).encode())
@@ -90,6 +91,7 @@ def absorb(observation: Observation, data: bytes, proxy: nn.Module) -> None:
             _add_site(observation.records[path], values, parameters)
         for values in document["groups"]:
             _add_group(observation, values, counts)
+        observation.read_outside = {**document.get("read_outside", {}), **observation.read_outside}
         observation.magnitudes.add(Regions.from_plain(document.get("regions")))
         for values in document["products"]:
             observation.counter.add(CountedProduct.from_plain(values))

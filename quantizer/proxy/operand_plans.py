@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibrators import Calibrator
-from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.proxy.formats import Format
@@ -20,10 +20,13 @@ from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.range_group import Migration
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.site import Site
+from quantizer.proxy.weight_scales import beyond
+from quantizer.proxy.weight_scales import scale_of
+from quantizer.proxy.weight_scales import scaled_for
 from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
 
-__all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "held_scale", "judged_as", "operand_plans", "scale_of"]
+__all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "judged_as", "operand_plans"]
 
 RESIDUAL_SQNR_DB = 30.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
@@ -102,12 +105,9 @@ def _weight(
     assert seen.weight is not None
     if seen.weight.path is None:
         return refused(_OFFLOADED if offloaded else _UNREGISTERED)
-    weight, axis = seen.weight.tensor().float(), seen.axis
-    if migration is not None:
-        assert seen.inner is not None
-        weight = weight * migration.factors.reshape([-1] + [1] * (weight.dim() - 1 - seen.inner))
-    block = wanted.block_size
+    axis, block = seen.axis, wanted.block_size
     if block is not None:
+        weight = seen.weight.tensor()
         if axis is None or weight.dim() != _MATRIX:
             return refused(f"a weight of {weight.dim()} axes has no blocks of input channels")
         axis = 1 - axis
@@ -117,32 +117,24 @@ def _weight(
                 f"input channels of {site.path}; choose another, or leave the site out by a rule"
             )
             return refused("its block size does not divide its input channels")
-        amax = in_blocks(weight, axis, block).abs().amax(dim=axis + 1)
-    elif axis is None or not settings.per_channel:
-        amax, axis = weight.abs().amax(), None
-    else:
-        amax = weight.abs().amax(dim=[d for d in range(weight.dim()) if d != axis])
-    scale = scale_of(amax, wanted.weights, settings.scale_dtype, settings.profile.weight_steps)
-    beyond = _beyond(float(amax.max()), scale, settings.scale_dtype)
-    if beyond is not None:
-        return refused(beyond)
-    return OperandPlan(
+    elif not settings.per_channel:
+        axis = None
+    assert migration is None or seen.inner is not None
+    plan = OperandPlan(
         name=operand.name,
         role="weight",
         parameter=seen.weight.path,
         view=seen.weight.view,
         quantized=True,
-        amax=amax,
-        scale=scale,
         dtype=wanted.weights.name,
         axis=axis,
         block_size=block,
-        minimum=float(weight.min()),
-        maximum=float(weight.max()),
         smooth=migration.factors if migration is not None else None,
         smooth_axis=seen.inner if migration is not None else None,
         smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
     )
+    scaled = scaled_for(plan, seen.weight.tensor(), settings.scale_dtype, settings.profile.weight_steps)
+    return scaled if scaled.reason is None else refused(scaled.reason)
 
 
 def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings, wanted: Format) -> OperandPlan:
@@ -162,6 +154,9 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         scale, zero_point = _asymmetric(calibrator, float(amax), dtype, settings.scale_dtype)
     else:
         scale, zero_point = scale_of(amax, dtype, settings.scale_dtype), None
+    if dtype.is_float:
+        # Its steps are relative: a range that is larger than needed costs nothing but the least of them.
+        scale = scale.clamp(min=torch.finfo(settings.scale_dtype).smallest_normal)
     histogram = calibrator.histogram
     judged = judged_as(dtype)
     sqnr = histogram.sqnr_db(float(amax) / judged.qmax, judged.name) if histogram is not None else None
@@ -170,7 +165,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         assert sqnr is not None
         if sqnr < RESIDUAL_SQNR_DB:
             reason = f"{dtype.name} does not hold it: SQNR {sqnr:.1f} dB, below {RESIDUAL_SQNR_DB:g} dB"
-    reason = _beyond(float(amax), scale, settings.scale_dtype) or reason
+    reason = _unheld(float(amax), scale, dtype, settings.scale_dtype) or reason
     return OperandPlan(
         name=name,
         role="activation",
@@ -192,11 +187,12 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     )
 
 
-def _beyond(amax: float, scale: Tensor, dtype: torch.dtype) -> str | None:
-    """Why an operand stays float whose scale the target's float type does not hold: a mask of -3.4e38 in FP16, say."""
-    if bool(torch.isfinite(scale).all()):
-        return None
-    return f"its largest value, {amax:.3g}, needs a scale beyond {str(dtype).removeprefix('torch.')}"
+def _unheld(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) -> str | None:
+    """Why an operand stays float: the target's float type does not hold its scale; None where it does."""
+    if amax and not dtype.is_float and not bool(is_normal(scale, scale_dtype)):
+        least, name = torch.finfo(scale_dtype).smallest_normal, str(scale_dtype).removeprefix("torch.")
+        return f"its largest value, {amax:.3g}, needs a scale below {least:.2g}, the least normal number of {name}"
+    return beyond(amax, scale, scale_dtype)
 
 
 def judged_as(dtype: QType) -> QType:
@@ -204,24 +200,10 @@ def judged_as(dtype: QType) -> QType:
     return INT8 if dtype.has_zero_point else dtype
 
 
-def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, steps: int | None = None) -> Tensor:
-    """amax / qmax as the target's float type holds it; 1 where the range is empty (all zeros stay zeros anyhow).
-
-    ``steps`` is the largest step of INT8 that is used, where it is less than qmax.
-    """
-    scale = amax.double() / (steps if steps is not None and dtype == INT8 else dtype.qmax)
-    return held_scale(torch.where(amax > 0, scale, torch.ones_like(scale)), scale_dtype)
-
-
-def held_scale(scale: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """A scale [*] rounded to the float type that holds it on the target, as float32."""
-    # In float64, so that the one rounding is to the target's type; a subnormal scale would lose its precision.
-    return scale.double().clamp(min=torch.finfo(scale_dtype).smallest_normal).to(scale_dtype).float()
-
-
 def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: torch.dtype) -> tuple[Tensor, int]:
     """The scale and the zero point of a range that holds 0: what was seen, clipped at amax on either side."""
     low, high = max(min(calibrator.minimum, 0.0), -amax), min(max(calibrator.maximum, 0.0), amax)
     # As if the range were symmetric, with as many steps on its one side as the format has in all.
     scale = scale_of(torch.tensor(high - low), dtype, scale_dtype)
-    return scale, round(-low / float(scale)) if high > low else 0
+    # A scale that its float type rounded down reaches the end of the steps a little early.
+    return scale, min(round(-low / float(scale)), int(dtype.qmax)) if high > low else 0

@@ -13,9 +13,12 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.numerics import ops
+from quantizer.numerics.held_scale import held_scale
+from quantizer.numerics.learning import as_held
 from quantizer.numerics.learning import learned
 from quantizer.numerics.learning import trained_scale
 from quantizer.numerics.qtype import qtype
+from quantizer.proxy.frozen_operand import FrozenOperand
 
 __all__ = ["OperandQuantizer", "Watcher"]
 
@@ -37,6 +40,13 @@ class OperandQuantizer(nn.Module):
         zero_point: uint8 [], the step of 0.0 of an asymmetric format; None: 0.
         factor: float [K] along ``factor_axis``, what the operand is multiplied by before it is rounded; None: nothing.
         stored: the weight's steps once it is frozen; None for an activation.
+        stored_dtype: the float type of the weight that ``stored`` stands for.
+        frozen: what arrives where the host kept its parameter (None: nobody asks).
+        is_weight: the operand is a parameter, or a view of one.
+        contiguous: a weight is seen through a view, and is laid out as the frozen one is: products of other layouts add
+            in another order.
+        scale_dtype: the float type that holds the scale on the target, where the scale moves (None: it is fixed, and
+            is held by that type already).
         change: a parameter of the scale's shape where the scale is trained, see ``numerics.learning``; None: fixed.
         moves: what ``change`` learned counts; off, the scale has it already, and stays.
         watcher: is shown what is rounded (None: nobody is).
@@ -54,6 +64,11 @@ class OperandQuantizer(nn.Module):
         self.factor_axis = -1
         self.handed_over = False
         self.of_samples = False
+        self.is_weight = False
+        self.contiguous = False
+        self.stored_dtype = torch.float32
+        self.frozen: FrozenOperand | None = None
+        self.scale_dtype: torch.dtype | None = None
         self.moves = True
         self.watcher: Watcher | None = None
         self.register_buffer("scale", None)
@@ -98,9 +113,20 @@ class OperandQuantizer(nn.Module):
         self.change = change
 
     def current_scale(self) -> Tensor:
-        """The scale with what it learned."""
+        """The scale with what it learned, as the target holds it."""
         assert self.scale is not None
-        return self.scale if self.change is None or not self.moves else learned(self.scale, self.change.detach())
+        scale = self.scale
+        if self.change is not None and self.moves:
+            scale = learned(scale, self.change.detach())
+        return scale if self.scale_dtype is None else held_scale(scale, self.scale_dtype)
+
+    def cast_scale(self, dtype: torch.dtype) -> None:
+        """Hold the scale and the factor in another float type, as a file does whose floats are of that type.
+
+        ``.to()`` and ``.half()`` leave both in float32, where no channel with small weights is lost.
+        """
+        self.scale = None if self.scale is None else self.scale.to(dtype)
+        self.factor = None if self.factor is None else self.factor.to(dtype)
 
     def fix_scale(self) -> None:
         """Let the scale be what it has become. ``change`` is the caller's to set to 0, once all that share it are."""
@@ -118,28 +144,38 @@ class OperandQuantizer(nn.Module):
         assert self.scale is not None
         multiplied = self._multiplied(weight.detach().float())
         self.stored = ops.quantize(multiplied, self.scale, self.dtype, self.axis, self.block_size)
+        self.stored_dtype = weight.dtype
 
     def dequantized(self) -> Tensor:
-        """The stored weight in the scale's dtype, multiplied by its factor."""
+        """The stored weight in its own float type, multiplied by its factor."""
         assert self.scale is not None
         assert self.stored is not None
         result: Tensor = ops.dequantize(self.stored, self.scale, self.dtype, self.axis, self.block_size)
-        return result
+        return result.to(self.stored_dtype)
 
     def as_parameter(self) -> Tensor:
-        """The stored weight as the model knows it: in the scale's dtype, without the factor."""
+        """The stored weight as the model knows it: in its own float type, without the factor."""
         weight = self.dequantized()
         return weight if self.factor is None else weight / self._shaped_factor(weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What ``.to()`` and ``.half()`` do. Steps follow to a device; those of FP8 are no floats to convert."""
-        stored = self.stored
-        if stored is not None:
-            self.stored = stored.view(torch.uint8)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if stored is not None:
-            assert self.stored is not None
-            self.stored = self.stored.view(stored.dtype)
+        """What ``.to()`` and ``.half()`` do. Steps follow to a device; those of FP8 are no floats to convert.
+
+        Nor are scale and factor: they describe the operand, and are no part of what the model computes with.
+        """
+        stored, scale, factor = self.stored, self.scale, self.factor
+        # Of the tensors that a cast makes nobody knows which is which.
+        self.frozen = None
+        try:
+            if stored is not None:
+                self.stored = stored.view(torch.uint8)
+                self.stored_dtype = fn(torch.empty(1, dtype=self.stored_dtype, device=stored.device)).dtype
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            if stored is not None:
+                assert self.stored is not None
+                self.stored = self.stored.view(stored.dtype)
+        self.scale, self.factor = _in_type_of(scale, self.scale), _in_type_of(factor, self.factor)
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
@@ -153,7 +189,16 @@ class OperandQuantizer(nn.Module):
         if not self.enabled or self.handed_over or not isinstance(x, Tensor):
             return x
         if self.stored is not None:
+            if self.frozen is not None:
+                self.frozen.check(x)
             return self.dequantized()
+        if self.is_weight:
+            # What ``store`` does: a weight is multiplied before it is rounded, and nobody computes that in half.
+            rounded = self._rounded(x.float() if self.factor is not None else x).to(x.dtype)
+            return rounded.contiguous() if self.contiguous else rounded
+        return self._rounded(x)
+
+    def _rounded(self, x: Tensor) -> Tensor:
         x = self._multiplied(x)
         if self.scale is None:
             return x
@@ -164,7 +209,10 @@ class OperandQuantizer(nn.Module):
             sharing = x.shape[0] if self.of_samples else scale.numel()
             values = x.numel() // sharing
             scale = trained_scale(scale, self.change, values, qtype(self.dtype).qmax, moves=self.moves)
-        return ops.fake_quantize(x, scale, self.dtype, self.axis, self.block_size, self.zero_point)
+        if self.scale_dtype is not None:
+            scale = as_held(scale, self.scale_dtype)
+        result: Tensor = ops.fake_quantize(x, scale, self.dtype, self.axis, self.block_size, self.zero_point)
+        return result
 
     def _multiplied(self, x: Tensor) -> Tensor:
         return x if self.factor is None else x * self._shaped_factor(x)
@@ -185,3 +233,10 @@ class OperandQuantizer(nn.Module):
         state = "stored" if self.stored is not None else "rounding" if self.enabled else "off"
         migrated = "" if self.factor is None else ", smoothed"
         return f"{self.dtype}, {kind}, amax {amax:.4g}, {state}{migrated}"
+
+
+def _in_type_of(former: Tensor | None, moved: Tensor | None) -> Tensor | None:
+    """A tensor where a cast has put it, in the type that it had before; on the meta device there are no values."""
+    if former is None or moved is None or former.dtype == moved.dtype:
+        return moved
+    return former.to(moved.device)

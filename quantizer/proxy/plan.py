@@ -47,6 +47,10 @@ class OperandPlan:
     ``smooth`` [K] along ``smooth_axis`` is what an activation is divided by and a weight multiplied by before it is
     rounded, and ``smoothing`` says so in words, or why not (both None: nobody asked). Ranges, minimum and maximum are
     those of the operand after that.
+
+    ``given``: the scale is no function of the weight: it came from elsewhere, or from a training. ``read_outside``:
+    where the weight is read outside of its site, as floats (None: nowhere that calibration saw). ``note`` says what
+    else a reader of the coverage should know.
     """
 
     name: str
@@ -71,11 +75,20 @@ class OperandPlan:
     smooth: Tensor | None = None
     smooth_axis: int | None = None
     smoothing: str | None = None
+    given: bool = False
+    read_outside: str | None = None
+    note: str | None = None
 
     @property
     def factor(self) -> Tensor | None:
         """What the operand is multiplied by before it is rounded, [K] along ``smooth_axis``; None: nothing."""
         return self.smooth if self.smooth is None or self.role == "weight" else self.smooth.reciprocal()
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the coverage should know besides."""
+        outside = f"read as floats outside of its site too, {self.read_outside}" if self.read_outside else None
+        return [text for text in (self.note, outside) if text is not None]
 
     @property
     def largest_amax(self) -> float | None:
@@ -158,4 +171,5 @@ def summary(operands: tuple[OperandPlan, ...]) -> str:
     held = [f"{dtype}: {', '.join(names)}" for dtype, names in formats.items()]
     left = [f"{operand.name} not: {operand.reason}" for operand in operands if not operand.quantized]
     smoothing = [operand.smoothing for operand in operands if operand.smoothing and operand.role == "activation"]
-    return "; ".join([*held, *left, *smoothing])
+    notes = [f"{operand.name}: {note}" for operand in operands if operand.quantized for note in operand.notes]
+    return "; ".join([*held, *left, *smoothing, *notes])

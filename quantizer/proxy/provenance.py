@@ -10,6 +10,7 @@ This runs for every operation of a pass, so it does little for each.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import field
@@ -68,8 +69,17 @@ _OF_SOFTMAX = Origin("softmax", "")
 class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks origins while it is entered, and tells others of every product and of every operation."""
 
-    def __init__(self, counter: ProductCounter, magnitudes: Magnitudes) -> None:
+    def __init__(
+        self, counter: ProductCounter, magnitudes: Magnitudes, read: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """
+        Args:
+            counter: is told of every product.
+            magnitudes: are told of every operation.
+            read: is told of every parameter, or view of one, that something besides a site computes with.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        self._read = read
         # By id, with the tensor that had it: another may get the id of one that died. torch's WeakIdKeyDictionary does
         # the same, at the price of several Python calls.
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
@@ -111,6 +121,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if tensor.is_floating_point():
                     self.mark(tensor, origin)
         self._magnitudes.see(func, args, kwargs, result, self._counter.frames)
+        if self._read is not None and not func.is_view and not self._counter.in_site:
+            for tensor in _tensors((*args, *kwargs.values())):
+                made = self.origin(tensor)
+                if made is not None and made.kind == "parameter":
+                    self._read(tensor)
         return result
 
     def _joined(self, inputs: Iterable[Tensor]) -> Origin | None:

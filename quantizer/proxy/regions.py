@@ -18,6 +18,7 @@ from torch.utils import _pytree
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import QTYPES
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
 __all__ = ["LARGEST_HALF", "MASK", "Regions", "convert_floats"]
@@ -101,7 +102,7 @@ def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Regions) -> nn
         ProxyError: the regions are those of another model.
     """
     if not regions.applies_to(dtype):
-        return _converted(model, partial(_cast, dtype), recurse=True)
+        return _converted(model, dtype, recurse=True)
     modules = dict(model.named_modules())
     unknown = sorted(set(regions.wide) - set(modules))
     if unknown:
@@ -120,15 +121,19 @@ def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Regions) -> nn
     _untie({modules[path]: kind for path, kind in types.items()})
     border = _Border(model)
     for path, module in modules.items():
-        _converted(module, partial(_cast, types[path]), recurse=False)
+        _converted(module, types[path], recurse=False)
         if not _of_site(module, path, modules):
             computes = path in regions.computing
             border.watch(module, types[path] if computes else None, path in regions.masked)
     return model
 
 
-def _converted(module: nn.Module, convert: Any, *, recurse: bool) -> nn.Module:
-    converted: nn.Module = module._apply(convert, recurse=recurse)  # type: ignore[no-untyped-call]
+def _converted(module: nn.Module, dtype: torch.dtype, *, recurse: bool) -> nn.Module:
+    converted: nn.Module = module._apply(partial(_cast, dtype), recurse=recurse)  # type: ignore[no-untyped-call]
+    for part in module.modules() if recurse else [module]:
+        if isinstance(part, OperandQuantizer):
+            # In a file of half floats scales are half; calibration chose them so that they can be.
+            part.cast_scale(dtype)
     return converted
 
 

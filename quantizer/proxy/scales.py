@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import CalibrationError
+from quantizer.numerics.held_scale import held_scale
+from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import qtype
-from quantizer.proxy.operand_plans import held_scale
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 
-__all__ = ["scale_group", "scales_of", "with_scales"]
+__all__ = ["scale_group", "scales_of", "with_given_weights", "with_scales"]
 
 
 def scales_of(plan: Plan) -> dict[str, Tensor]:
@@ -80,6 +81,17 @@ def with_scales(
     return result
 
 
+def with_given_weights(plan: Plan) -> Plan:
+    """Return the plan with the scales of its weights as given: a training moved the weights under them."""
+    return {
+        path: replace(
+            entry,
+            operands=tuple(replace(o, given=True) if o.quantized and o.role == "weight" else o for o in entry.operands),
+        )
+        for path, entry in plan.items()
+    }
+
+
 def scale_group(operand: OperandPlan) -> tuple[str, str, bool] | None:
     """What operands have in common that have one scale: the tensor that they read, its format, and its migration."""
     if operand.range_group is None:
@@ -112,6 +124,9 @@ def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> 
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         worst = scale[~(torch.isfinite(scale) & (scale > 0))].flatten()[0]
         return f"{name}: {float(worst):g} among its values; a scale is positive and finite"
+    if operand.role != "weight" and not bool(is_normal(scale, scale_dtype).all()):
+        least = torch.finfo(scale_dtype).smallest_normal
+        return f"{name}: {float(scale.min()):g} is below {least:.2g}, the target's least normal number ({scale_dtype})"
     if not bool(torch.isfinite(held_scale(scale, scale_dtype) * qtype(operand.dtype).qmax).all()):
         return f"{name}: {float(scale.max()):g} is more than the target's {scale_dtype} holds"
     return None
@@ -126,6 +141,8 @@ def _scaled(operand: OperandPlan, scale: Tensor, scale_dtype: torch.dtype, keep_
     return replace(
         operand,
         scale=held,
+        given=True,
+        note=None,
         amax=(scale.double() * qtype(operand.dtype).qmax).float(),
         axis=operand.axis if scale.dim() else None,
         block_size=operand.block_size if scale.dim() else None,

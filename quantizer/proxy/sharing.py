@@ -5,13 +5,14 @@ A proxy in training never stops: what is done to its tensors is done to the mode
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
 from torch import Tensor
 from torch import nn
 
-__all__ = ["Sharing", "Twin", "end_sharing", "hand_back", "share", "share_for_good"]
+__all__ = ["Sharing", "Twin", "end_sharing", "hand_back", "hand_back_buffers", "share", "share_for_good", "take_small"]
 
 _MARK = "_quantizer_shares"
 _TWIN = "_quantizer_twin"
@@ -73,6 +74,14 @@ def hand_back(module: nn.Module) -> None:
         return
     for name in twin.module._parameters.keys() & module._parameters.keys():
         twin.module._parameters[name] = module._parameters[name]
+    hand_back_buffers(module)
+
+
+def hand_back_buffers(module: nn.Module) -> None:
+    """Give the twin of a module, where it has one, what a pass put in the place of buffers: ``self.mean = ...``."""
+    twin = vars(module).get(_TWIN)
+    if twin is None or twin.module is None:
+        return
     for name in twin.module._buffers.keys() & module._buffers.keys():
         twin.module._buffers[name] = module._buffers[name]
 
@@ -93,10 +102,20 @@ def end_sharing(module: nn.Module) -> None:
             _take_own(member, copies)
 
 
-def _take_own(module: nn.Module, copies: dict[int, Any]) -> None:
+def take_small(proxy: nn.Module, elements: int) -> None:
+    """Give a proxy its own copies of all buffers, and of parameters of at most so many elements; the rest stays shared.
+
+    Buffers of any size: a pass may write into them.
+    """
+    copies: dict[int, Any] = {}
+    for module in proxy.modules():
+        _take_own(module, copies, elements)
+
+
+def _take_own(module: nn.Module, copies: dict[int, Any], elements: float = math.inf) -> None:
     """Replace a module's tensors by copies; ``copies`` holds (copy, original), which keeps the original's id valid."""
     for name, parameter in module._parameters.items():
-        if parameter is not None:
+        if parameter is not None and parameter.numel() <= elements:
             if id(parameter) not in copies:
                 copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
                 copies[id(parameter)] = (copied, parameter)

@@ -42,11 +42,8 @@ class Judge(Protocol):
         """The float result of ``function(*args, **keywords)``."""
 
 
-def _call_method(name: str) -> Callable[..., Any]:
-    def call(value: Any, *args: Any, **keywords: Any) -> Any:
-        return getattr(value, name)(*args, **keywords)
-
-    return call
+def _call_method(name: str, value: Any, /, *args: Any, **keywords: Any) -> Any:
+    return getattr(value, name)(*args, **keywords)
 
 
 _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
@@ -168,12 +165,16 @@ class Site(nn.Module):
             elif operand.keyword is not None and operand.keyword in keywords:
                 keywords[operand.keyword] = quantizer(keywords[operand.keyword])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle of the site has: nobody watches it."""
+        return {**super().__getstate__(), "observer": None, "judge": None}  # type: ignore[no-untyped-call]
+
     def extra_repr(self) -> str:
         return f"{self.source.operation}, line {self.source.line}"
 
 
 def _implied(source: SiteSource, entry: Operation) -> Callable[..., Any]:
-    return _call_method(source.called) if source.form == "method" else _FORMS[source.form, entry.name]
+    return partial(_call_method, source.called) if source.form == "method" else _FORMS[source.form, entry.name]
 
 
 def _quantizer_name(operand: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
-__all__ = ["Weight", "WeightView", "Weights"]
+__all__ = ["Weight", "WeightView", "Weights", "is_transformed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,26 @@ class Weights:
         """The weight that an operand is; None where it is no parameter and no unbroken part of one."""
         if isinstance(value, nn.Parameter):
             return Weight(value, self._paths.get(id(value)))
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
+        if not isinstance(value, Tensor) or is_transformed(value) or value.layout != torch.strided:
             return None
         for parameter in self._owners.get(_storage(value), ()):
             view = _view(parameter, value)
             if view is not None:
                 return Weight(parameter, self._paths[id(parameter)], view)
         return None
+
+    def shown_by(self, value: Tensor) -> list[str]:
+        """Return the paths of the parameters whose memory a tensor shows, also where it shows only some of it."""
+        if isinstance(value, nn.Parameter):
+            return [self._paths[id(value)]] if id(value) in self._paths else []
+        if value.layout != torch.strided:
+            return []
+        return [self._paths[id(parameter)] for parameter in self._owners.get(_storage(value), ())]
+
+
+def is_transformed(value: object) -> bool:
+    """Whether a tensor stands for others inside ``torch.vmap`` or a transform of ``torch.func``: it has no memory."""
+    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _storage(value: Tensor) -> int:

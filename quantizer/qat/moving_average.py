@@ -9,14 +9,18 @@ Legend: x [*] the operand; s its scale [], [C] or in blocks; z its zero point (0
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch import nn
 
 from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.padding import without_padding
 from quantizer.proxy.ranks import ranks
 
@@ -33,6 +37,13 @@ class Padding:
     """
 
     mask: Tensor | None = None
+
+    def keep(self, proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """Take the mask of the batch that ``proxy`` is called with: a forward pre-hook of it.
+
+        A method and no function inside of another: a copy of the proxy has a copy of this object.
+        """
+        self.mask = padding_mask(keywords)
 
 
 class MovingAverage:

@@ -20,7 +20,6 @@ from quantizer.errors import ConfigError
 from quantizer.proxy.build import quantizers_of
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.rules import matches
@@ -76,8 +75,15 @@ def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
     return kinds
 
 
-def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind]) -> None:
-    """Let each scale be of its kind; the proxy has the plan's scales already."""
+def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind], scale_dtype: torch.dtype) -> None:
+    """Let each scale be of its kind; the proxy has the plan's scales already.
+
+    Args:
+        proxy: to be trained.
+        plan: what is rounded in it.
+        kinds: of the scales, by ``SITE.OPERAND``.
+        scale_dtype: the float type that holds the scales on the target: training rounds with what will be there.
+    """
     changes: dict[tuple[str, str, bool], nn.Parameter] = {}
     averages: dict[tuple[str, str, bool], MovingAverage] = {}
     padding = Padding()
@@ -85,6 +91,7 @@ def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind]) 
         assert quantizer.scale is not None
         group = scale_group(operand) or (name, "", False)
         quantizer.of_samples = operand.role != "weight"
+        quantizer.scale_dtype = None if kinds[name] == "fixed" else scale_dtype
         if kinds[name] == "learned":
             parameter = nn.Parameter(torch.zeros_like(quantizer.scale))
             quantizer.learn_scale(changes.setdefault(group, parameter))
@@ -92,11 +99,7 @@ def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind]) 
             quantizer.watcher = average = averages.setdefault(group, MovingAverage(padding))
             average.quantizers.append(quantizer)
     if averages:
-
-        def keep_mask(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            padding.mask = padding_mask(keywords)
-
-        proxy.register_forward_pre_hook(keep_mask, with_kwargs=True)
+        proxy.register_forward_pre_hook(padding.keep, with_kwargs=True)
 
 
 def changed_scales(proxy: nn.Module, plan: Plan) -> dict[str, Tensor]:

@@ -138,18 +138,18 @@ def operands_of(plan: Plan) -> dict[str, list[str]]:
     return operands
 
 
-def carried_over(fallback: Fallback, plan: Plan, backend: str, other: Plan) -> Fallback:
-    """What was put back in the plan for one backend, put back in the plan for another.
+def carried_over(fallback: Fallback, plan: Plan, backend: str | None, other: Plan) -> Fallback:
+    """What was put back in one plan, put back in another: of another backend, or of more data.
 
-    Groups differ where the targets do. Every group of the other plan that has an operand which was put back goes back
-    as a whole; what is float there anyhow needs nothing. Scores of a search are left out: they are of the first
-    backend.
+    Groups differ where the targets do, and where operands were found to share a range. Every group of the other plan
+    that has an operand which was put back goes back as a whole; what is float there anyhow needs nothing. Scores of a
+    search are left out: they are of the first plan.
 
     Args:
         fallback: what was put back in ``plan``.
         plan: what calibration decided for ``backend``.
-        backend: the first backend.
-        other: what it decided for the other.
+        backend: the first backend; None: it is the same.
+        other: what it decided for the other, or later.
     """
     operands = operands_of(plan)
     ranks = dict(zip(fallback.groups, fallback.ranks, strict=False))
@@ -162,7 +162,7 @@ def carried_over(fallback: Fallback, plan: Plan, backend: str, other: Plan) -> F
     of_rank = tuple(rank for rank in found.values() if rank is not None)
     return Fallback(
         groups=tuple(found),
-        asked=f"{fallback.asked}, chosen for {backend}",
+        asked=fallback.asked if backend is None else f"{fallback.asked}, chosen for {backend}",
         ranks=of_rank if len(of_rank) == len(found) else (),
     )
 

@@ -22,6 +22,8 @@ from torch.utils import _pytree as pytree
 from tqdm.auto import tqdm
 
 from quantizer.errors import SensitivityError
+from quantizer.proxy.attention import as_recorded
+from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.ranks import summed
 from quantizer.sensitivity.gradient import Loss
 from quantizer.sensitivity.gradient import gradient
@@ -97,7 +99,7 @@ class Measurement:
         self._errors: dict[str, float] = defaultdict(float)
         if measure != "metric":
             self._of_batch = partial(gradient, loss=loss) if measure == "gradient" else _OF_A_BATCH[measure]
-            proxy.register_forward_hook(self._measure, with_kwargs=True)
+            proxy.register_forward_hook(LocalHook(self._measure), with_kwargs=True)
 
     def ranking(self) -> list[GroupError]:
         """All groups, those that hurt most first; of several processes all must ask.
@@ -135,8 +137,9 @@ class Measurement:
     def _measure(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         if proxy.training:
             raise SensitivityError("the proxy is in train mode, where dropout hides the errors; call .eval() first")
-        # Inference mode may have been entered by the user, and what is made in it knows no gradients.
-        with torch.inference_mode(False):
+        # Inference mode may have been entered by the user, and what is made in it knows no gradients. What is measured
+        # is the function that gave the result, whatever the measure does with gradients.
+        with as_recorded(proxy, torch.is_grad_enabled()), torch.inference_mode(False):
             args, keywords = pytree.tree_map(_ordinary, (args, keywords))
             errors = self._of_batch(proxy, self.groups, args, keywords, result)
             unreached = [group for group in self.groups if group.name not in errors]

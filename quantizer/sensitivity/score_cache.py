@@ -13,6 +13,7 @@ from types import CodeType
 
 from quantizer.errors import SensitivityError
 from quantizer.files import whole_file
+from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.proxy.plan import SitePlan
 
 __all__ = ["ScoreCache", "fingerprint"]
@@ -55,13 +56,13 @@ class ScoreCache:
         return self._scores[key]
 
 
-def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object]) -> str:
-    """Tells plans and metrics apart: by every scale (weights have some for each channel) and by the metric's code.
+def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], weights: Fingerprint) -> str:
+    """Tells plans, weights and metrics apart: by every scale, every parameter, and by the metric's code.
 
     What a metric reads besides is not seen: another data set needs another file, unless the metric says by an attribute
     ``reads`` (a text) what it is.
     """
-    parts = _of_function(metric)
+    parts = [*_of_function(metric), json.dumps(weights.plain())]
     for site in plan.values():
         for operand in site.operands:
             scale = operand.scale.float().cpu().numpy().tobytes().hex() if operand.scale is not None else ""

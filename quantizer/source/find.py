@@ -25,6 +25,8 @@ from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
 from quantizer.source.lend import function_source
 from quantizer.source.lend import hands_on
+from quantizer.source.live_names import live_edits
+from quantizer.source.live_names import why_not_live
 from quantizer.source.names import FunctionNode
 from quantizer.source.names import bound_names
 from quantizer.source.names import constant_texts
@@ -43,7 +45,12 @@ _CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"}
 
 
 def find_functions(
-    tree: ast.Module, index: LineIndex, namespace: Mapping[str, Any], file: str, qualified: bool = False
+    tree: ast.Module,
+    index: LineIndex,
+    namespace: Mapping[str, Any],
+    file: str,
+    qualified: bool = False,
+    codes: Mapping[tuple[str, int], types.CodeType] = types.MappingProxyType({}),
 ) -> dict[tuple[str, int], FunctionSource]:
     """All module-level functions and all methods of a file, by key.
 
@@ -53,10 +60,14 @@ def find_functions(
         namespace: the globals its functions run in; names are resolved through it.
         file: the file's name, for reports.
         qualified: names of sites carry the class, or the module, of their function.
+        codes: the loaded code of its functions; one that has none is not told where its globals are.
     """
     found: dict[tuple[str, int], FunctionSource] = {}
     for qualname, node, owner in functions_in(tree):
         source = function_source(node, qualname, owner, index)
+        source.why_no_host = source.why_no_host or why_not_live(node)
+        if source.key in codes:
+            source.live = list(live_edits(node, index, namespace, codes[source.key].co_freevars))
         outer = owner or str(namespace.get("__name__", "")).rpartition(".")[2]
         name = f"{outer}.{node.name}" if qualified else node.name
         _Finder(source, node, index, namespace, file, owner, name).run()
@@ -293,8 +304,9 @@ class _Finder(ast.NodeVisitor):
     def _record_inplace(self, node: ast.AugAssign, operator: str) -> None:
         """``x += y`` becomes ``x = host.site(x, y)``; the site applies the in-place operator, so aliases stay true."""
         entry = OPERATORS[operator]
-        if not isinstance(node.target, ast.Name):
-            self._record(entry, "inplace", node, (), "in-place on an attribute or an item")
+        if not isinstance(node.target, ast.Name) or node.target.id not in self.locals:
+            owner = "a global" if isinstance(node.target, ast.Name) else "an attribute or an item"
+            self._record(entry, "inplace", node, (), f"in-place on {owner}")
             return
         symbol = _SYMBOLS[operator] + b"="
         place = find_symbol(self.index.data, symbol, self.index.end(node.target), self.index.start(node.value))

@@ -80,6 +80,7 @@ class FunctionSource:
         parameter: the edit that adds the argument.
         sites: quantizable calls.
         calls: calls of possible helpers.
+        live: edits by which it finds its globals in the module that was written.
         views: edits that hide the sites from a loop over the children of a module, or keep torch in Python.
         patches: operator patches that its text holds already.
         globals_read: global names that its text mentions.
@@ -95,6 +96,7 @@ class FunctionSource:
     parameter: Edit | None = None
     sites: list[SiteSource] = field(default_factory=list)
     calls: list[HelperCall] = field(default_factory=list)
+    live: list[Edit] = field(default_factory=list)
     views: list[Edit] = field(default_factory=list)
     patches: list[OperatorPatch] = field(default_factory=list)
     globals_read: set[str] = field(default_factory=set)
@@ -102,7 +104,12 @@ class FunctionSource:
     attributes_read: set[str] = field(default_factory=set)
 
     def edits(self) -> Iterator[Edit]:
-        """All edits of the function's text as it stands now; none where nothing in it needs a change."""
+        """All edits of the function's text as it stands now."""
+        yield from self._changes()
+        yield from self.live
+
+    def _changes(self) -> Iterator[Edit]:
+        """The edits for which it is rewritten; none where nothing in it needs a change."""
         if self.parameter is not None and self.takes_host:
             yield self.parameter
         yield from (edit for site in self.sites for edit in site.edits)
@@ -111,8 +118,8 @@ class FunctionSource:
 
     @property
     def changed(self) -> bool:
-        """Whether its text, as it stands now, differs from the original."""
-        return bool(self.patches) or any(True for _ in self.edits())
+        """Whether it must be rewritten, as its text stands now."""
+        return bool(self.patches) or any(True for _ in self._changes())
 
     @property
     def takes_host(self) -> bool:

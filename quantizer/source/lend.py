@@ -16,6 +16,8 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from quantizer.source.found import FunctionSource
 from quantizer.source.names import FunctionNode
 from quantizer.source.splice import Edit
@@ -27,6 +29,8 @@ __all__ = [
     "HOST",
     "HOSTS",
     "LEND",
+    "PADDED",
+    "RECORDED",
     "TAKES_APART",
     "VISIBLE",
     "Borrowers",
@@ -42,9 +46,13 @@ HOST = "_quantizer_host"
 LEND = "_quantizer_lend"
 VISIBLE = "_quantizer_visible"
 TAKES_APART = "_quantizer_takes_apart"
+PADDED = "_quantizer_padded"
 
 EAGER = "_quantizer_eager"
 """The attribute of a module whose fused paths run as separate products, so that their sites are met."""
+
+RECORDED = "_quantizer_recorded"
+"""The attribute of a module that says whether it computes as with gradients; absent: if they are recorded."""
 
 HOSTS = "_quantizer_hosts"
 """The attribute of a generated class that says which sites its instances hold: a frozenset of marks."""
@@ -69,13 +77,21 @@ def lender(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
         # isinstance and not getattr: Dynamo follows this, and took another branch with getattr(function, "__func__").
         if isinstance(function, types.MethodType) and isinstance(function.__func__, types.FunctionType):
             found = variant(function.__func__, host)
-            return functools.partial(found[0], function.__self__, **{HOST: host}) if found and found[1] else function
+            return _bound(found[0], host, function.__self__) if found and found[1] else function
         found = variant(function, host) if isinstance(function, types.FunctionType) else None
         if found is None:
             return function
-        return functools.partial(found[0], **{HOST: host}) if found[1] else found[0]
+        return _bound(found[0], host) if found[1] else found[0]
 
     return lend
+
+
+def _bound(function: Callable[..., Any], host: Any, *first: Any) -> Callable[..., Any]:
+    """``function`` with its host and first arguments, under its own name: torch.export asks what it calls for one."""
+    made = functools.partial(function, *first, **{HOST: host})
+    if not torch.compiler.is_dynamo_compiling():
+        vars(made)["__name__"] = function.__name__
+    return made
 
 
 def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:

@@ -6,7 +6,8 @@ exist already, and models that other threads build, run as they did; and a class
 too, because the class itself is, and not the name. Leaving restores every class attribute exactly, also after an
 exception, when blocks are nested, and when one is entered twice.
 
-torch's own classes are never patched: the whole process shares them.
+torch's own classes are patched by none but a block that asks for ``everything``, and that only while it is open: the
+whole process shares them. Such a block hears of layers that are built alone, and of classes that are defined meanwhile.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Source = str | types.ModuleType | type[nn.Module]
 """A modelling module by name, as an object, or discovered from one of its classes."""
 
 _PRIVATE = ("torch", "quantizer")
+_LAYERS = "torch.nn.modules."
 
 
 class _Building(threading.local):
@@ -49,6 +51,8 @@ _BUILDING = _Building()
 _LOCK = threading.RLock()
 _PATCHED: dict[type, tuple[int, Any]] = {}
 """By class: how many open blocks want it patched, and its own ``__init__`` from before (None: it had none)."""
+_MEANWHILE: list[list[type]] = []
+"""Of the open blocks that want everything, the classes that each has patched."""
 
 
 class patched:
@@ -58,23 +62,31 @@ class patched:
         sources: modelling modules; none: every imported module, torch apart, that defines module classes.
         built: called with each model when its constructor is done, in the thread that opened the block; of a model
             that is made of others only the whole one is reported.
+        everything: without sources: torch's layers too, and classes that are defined or imported while it is open.
+            Parts that are built before the whole are reported before it.
 
     Raises:
         SourceError: a source is no module, or is torch's own.
     """
 
-    def __init__(self, *sources: Source, built: Callable[[Any], None]) -> None:
+    def __init__(self, *sources: Source, built: Callable[[Any], None], everything: bool = False) -> None:
         self._modules = [module for source in sources for module in _modules_of(source)]
         self._discover = not sources
+        self._everything = everything and not sources
         self._built = built
         self._entered: list[list[type]] = []
 
     def __enter__(self) -> patched:
-        modules = list(_imported()) if self._discover else self._modules
-        classes = list(dict.fromkeys(cls for module in modules for cls in _classes_of(module)))
+        if self._everything:
+            classes = [cls for cls in _subclasses(nn.Module) if _is_wanted(cls)]
+        else:
+            modules = list(_imported()) if self._discover else self._modules
+            classes = list(dict.fromkeys(cls for module in modules for cls in _classes_of(module)))
         with _LOCK:
             for cls in classes:
                 _patch(cls)
+            if self._everything:
+                _hear_of_new_classes(classes)
         self._entered.append(classes)
         _BUILDING.listeners.append(self._built)
         return self
@@ -82,7 +94,10 @@ class patched:
     def __exit__(self, *exception: object) -> None:
         _BUILDING.listeners.remove(self._built)
         with _LOCK:
-            for cls in self._entered.pop():
+            classes = self._entered.pop()
+            if self._everything:
+                _hear_no_more(classes)
+            for cls in classes:
                 _restore(cls)
 
 
@@ -118,6 +133,48 @@ def _restore(cls: Any) -> None:
         del cls.__init__
     else:
         cls.__init__ = own
+
+
+def _hear_of_new_classes(classes: list[type]) -> None:
+    """Patch the module classes that come, and add each to ``classes``."""
+    if not _MEANWHILE:
+        base: Any = nn.Module
+        base.__init_subclass__ = classmethod(_defined)
+    _MEANWHILE.append(classes)
+
+
+def _hear_no_more(classes: list[type]) -> None:
+    _MEANWHILE[:] = [others for others in _MEANWHILE if others is not classes]
+    if not _MEANWHILE:
+        del nn.Module.__init_subclass__
+
+
+def _defined(cls: Any, /, **keywords: Any) -> None:
+    """What ``nn.Module.__init_subclass__`` is meanwhile; it has none of its own."""
+    super(nn.Module, cls).__init_subclass__(**keywords)
+    with _LOCK:
+        for classes in _MEANWHILE if _is_wanted(cls) else ():
+            _patch(cls)
+            classes.append(cls)
+
+
+def _subclasses(cls: type) -> list[type]:
+    """All classes derived from one, each once."""
+    found: dict[type, None] = {}
+    waiting = [cls]
+    while waiting:
+        children: list[type] = type.__subclasses__(waiting.pop())
+        derived = [child for child in children if child not in found]
+        found.update(dict.fromkeys(derived))
+        waiting += derived
+    return list(found)
+
+
+def _is_wanted(cls: type) -> bool:
+    """Whether a class is one that users build: one of torch's layers, or neither torch's nor one that was generated."""
+    if any(name.startswith("_quantizer") for name in vars(cls)):
+        return False
+    return cls.__module__.startswith(_LAYERS) or cls.__module__.partition(".")[0] not in _PRIVATE
 
 
 def _modules_of(source: Source) -> list[types.ModuleType]:

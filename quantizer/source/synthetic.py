@@ -12,12 +12,16 @@ from typing import Protocol
 
 from quantizer.source.found import SiteSource
 from quantizer.source.lend import LEND
+from quantizer.source.lend import PADDED
 from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
 from quantizer.source.lend import Borrowers
 from quantizer.source.lend import lender
 from quantizer.source.lend import takes_apart
 from quantizer.source.lend import viewer
+from quantizer.source.live_names import LIVE
+from quantizer.source.live_names import NOW
+from quantizer.source.padded import padded
 
 __all__ = ["SyntheticModules"]
 
@@ -38,7 +42,7 @@ class _Synthetic:
 
     ``original`` are the globals that it copies (held, so that their id stays valid); ``replaced`` the functions that
     stand in the place of others, by name: (original, rewritten); ``waiting`` functions that borrow a host and were
-    not built yet, because they call each other in a circle.
+    not built yet, because they call each other in a circle; ``twins`` rewritten functions by the original.
     """
 
     module: types.ModuleType
@@ -46,6 +50,7 @@ class _Synthetic:
     replaced: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     borrowers: Borrowers = field(default_factory=dict)
     waiting: list[tuple[types.FunctionType, _Borrower]] = field(default_factory=list)
+    twins: dict[types.FunctionType, Any] = field(default_factory=dict)
 
     def refresh(self) -> None:
         # A helper that was replaced since then is taken as it is: its sites are not known.
@@ -81,6 +86,7 @@ class SyntheticModules:
             self._made[id(original)] = self._make(original)
         made = self._made[id(original)]
         made.replaced.update({name: (original[name], helper) for name, helper in replaced.items()})
+        made.twins.update({original[name]: helper for name, helper in replaced.items()})
         made.waiting += borrowers.values()
         made.refresh()
         return made.module.__dict__
@@ -91,7 +97,14 @@ class SyntheticModules:
             name += "_"
         made = _Synthetic(module=types.ModuleType(name), original=original)
         made.module.__dict__.update(
-            {LEND: lender(made.borrowers), VISIBLE: viewer(self._hidden), TAKES_APART: takes_apart}
+            {
+                LEND: lender(made.borrowers),
+                LIVE: _live(original),
+                NOW: _now(made.twins),
+                PADDED: padded,
+                TAKES_APART: takes_apart,
+                VISIBLE: viewer(self._hidden),
+            }
         )
         sys.modules[name] = made.module
         return made
@@ -118,3 +131,39 @@ class SyntheticModules:
         """Bring all synthetic modules up to date: globals may have been set since they were made."""
         for made in self._made.values():
             made.refresh()
+
+
+def _live(original: dict[str, Any]) -> Any:
+    """The module whose globals these are, or what reads and writes them as a module does."""
+    module = sys.modules.get(str(original.get("__name__")))
+    return module if module is not None and vars(module) is original else _Namespace(original)
+
+
+class _Namespace:
+    """The globals of a file that is no imported module, as attributes."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        object.__setattr__(self, "_variables", variables)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self, "_variables")[name]
+        except KeyError:
+            raise AttributeError(f"name {name!r} is not defined", name=name, obj=self) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__getattribute__(self, "_variables")[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        self.__getattr__(name)
+        del object.__getattribute__(self, "_variables")[name]
+
+
+def _now(twins: Mapping[types.FunctionType, Any]) -> Any:
+    """The function that rewritten text calls ``_quantizer_now``."""
+
+    def now(function: Any) -> Any:
+        """The rewritten twin of a function, where it has one that stands in its place."""
+        return twins.get(function, function) if isinstance(function, types.FunctionType) else function
+
+    return now

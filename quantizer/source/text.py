@@ -58,11 +58,13 @@ class SourceFile:
         variant = f"{', qualified' if qualified else ''}{f', patches {changes()}' if patched.applied else ''}"
         self.rewritten_name = f"<quantizer {name}{variant}>"
         self._index = LineIndex(patched.text)
-        self.functions: dict[Key, FunctionSource] = find_functions(tree, self._index, namespace, path, qualified)
+        self._loaded = _by_key(_compiled(self.text, path, flags))
+        self.functions: dict[Key, FunctionSource] = find_functions(
+            tree, self._index, namespace, path, qualified, self._loaded
+        )
         for key, patches in patched.applied.items():
             self.functions[key].patches = patches
         self.refused = patched.refused
-        self._loaded = _by_key(_compiled(self.text, path, flags))
         self._codes: dict[Key, types.CodeType] | None = None
 
     def find(self, function: types.FunctionType) -> FunctionSource:

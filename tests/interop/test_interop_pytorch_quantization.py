@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,110 @@ def test_torchs_classes_and_models_outside_stay_float() -> None:
     quant_modules.deactivate()
     assert type(linear) is nn.Linear
     assert not input_quantizers(Net())
+
+
+class Scaled(nn.Module):
+    """A product and an add of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ x.mT).softmax(-1) @ x
+
+
+BUILT: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(8, 8),
+    "convolution": lambda: nn.Conv1d(4, 4, 1),
+    "sequence": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+    "list": lambda: nn.Sequential(*nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])),
+    "layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+    "defined before": Scaled,
+}
+
+
+def defined_later() -> nn.Module:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    class LaterStill(Later):
+        pass
+
+    return LaterStill()
+
+
+@pytest.mark.parametrize("name", [*BUILT, "defined later"])
+def test_whatever_is_built_after_initialize_is_quantized(name: str) -> None:
+    make, x = {**BUILT, "defined later": defined_later}[name], torch.randn(2, 4, 8)
+    torch.manual_seed(0)
+    reference = make().eval()(x)
+    quant_modules.initialize()
+    torch.manual_seed(0)
+    model = make().eval()
+    quant_modules.deactivate()
+    torch.manual_seed(0)
+    after = make().eval()
+    assert not input_quantizers(after)
+    names = [entry for entry, _ in model.named_modules() if entry.endswith(("_input_quantizer", "_weight_quantizer"))]
+    assert len(names) >= 2
+    with torch.no_grad():
+        rounded = model(x)
+        assert not torch.equal(rounded, reference)
+        assert torch.allclose(rounded, reference, atol=0.1)
+    found = dict(model.named_modules())
+    for entry in names:
+        found[entry].enable_calib()
+        found[entry].disable_quant()
+    with torch.no_grad():
+        assert torch.allclose(model(x), reference, atol=1e-6)
+    for entry in names:
+        found[entry].disable_calib()
+        found[entry].load_calib_amax()
+        found[entry].enable_quant()
+    assert any(found[entry].amax is not None for entry in names)
+    with torch.no_grad():
+        assert torch.allclose(model(x), reference, atol=0.1)
+
+
+def test_parts_keep_what_was_set_on_them() -> None:
+    quant_modules.initialize()
+    linear = nn.Linear(8, 8)
+    (first,) = input_quantizers(linear).values()
+    first.enable_calib()
+    linear(torch.ones(1, 8) * 3)
+    first.load_calib_amax()
+    model = nn.Sequential(linear, nn.ReLU())
+    assert next(iter(input_quantizers(model).values())) is first
+    assert float(first.amax) == pytest.approx(3.0)
+
+
+def test_other_threads_and_activations_stay_float_and_all_is_restored() -> None:
+    before = {cls: cls.__dict__.get("__init__") for cls in (nn.Module, nn.Linear, nn.Sequential, Net, Scaled)}
+    made: list[nn.Module] = []
+    quant_modules.initialize()
+    thread = threading.Thread(target=lambda: made.append(nn.Linear(8, 8)))
+    thread.start()
+    thread.join()
+    activation = nn.GELU()
+    with pytest.raises(TypeError, match="in_features"):
+        nn.Linear()
+    quant_modules.deactivate()
+    assert type(made[0]) is nn.Linear
+    assert {cls: cls.__dict__.get("__init__") for cls in before} == before
+    assert "__init_subclass__" not in vars(nn.Module)
+    # What was built meanwhile and has nothing to quantize may become part of a float model.
+    Quantizer(backend="openvino").calibrate(nn.Sequential(made[0], activation).eval(), [torch.randn(2, 8)])
+
+
+def test_what_torch_builds_for_itself_and_what_is_lazy_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    quant_modules.initialize()
+    graph = torch.fx.GraphModule({}, torch.fx.Graph())
+    assert not hasattr(graph, "_quantizer_proxy")
+    assert type(nn.LazyLinear(4)) is nn.LazyLinear
+    assert "a LazyLinear stays float" in caplog.text
 
 
 @needs_exact_byte_products

@@ -199,10 +199,10 @@ def test_train_mode_is_refused() -> None:
 
 def test_an_output_of_zeros() -> None:
     model = nn.Sequential(nn.Linear(32, 32)).eval()
-    amp = _quantizer(model, [torch.randn(8, 32)]).amp(model)
     with torch.no_grad():
-        for parameter in amp.parameters():
+        for parameter in model.parameters():
             parameter.zero_()
+    amp = _quantizer(model, [torch.randn(8, 32)]).amp(model)
     with torch.no_grad(), pytest.raises(SensitivityError, match="the model's output is all zeros on this batch"):
         amp(torch.randn(8, 32))
 

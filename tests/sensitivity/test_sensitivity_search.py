@@ -20,6 +20,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.errors import SensitivityError
+from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
@@ -351,8 +352,10 @@ def test_metrics_are_told_apart_by_their_code() -> None:
         partial(_scaled, factor=1),
         partial(_scaled, factor=2),
     ]
-    assert len({fingerprint({}, metric) for metric in metrics}) == len(metrics)
-    assert fingerprint({}, partial(_scaled, factor=2)) == fingerprint({}, metrics[-1])
+    weights = Fingerprint.of(nn.Linear(2, 2))
+    assert len({fingerprint({}, metric, weights) for metric in metrics}) == len(metrics)
+    assert fingerprint({}, partial(_scaled, factor=2), weights) == fingerprint({}, metrics[-1], weights)
+    assert fingerprint({}, metrics[-1], Fingerprint.of(nn.Linear(2, 2))) != fingerprint({}, metrics[-1], weights)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"scores": {"a": "b"}}', '{"scores": 3}'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from quantizer.source.lend import HOST
 from quantizer.source.lend import LEND
 from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
+from quantizer.source.live_names import LIVE
+from quantizer.source.live_names import NOW
 from quantizer.source.text import SourceFile
 
 NAMESPACE = {"__name__": "sample", "torch": torch, "nn": torch.nn, "F": functional}
@@ -31,15 +34,23 @@ def source_file(folder: Path, text: str, namespace: dict[str, Any] | None = None
 
 
 def rewritten_body(folder: Path, body: str, arguments: str = "self, a, b, c", **namespace: Any) -> str:
-    """The body of ``forward(arguments)`` as it is rewritten, names of sites shortened to ``s.matmul_0``."""
+    """The body of ``forward(arguments)`` as it is rewritten.
+
+    Names of sites are shortened to ``s.matmul_0``, and globals have their own.
+    """
     text = f"def forward({arguments}):\n{textwrap.indent(body, '    ')}\n"
     file = source_file(folder, text, namespace)
     result = file.rewritten_text()
     assert result.count("\n") == text.count("\n")
     compile(result, "result", "exec")
     assert stripped(file) == ast.dump(ast.parse(text))
-    shortened = textwrap.dedent(result.partition("\n")[2].rstrip("\n"))
+    shortened = without_live(textwrap.dedent(result.partition("\n")[2].rstrip("\n")))
     return shortened.replace("self.site_forward_", "s.")
+
+
+def without_live(text: str) -> str:
+    """The text with globals by their own names."""
+    return re.sub(rf"{LIVE}\.(\w+)", r"\1", re.sub(rf"{NOW}\({LIVE}\.(\w+)\)", r"\1", text))
 
 
 def sites_of(file: SourceFile) -> list[SiteSource]:
@@ -77,6 +88,12 @@ class _Strip(ast.NodeTransformer):
         found = self.functions.get((".".join([*self.scope, node.name]), first))
         return self._inside(node, [node.name, "<locals>"], found or self.current)
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id == LIVE:
+            return ast.Name(id=node.attr, ctx=node.ctx)
+        return node
+
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         self.generic_visit(node)
         last = node.values[-1]
@@ -113,7 +130,7 @@ class _Strip(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         site = self._site(node)
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in (LEND, VISIBLE):
+        if isinstance(node.func, ast.Name) and node.func.id in (LEND, NOW, VISIBLE):
             return node.args[0]
         if site is None:
             return node

@@ -9,6 +9,7 @@ from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
 from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
+from quantizer.export.passes.einsum_weights import EinsumWeights
 from quantizer.export.passes.fold_batch_norm import FoldBatchNorm
 from quantizer.export.passes.fold_channel_factors import FoldChannelFactors
 from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
@@ -24,6 +25,7 @@ __all__ = ["PASSES", "FoldChannelFactors", "GraphPass", "UnsignedActivations", "
 
 PASSES: tuple[GraphPass, ...] = (
     StoreWeights(),
+    EinsumWeights(),
     EinsumToMatMul(),
     GemmToMatMul(),
     WeightsAsRead(),

@@ -19,7 +19,7 @@ from quantizer.export.passes.base import insert_before
 from quantizer.export.passes.base import is_dequantized
 from quantizer.export.passes.base import replace_node
 
-__all__ = ["EinsumToMatMul"]
+__all__ = ["EinsumToMatMul", "labels_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def _product(node: Any) -> _Product | None:
     """The MatMul that an Einsum is; None for any other node."""
     if node.op_type != "Einsum" or len(node.inputs) != 2 or not any(map(is_dequantized, node.inputs)):
         return None
-    read = _labels(node)
+    read = labels_of(node)
     if read is None:
         return None
     (first, second), output = read
@@ -82,7 +82,7 @@ def _product(node: Any) -> _Product | None:
     )
 
 
-def _labels(node: Any) -> tuple[list[str], str] | None:
+def labels_of(node: Any) -> tuple[list[str], str] | None:
     """The labels of both operands and of the output, with a capital letter for each axis that dots stand for."""
     equation = node.attributes["equation"].as_string().replace(" ", "")
     inputs, arrow, output = equation.partition("->")

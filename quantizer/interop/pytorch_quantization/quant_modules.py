@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from quantizer.errors import ProxyError
 from quantizer.interop.pytorch_quantization.nn import QuantConv1d
@@ -19,23 +22,27 @@ from quantizer.source.patched import patched
 
 __all__ = ["deactivate", "initialize", "quantize_model"]
 
+logger = logging.getLogger(__name__)
+
 _KINDS = ("linear", "conv", "matmul")
 _DEFAULTS = {"conv1d": QuantConv1d, "conv2d": QuantConv2d, "conv3d": QuantConv3d}
 _OPEN: list[patched] = []
 
 
 def initialize(*sources: Source) -> None:
-    """Quantize the models that this thread builds from now on, until ``deactivate``.
+    """Quantize the modules that this thread builds from now on, until ``deactivate``.
 
     Args:
-        sources: the modelling modules meant; none: every module imported so far. torch's own classes are never changed.
+        sources: the modelling modules meant; none: everything, torch's layers and classes that are defined later
+            included. Until ``deactivate`` their constructors say what they built; models of other threads, and those
+            that exist, stay as they are.
 
     Raises:
         ProxyError: it is active already.
     """
     if _OPEN:
         raise ProxyError("quant_modules.initialize() is active already; call deactivate() first")
-    block = patched(*sources, built=quantize_model)
+    block = patched(*sources, built=quantize_model, everything=True)
     block.__enter__()
     _OPEN.append(block)
 
@@ -47,16 +54,33 @@ def deactivate() -> None:
 
 
 def quantize_model(model: nn.Module) -> None:
-    """Give every product in the source of ``model`` itself its ``TensorQuantizer``s, which round at once."""
+    """Give every product in the source of ``model`` itself its ``TensorQuantizer``s, which round at once.
+
+    Parts that were built before the whole keep theirs.
+    """
+    if type(model).__module__.startswith("torch.") and next(model.parameters(), None) is None:
+        return  # an activation, a loss, an empty container: it may become part of a float model
+    if isinstance(model, LazyModuleMixin):
+        logger.warning(
+            "initialize(): a %s stays float: it becomes another class at its first call; build it with its sizes",
+            type(model).__name__,
+        )
+        return
     if not is_proxy(model):
         instrument(model)
     use_eager_attention(model)
     for site in sites_of(model):
-        if site.operation.kind not in _KINDS:
-            continue
+        quantized = site.operation.kind in _KINDS
         defaults = _DEFAULTS.get(site.operation.name, QuantLinear)
         for name in site.quantizers:
+            if isinstance(site._modules[name], TensorQuantizer):
+                continue
             weight = name == "_weight_quantizer"
-            descriptor = defaults.default_quant_desc_weight if weight else defaults.default_quant_desc_input
-            site.add_module(name, TensorQuantizer(descriptor))
-        site.active = True
+            quantizer = TensorQuantizer(
+                defaults.default_quant_desc_weight if weight else defaults.default_quant_desc_input
+            )
+            if not quantized:
+                # Loops that go by names find it, and switch it; what is added stays float.
+                quantizer.disable()
+            site.add_module(name, quantizer)
+        site.active = quantized

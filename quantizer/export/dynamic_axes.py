@@ -1,0 +1,118 @@
+"""Which axes of the inputs are dynamic in the file: by convention, or as the caller says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.errors import ExportError
+
+__all__ = ["Axes", "asked_axes", "check_dynamic", "dynamic_shapes", "hint", "usual_axes"]
+
+logger = logging.getLogger(__name__)
+
+Axes = Mapping[str, Mapping[int, str]]
+"""Input name to {axis: dimension name}."""
+
+_SHORTEST = 2
+"""The least sequence: what torch.export sees of an axis of length 1 holds for that length alone."""
+
+_OF_SHAPES = ("ConstraintViolationError", "UserError")
+
+
+def usual_axes(inputs: Mapping[str, Any]) -> Axes:
+    """Axis 0 is ``batch``, and axis 1 of integer inputs ``sequence``, where the example lets that be told.
+
+    The batch is that of the first input; what has another length there is fixed, and so is every axis of length 1 but
+    a batch of one row: it may be there to be broadcast. An encoder and its decoder have sequences of their own: inputs
+    of one length in the example share a dimension.
+    """
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 0}
+    rows = {name: value.shape[0] for name, value in tensors.items()}
+    batch = next(iter(rows.values()), 1)
+    lengths: dict[int, str] = {}
+    found: dict[str, dict[int, str]] = {}
+    for name, value in tensors.items():
+        found[name] = {0: "batch"} if rows[name] == batch else {}
+        if rows[name] not in (1, batch):
+            logger.warning(
+                "export: axis 0 of %r is fixed at %d, as the batch of the example is %d; dynamic_axes= says otherwise",
+                name,
+                rows[name],
+                batch,
+            )
+        if not value.is_floating_point() and value.dim() > 1 and value.shape[1] >= _SHORTEST:
+            found[name][1] = lengths.setdefault(value.shape[1], f"{name}_sequence" if lengths else "sequence")
+    return found
+
+
+def asked_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
+    """The caller's own axes.
+
+    Raises:
+        ExportError: the example has no such input or axis, a name is none, or one dimension has two lengths.
+    """
+    lengths: dict[str, tuple[str, int]] = {}
+    for name, named in axes.items():
+        if name not in inputs:
+            raise ExportError(f"dynamic_axes names the input {name!r}; the example has: {', '.join(inputs)}")
+        shape = inputs[name].shape if isinstance(inputs[name], Tensor) else ()
+        for axis, dimension in named.items():
+            if not 0 <= axis < len(shape):
+                raise ExportError(f"dynamic_axes: {name!r} has no axis {axis}; expected 0 to {len(shape) - 1}")
+            if not dimension.isidentifier():
+                raise ExportError(f"dynamic_axes: {dimension!r} is no name of a dimension; expected one like 'batch'")
+            place = f"axis {axis} of {name!r}"
+            first, length = lengths.setdefault(dimension, (place, shape[axis]))
+            if length != shape[axis]:
+                raise ExportError(
+                    f"dynamic_axes: {dimension!r} is {length} in the example at {first} and {shape[axis]} at {place}; "
+                    "one dimension has one length: give them two names"
+                )
+    return axes
+
+
+def dynamic_shapes(inputs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+    """What ``torch.export`` takes: one entry for each input."""
+    dimensions: dict[str, Any] = {}
+
+    def entry(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return None
+        for axis, dimension in axes.get(name, {}).items():
+            least = min(value.shape[axis], _SHORTEST)
+            dimensions.setdefault(dimension, torch.export.Dim(dimension, min=1 if dimension == "batch" else least))
+        return {axis: dimensions[dimension] for axis, dimension in axes.get(name, {}).items()}
+
+    return {name: entry(name, value) for name, value in inputs.items()}
+
+
+def check_dynamic(model: Any, inputs: Mapping[str, Any], axes: Axes, *, asked: bool) -> None:
+    """Say which of the axes are fixed in the graph all the same: torch fixes those that a model can only have so long.
+
+    Raises:
+        ExportError: the caller ``asked`` for one of them.
+    """
+    shapes = {value.name: value.shape for value in model.graph.inputs}
+    for name, named in axes.items():
+        shape = shapes.get(name)
+        for axis, dimension in named.items():
+            if shape is None or axis >= len(shape) or not isinstance(shape[axis], int):
+                continue
+            what = f"axis {axis} of {name!r} can only be {shape[axis]} in this model"
+            if asked:
+                raise ExportError(f"dynamic_axes: {what}, so it is not {dimension!r}; leave it out of dynamic_axes")
+            logger.warning("export: %s, so it is fixed in the file", what)
+
+
+def hint(error: BaseException) -> str:
+    """Where an error of the exporter is about the lengths of axes: what says which of them are dynamic."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if type(error).__name__ not in _OF_SHAPES:
+        return ""
+    return "; dynamic_axes= says which axes of the inputs are dynamic, {} that none is"

@@ -1,0 +1,185 @@
+"""An einsum with a stored weight of several axes is written as a product by a matrix.
+
+Engines make a matrix of such a weight themselves, and leave its scales behind: OpenVINO refuses the file. Legend, by
+labels: k are summed over, m the activation's own, n the weight's.
+
+    Einsum(x, w) = Transpose(Reshape(Reshape(Transpose(x)[m, k]) @ w'[k, n]))
+
+What else an einsum with a weight says (a label of both operands in the output, a sum over one operand) stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quantizer.export.passes.base import add_constant
+from quantizer.export.passes.base import block_size
+from quantizer.export.passes.base import drop_unread
+from quantizer.export.passes.base import insert_before
+from quantizer.export.passes.base import is_dequantized
+from quantizer.export.passes.base import replace_node
+from quantizer.export.passes.einsum_to_matmul import labels_of
+
+__all__ = ["EinsumWeights"]
+
+_MATRIX = 2  # axes
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """The activation and the place of the weight, the labels of both, and those that are k, m, n and the output."""
+
+    x: Any
+    weight: Any
+    of_x: str
+    of_weight: str
+    summed: str
+    rows: str
+    columns: str
+    output: str
+
+    def sizes(self, labels: str) -> list[int]:
+        """The lengths of labels of the weight."""
+        shape = self.weight.shape
+        return [int(shape[self.of_weight.index(label)]) for label in labels]
+
+
+class EinsumWeights:
+    """``Einsum(x, DQ(w))`` with a constant w of three or more axes becomes ``MatMul`` by ``DQ(w' [K, N], axis 1)``."""
+
+    def requires(self, model: Any) -> str | None:
+        return None
+
+    def run(self, model: Any) -> int:
+        found = [(node, product) for node in model.graph if (product := _product(node)) is not None]
+        for node, product in found:
+            _carry_out(model, node, product)
+        return len(found)
+
+    def ensures(self, model: Any) -> str | None:
+        left = [node.name for node in model.graph if _product(node) is not None]
+        return f"a product by a stored weight is still an Einsum: {left[0]}" if left else None
+
+
+def _product(node: Any) -> _Product | None:
+    """The product by a matrix that an Einsum is; None for any other node."""
+    read = labels_of(node) if node.op_type == "Einsum" else None
+    if read is None:
+        return None
+    names, output = read
+    for place in (1, 0):
+        weight, x = node.inputs[place], node.inputs[1 - place]
+        of_weight, of_x = names[place], names[1 - place]
+        if not _is_stored(weight) or len(of_weight) <= _MATRIX:
+            continue
+        summed = "".join(label for label in of_weight if label in of_x and label not in output)
+        rows = "".join(label for label in output if label in of_x)
+        columns = "".join(label for label in of_weight if label in output and label not in of_x)
+        once = all(len(set(labels)) == len(labels) for labels in (of_weight, of_x, output))
+        whole = {*of_x} == {*rows, *summed} and {*of_weight} == {*summed, *columns} and {*rows, *columns} == {*output}
+        alike = all(x.shape[of_x.index(label)] == weight.shape[of_weight.index(label)] for label in summed)
+        scaled = _scaled_label(weight, of_weight)
+        if once and whole and alike and rows and summed and columns and (scaled is None or scaled in columns):
+            return _Product(x, weight, of_x, of_weight, summed, rows, columns, output)
+    return None
+
+
+def _is_stored(value: Any) -> bool:
+    """A weight behind a DQ whose scales are constants, and are not those of blocks."""
+    if not is_dequantized(value):
+        return False
+    dequantize = value.producer()
+    constant = all(given is None or given.const_value is not None for given in dequantize.inputs)
+    return constant and block_size(dequantize) is None
+
+
+def _scaled_label(weight: Any, labels: str) -> str | None:
+    """The label of the axis that has scales of its own; None where one scale is that of the tensor."""
+    dequantize = weight.producer()
+    if not len(dequantize.inputs[1].shape):
+        return None
+    return labels[dequantize.attributes["axis"].as_int()]
+
+
+def _carry_out(model: Any, node: Any, product: _Product) -> None:
+    import onnx_ir
+
+    last, x = node.outputs[0], product.x
+    weight = _as_matrix(model, node, product)
+    count = len(product.rows)
+
+    def turned(value: Any, given: str, wanted: str) -> Any:
+        if given == wanted:
+            return value
+        perm = [given.index(label) for label in wanted]
+        shape = None if value.shape is None else onnx_ir.Shape([value.shape[axis] for axis in perm])
+        attributes = [onnx_ir.AttrInt64s("perm", perm)]
+        return insert_before(model, node, "Transpose", [value], like=last, shape=shape, attributes=attributes)
+
+    def reshaped(value: Any, sizes: list[int]) -> Any:
+        """The rows as they are, and what follows in other sizes."""
+        wanted = np.array([0] * count + sizes, np.int64)
+        to = add_constant(model, f"{last.name}_shape", wanted, onnx_ir.DataType.INT64)
+        shape = onnx_ir.Shape([*(value.shape[axis] for axis in range(count)), *sizes])
+        return insert_before(model, node, "Reshape", [value, to], like=last, shape=shape)
+
+    x = turned(x, product.of_x, product.rows + product.summed)
+    if len(product.summed) > 1:
+        x = reshaped(x, [int(weight.shape[0])])
+    shape = onnx_ir.Shape([*(x.shape[axis] for axis in range(count)), weight.shape[1]])
+    result = insert_before(model, node, "MatMul", [x, weight], like=last, shape=shape)
+    if len(product.columns) > 1:
+        result = reshaped(result, product.sizes(product.columns))
+    former = product.weight
+    replace_node(model, node, turned(result, product.rows + product.columns, product.output))
+    _drop(model, former)
+
+
+def _as_matrix(model: Any, node: Any, product: _Product) -> Any:
+    """The weight [K, N] behind a DQ of its own."""
+    import onnx_ir
+
+    dequantize = product.weight.producer()
+    order = [product.of_weight.index(label) for label in product.summed + product.columns]
+    sizes = product.sizes(product.columns)
+    depth = math.prod(product.sizes(product.summed))
+    scaled = _scaled_label(product.weight, product.of_weight)
+
+    def along(array: Any) -> Any:
+        """A scale or zero point for each column [N]; that of the tensor as it is."""
+        if scaled is None:
+            return array
+        shape = [len(array) if label == scaled else 1 for label in product.columns]
+        return np.broadcast_to(array.reshape(shape), sizes).reshape(-1)
+
+    def constant(value: Any, change: Any) -> Any:
+        if value is None:
+            return None
+        array = np.ascontiguousarray(change(value.const_value.numpy()))
+        return add_constant(model, f"{value.name}_matrix", array, value.const_value.dtype)
+
+    stored, scale, *zero = dequantize.inputs
+    inputs = [constant(stored, lambda array: array.transpose(order).reshape(depth, -1)), constant(scale, along)]
+    inputs += [constant(value, along) for value in zero]
+    attributes = [] if scaled is None else [onnx_ir.AttrInt64("axis", 1)]
+    shape = onnx_ir.Shape([depth, math.prod(sizes)])
+    made = insert_before(
+        model, node, "DequantizeLinear", inputs, like=product.weight, shape=shape, attributes=attributes
+    )
+    made.producer().metadata_props.update(dequantize.metadata_props)
+    return made
+
+
+def _drop(model: Any, weight: Any) -> None:
+    """Take the former weight out where nobody else reads it."""
+    if weight.uses() or weight.is_graph_output():
+        return
+    dequantize = weight.producer()
+    inputs = [value for value in dequantize.inputs if value is not None]
+    model.graph.remove(dequantize, safe=True)
+    for value in inputs:
+        drop_unread(model, value)

@@ -1,0 +1,28 @@
+"""Operator patches for torch's own modules. Importing this file registers them."""
+
+from __future__ import annotations
+
+from quantizer.source.lend import PADDED
+from quantizer.source.operator_patches import OperatorPatch
+from quantizer.source.operator_patches import register_operator_patch
+
+__all__ = ["TORCH_PATCHES"]
+
+
+def _nested_encoder() -> OperatorPatch:
+    """An encoder that is given padding may run on nested tensors, which come back with 0 at padded positions."""
+    before = "        if convert_to_nested:\n            output = output.to_padded_tensor(0.0, src.size())"
+    after = f"        output = {PADDED}(\n            self, convert_to_nested, output, src, src_key_padding_mask, mask)"
+    return register_operator_patch(
+        OperatorPatch(
+            name="padding of nn.TransformerEncoder",
+            function="torch.nn.modules.transformer:TransformerEncoder.forward",
+            before=before,
+            after=after,
+            target="onnx",
+            reason="its nested tensors have no graph, and the layers without them leave padded positions as they are",
+        )
+    )
+
+
+TORCH_PATCHES = (_nested_encoder(),)

@@ -1,0 +1,124 @@
+"""Which weights a model had when it was calibrated, to tell whether it has them still.
+
+Ranges of activations belong to the weights that made them. A change is noticed by a checksum of every parameter: a
+version counter would miss what is written through ``.data``, and what a file holds has none.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import CalibrationError
+from quantizer.errors import QuantizerError
+
+__all__ = ["Fingerprint", "refuse_other_shapes", "warn_of_other_weights"]
+
+_SAMPLE = 1024
+"""Values whose mean magnitude tells a cast of a parameter from another parameter."""
+
+_CAST = 0.02
+"""Further than this share a cast moves no mean: a bfloat16 has 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Print:
+    """What is known of one parameter; without a checksum it held no values (it is on the meta device)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int | None
+    magnitude: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The parameters of a model, by path."""
+
+    parameters: Mapping[str, _Print]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Fingerprint:
+        """Return that of a model as it is now: one pass over its parameters, about 2 GB/s."""
+        return cls({path: _print(parameter.detach()) for path, parameter in model.named_parameters()})
+
+    def plain(self) -> dict[str, list[Any]]:
+        """Return plain values, to be saved."""
+        return {
+            path: [list(one.shape), one.dtype, one.checksum, one.magnitude] for path, one in self.parameters.items()
+        }
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any] | None) -> Fingerprint | None:
+        """Return what ``plain`` gave; None of what was saved before there were fingerprints.
+
+        Raises:
+            QuantizerError: it is damaged.
+        """
+        if values is None:
+            return None
+        try:
+            return cls({str(path): _read(*entry) for path, entry in values.items()})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise QuantizerError(f"the fingerprint of the weights cannot be read, it is damaged: {error!r}") from error
+
+
+def refuse_other_shapes(before: Fingerprint, now: Fingerprint) -> None:
+    """Refuse a model whose parameters have other shapes than those of the one that was calibrated.
+
+    Raises:
+        CalibrationError: it is another model.
+    """
+    both = ((path, one.shape, now.parameters.get(path)) for path, one in before.parameters.items())
+    found = [(path, shape, other.shape) for path, shape, other in both if other is not None and other.shape != shape]
+    if found:
+        path, was, is_now = found[0]
+        raise CalibrationError(
+            f"the calibration belongs to another model: {path} had the shape {list(was)} and has {list(is_now)} here "
+            f"({len(found)} parameters differ); calibrate this model with a Quantizer of its own"
+        )
+
+
+def warn_of_other_weights(before: Fingerprint, now: Fingerprint) -> None:
+    """Warn where parameters of one shape have other values now; a cast to another float type is no change."""
+    both = ((path, one, now.parameters.get(path)) for path, one in before.parameters.items())
+    found = [path for path, one, other in both if other is not None and not _alike(one, other)]
+    if found:
+        warnings.warn(
+            f"{len(found)} of {len(before.parameters)} parameters changed since the calibration, the first is "
+            f"{found[0]}: scales of weights are those of the weights that are here now, and the ranges of activations "
+            "are still those of the former ones; calibrate again if they differ by more than a little",
+            stacklevel=5,
+        )
+
+
+def _alike(one: _Print, other: _Print) -> bool:
+    if one.checksum is None or other.checksum is None or one.shape != other.shape:
+        return True
+    if one.dtype == other.dtype:
+        return one.checksum == other.checksum
+    return abs(one.magnitude - other.magnitude) <= _CAST * max(one.magnitude, other.magnitude)
+
+
+def _print(value: Tensor) -> _Print:
+    shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    if value.is_meta or value.layout is not torch.strided:
+        return _Print(shape, dtype, None, 0.0)
+    flat = value.cpu().contiguous().flatten()
+    sample = flat[:: max(1, len(flat) // _SAMPLE)].abs().double()
+    magnitude = float(sample.nan_to_num(0.0, 0.0, 0.0).mean()) if len(flat) else 0.0
+    return _Print(shape, dtype, zlib.crc32(flat.view(torch.uint8).numpy().data), magnitude)
+
+
+def _read(shape: Any, dtype: Any, checksum: Any, magnitude: Any) -> _Print:
+    known = checksum is None or isinstance(checksum, int)
+    if not (known and isinstance(dtype, str) and isinstance(magnitude, int | float)):
+        raise TypeError(f"got {[shape, dtype, checksum, magnitude]!r}")
+    return _Print(tuple(int(size) for size in shape), dtype, checksum, float(magnitude))

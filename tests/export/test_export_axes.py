@@ -1,0 +1,144 @@
+"""Dynamic axes: what the example tells, what it does not, and what the file says in the end."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+from quantizer import Quantizer
+from quantizer.errors import ExportError
+from quantizer.export.dynamic_axes import hint
+
+onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+
+
+class Ids(nn.Module):
+    """Token ids [B, S]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 32)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.linear(self.table(ids))
+
+
+class Masked(nn.Module):
+    """x [B, S, 32] and a mask [B, H or 1, S, S]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.linear(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        return (y @ y.mT).masked_fill(~mask, -1e4).softmax(-1) @ y
+
+
+class Prototypes(nn.Module):
+    """x [B, 32] and what it is compared with, [N, 32]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.linear(x) @ self.linear(table).mT
+
+
+def exported(model: nn.Module, example: tuple[Tensor, ...], path: Path, **options: Any) -> dict[str, list[Any]]:
+    torch.manual_seed(0)
+    q = Quantizer(backend="onnxruntime")
+    q.calibrate(model.eval(), [example], progress=False)
+    q.export(q.quantize(model), path, example, **options)
+    inputs = onnx.load(str(path)).graph.input
+    return {value.name: [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim] for value in inputs}
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.long)
+
+
+def mask(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "expected"),
+    [
+        (Ids, (ids(2, 1),), {"ids": ["batch", 1]}),
+        (Ids, (ids(1, 1),), {"ids": ["batch", 1]}),
+        (Ids, (ids(1, 4),), {"ids": ["batch", "sequence"]}),
+        (Masked, (torch.randn(2, 6, 32), mask(2, 1, 6, 6)), {"x": ["batch", 6, 32], "mask": ["batch", 1, 6, 6]}),
+        (Masked, (torch.randn(1, 6, 32), mask(1, 1, 6, 6)), {"x": ["batch", 6, 32], "mask": ["batch", 1, 6, 6]}),
+        (Masked, (torch.randn(2, 6, 32), mask(1, 1, 6, 6)), {"x": ["batch", 6, 32], "mask": [1, 1, 6, 6]}),
+        (Prototypes, (torch.randn(2, 32), torch.randn(1, 32)), {"x": ["batch", 32], "table": [1, 32]}),
+    ],
+    ids=["one token", "one token of one row", "one row", "mask", "mask of one row", "broadcast mask", "one prototype"],
+)
+def test_an_axis_of_length_1_is_fixed(
+    model: type[nn.Module], example: tuple[Tensor, ...], expected: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    assert exported(model(), example, tmp_path / "net.onnx") == expected
+
+
+def test_a_batch_of_one_row_serves_any_batch(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    model, example = Masked().eval(), (torch.randn(1, 6, 32), mask(1, 1, 6, 6))
+    q = Quantizer(backend="onnxruntime")
+    q.calibrate(model, [example], progress=False)
+    frozen = q.quantize(model)
+    q.export(frozen, tmp_path / "net.onnx", example)
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    x, hidden = torch.randn(3, 6, 32), mask(3, 1, 6, 6)
+    (got,) = session.run(None, {"x": x.numpy(), "mask": hidden.numpy()})
+    assert np.abs(got - frozen(x, hidden).detach().numpy()).max() < 0.01
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_another_length_than_the_batch_is_fixed_and_said(
+    rows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    example = (torch.randn(rows, 32), torch.randn(5, 32))
+    with caplog.at_level(logging.WARNING, logger="quantizer"):
+        found = exported(Prototypes(), example, tmp_path / "net.onnx")
+    assert found == {"x": ["batch", 32], "table": [5, 32]}
+    assert f"axis 0 of 'table' is fixed at 5, as the batch of the example is {rows}; dynamic_axes=" in caplog.text
+
+
+def test_what_the_model_fixes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    example = (torch.randn(2, 6, 32), mask(2, 4, 6, 6))
+    with caplog.at_level(logging.WARNING, logger="quantizer"):
+        found = exported(Masked(), example, tmp_path / "net.onnx")
+    assert found["mask"] == ["batch", 4, 6, 6]
+    assert "axis 1 of 'mask' can only be 4 in this model" in caplog.text
+    with pytest.raises(ExportError, match="axis 1 of 'mask' can only be 4 in this model, so it is not 'heads'"):
+        exported(Masked(), example, tmp_path / "net.onnx", dynamic_axes={"mask": {1: "heads"}})
+
+
+def test_axes_of_length_1_that_are_asked_for(tmp_path: Path) -> None:
+    axes = {"ids": {0: "batch", 1: "sequence"}}
+    assert exported(Ids(), (ids(2, 1),), tmp_path / "net.onnx", dynamic_axes=axes) == {"ids": ["batch", "sequence"]}
+
+
+def test_one_dimension_has_one_length(tmp_path: Path) -> None:
+    example = (torch.randn(2, 32), torch.randn(5, 32))
+    axes = {"x": {0: "batch"}, "table": {0: "batch"}}
+    with pytest.raises(ExportError, match="'batch' is 2 in the example at axis 0 of 'x' and 5 at axis 0 of 'table'"):
+        exported(Prototypes(), example, tmp_path / "net.onnx", dynamic_axes=axes)
+
+
+def test_the_exporter_s_words_on_lengths_come_with_what_to_do() -> None:
+    wrapped = RuntimeError("step 1 of 3")
+    wrapped.__cause__ = ConstraintViolationError("1 not in range [2, int_oo]")
+    assert "dynamic_axes= says which axes of the inputs are dynamic" in hint(wrapped)
+    assert not hint(RuntimeError("step 1 of 3"))

@@ -1,0 +1,204 @@
+"""Weights of three and more axes: engines take the file, and compute what the proxy computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.export.passes import run_passes
+from quantizer.export.passes.einsum_weights import EinsumWeights
+
+onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
+
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
+SIZES = {"b": 2, "t": 6, "h": 4, "d": 32, "k": 16, "e": 3}
+
+
+class Weighted(nn.Module):
+    """A product by a weight of so many axes."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(*shape) * torch.linspace(0.1, 1.0, shape[-1]))
+
+
+class ToHeads(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,hkd->bhtk", x, self.weight)
+
+
+class ToHeadsLast(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,dhk->bthk", x, self.weight)
+
+
+class ToHeadsOfRows(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bd,hkd->bhk", x, self.weight)
+
+
+class WeightFirst(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("hdk,btd->kbht", self.weight, x)
+
+
+class FromHeads(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bthk,hkd->btd", x, self.weight)
+
+
+class FromHeadsTurned(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bhtk,dhk->btd", x, self.weight)
+
+
+class AnyRows(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...d,dhk->...hk", x, self.weight)
+
+
+class FourAxes(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,ehkd->bethk", x, self.weight)
+
+
+class OfEachHead(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bhtd,hdk->bhtk", x, self.weight)
+
+
+class OfEachHeadTurned(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bthd,hkd->bthk", x, self.weight)
+
+
+class Batched(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class BatchedTurned(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.weight.mT)
+
+
+MODELS: list[tuple[type[Weighted], str, str, bool]] = [
+    (ToHeads, "btd", "hkd", True),
+    (ToHeadsLast, "btd", "dhk", True),
+    (ToHeadsOfRows, "bd", "hkd", True),
+    (WeightFirst, "btd", "hdk", True),
+    (FromHeads, "bthk", "hkd", True),
+    (FromHeadsTurned, "bhtk", "dhk", True),
+    (AnyRows, "btd", "dhk", True),
+    (FourAxes, "btd", "ehkd", True),
+    (OfEachHead, "bhtd", "hdk", False),
+    (OfEachHeadTurned, "bthd", "hkd", False),
+    (Batched, "bhtd", "hdk", True),
+    (BatchedTurned, "bhtd", "hkd", True),
+]
+
+
+def shape(labels: str) -> tuple[int, ...]:
+    return tuple(SIZES[label] for label in labels)
+
+
+@pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize(
+    "options", [{}, {"formats": [{"activations": "float", "weights": "int8"}]}], ids=["all", "weights"]
+)
+@pytest.mark.parametrize(("model", "x", "weight", "matrices"), MODELS, ids=[entry[0].__name__ for entry in MODELS])
+def test_engines_compute_what_the_proxy_computes(
+    model: type[Weighted], x: str, weight: str, matrices: bool, options: dict[str, Any], engine: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(engine, reason=f"needs quantizer[{engine}]")
+    from quantizer.engines import load_engine
+
+    net, data = model(*shape(weight)).eval(), torch.randn(shape(x))
+    q = Quantizer(backend=engine, **options)
+    q.calibrate(net, [data], progress=False)
+    assert all(row.quantized for row in q.coverage.rows)
+    frozen = q.quantize(net)
+    path = q.export(frozen, tmp_path / "net.onnx", data)
+    operators = [node.op_type for node in onnx.load(str(path)).graph.node]
+    assert ("Einsum" not in operators) == matrices
+    runner = load_engine(engine, path)
+    for rows in (data, torch.randn(3, *data.shape[1:])):
+        expected = frozen(rows).detach().numpy()
+        (got,) = runner({"x": rows.numpy()}).values()
+        # Sums in another order tip values over the border between two steps.
+        assert np.linalg.norm(got - expected) < 0.01 * np.linalg.norm(expected)
+
+
+def graph(equation: str, weight: tuple[int, ...], axis: int) -> Any:
+    """A graph of one Einsum by a stored weight, with scales along an axis of it."""
+    text = (
+        f'<ir_version: 10, opset_import: ["" : 20]> g (float[B, 6, 32] x) => (float y)'
+        f"<int8[{','.join(map(str, weight))}] w, float[{weight[axis]}] s>"
+        f"{{ d = DequantizeLinear <axis = {axis}> (w, s) "
+        f'y = Einsum <equation = "{equation}"> (x, d) }}'
+    )
+    proto = onnx.parser.parse_model(text)
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    generator = np.random.default_rng(0)
+    stored = generator.integers(-100, 100, weight).astype(np.int8)
+    scales = generator.uniform(0.01, 0.02, weight[axis]).astype(np.float32)
+    for name, array in (("w", stored), ("s", scales)):
+        old = [entry for entry in proto.graph.initializer if entry.name == name]
+        for entry in old:
+            proto.graph.initializer.remove(entry)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+
+
+def computed(model: Any, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    from onnx.reference import ReferenceEvaluator
+
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    (result,) = ReferenceEvaluator(proto).run(None, {"x": x})
+    return np.asarray(result)
+
+
+@pytest.mark.parametrize(
+    ("equation", "weight", "axis", "becomes"),
+    [
+        ("btd,hkd->bhtk", (4, 16, 32), 1, True),
+        ("btd,hkd->bhtk", (4, 16, 32), 0, True),
+        ("btd,dkh->thbk", (32, 16, 4), 1, True),
+        ("btd,hkd->bhtk", (4, 16, 32), 2, False),  # scales along what is summed over
+        ("btd,tkd->btk", (6, 16, 32), 1, False),  # a label of both in the output
+        ("btd,hkd->btk", (4, 16, 32), 1, False),  # a sum over the weight alone
+        ("btd,hkd->bhk", (4, 16, 32), 1, False),  # a sum over the activation alone
+        ("btd,dk->btk", (32, 16), 1, False),  # a matrix already
+    ],
+)
+def test_the_pass_by_itself(equation: str, weight: tuple[int, ...], axis: int, becomes: bool) -> None:
+    x = np.random.default_rng(1).normal(size=(2, 6, 32)).astype(np.float32)
+    expected = computed(graph(equation, weight, axis), x)
+    model = graph(equation, weight, axis)
+    run_passes(model, [EinsumWeights()])
+    operators = [node.op_type for node in model.graph]
+    assert ("MatMul" in operators) == becomes
+    assert ("Einsum" in operators) != becomes
+    assert operators.count("DequantizeLinear") == 1
+    np.testing.assert_allclose(computed(model, x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_that_others_read_stays_for_them() -> None:
+    model = graph("btd,hkd->bhtk", (4, 16, 32), 1)
+    weight = next(node for node in model.graph if node.op_type == "DequantizeLinear").outputs[0]
+    model.graph.outputs.append(weight)
+    run_passes(model, [EinsumWeights()])
+    operators = [node.op_type for node in model.graph]
+    assert operators.count("DequantizeLinear") == 2
+    assert "Einsum" not in operators
