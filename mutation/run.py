@@ -41,7 +41,7 @@ from tally import report
 from tally import survivors
 
 ROOT = Path(__file__).parents[1]
-ENOUGH = 15.0
+ENOUGH = 10.0
 """Seconds of tests for the first look at a mutant."""
 SHORTEST = 60.0
 """Seconds that any mutant may take, beside four times what its tests take without a mutation."""
