@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -18,6 +19,8 @@ import pytest
 __all__ = ["TIMED_OUT", "end_on_signals", "preload", "run_forked"]
 
 TIMED_OUT = -1
+_PATIENCE = 5
+"""How many seconds a process may take for each one of the processor's: others may be at work on the same machine."""
 _POLL = 0.02
 _PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """A plugin of pytest may be preloaded: hypothesis."""
@@ -49,22 +52,26 @@ def preload(modules: Iterable[str]) -> None:
 def run_forked(tree: Path, arguments: list[str], limit: float, log: Path, plugin: Callable[[], object] | None) -> int:
     """Run pytest on the copy in ``tree``; return its exit status, ``TIMED_OUT`` or 128 + the number of a signal.
 
-    ``plugin`` is made in the forked process. What the tests print is in ``log``.
+    ``limit`` is in seconds of the processor. ``plugin`` is made in the forked process, and what the tests print is in
+    ``log``.
     """
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        _become_tests(tree, arguments, log, plugin)
+        _become_tests(tree, arguments, limit, log, plugin)
     try:
-        return _wait(child, limit)
+        return _wait(child, _PATIENCE * limit)
     finally:
         _end(child)
 
 
-def _become_tests(tree: Path, arguments: list[str], log: Path, plugin: Callable[[], object] | None) -> NoReturn:
+def _become_tests(
+    tree: Path, arguments: list[str], limit: float, log: Path, plugin: Callable[[], object] | None
+) -> NoReturn:
     status = 3
     try:
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -90,7 +97,7 @@ def _wait(child: int, limit: float) -> int:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+            return TIMED_OUT if code == -signal.SIGXCPU else code if code >= 0 else 128 - code
         time.sleep(_POLL)
     return TIMED_OUT
 

@@ -58,11 +58,13 @@ def measure(tree: Path, tests: Mapping[Path, Sequence[Path]], folder: Path) -> T
         if not kept.exists():
             print(f"  which lines {test.relative_to(tree)} runs", flush=True)
             log = folder / "log.txt"
-            arguments = [str(test), "-m", "not slow and not gpu"]
+            arguments = [str(test), "-m", "not slow and not gpu", "--maxfail=1000"]
             status = run_forked(tree, arguments, _LIMIT, log, partial(_Recorder, tree, sources, kept))
-            if status != pytest.ExitCode.OK:
-                raise SystemExit(f"{test} fails without any mutation (exit status {status}): {log}")
+            if not kept.exists():
+                raise SystemExit(f"{test} does not run without any mutation (exit status {status}): {log}")
         measured = json.loads(kept.read_text(encoding="utf-8"))
+        for name in measured.get("failed", []):
+            print(f"  left out, because it fails without any mutation: {name}", flush=True)
         seconds.update(measured["seconds"])
         for file, lines in measured["lines"].items():
             for line, found in lines.items():
@@ -97,6 +99,7 @@ class _Recorder:
         self._tree, self._out = tree, out
         self._seconds: dict[str, float] = defaultdict(float)
         self._users: dict[str, set[str]] = defaultdict(set)
+        self._failed: set[str] = set()
         self._now = _IMPORT
         self._coverage: Any = coverage.Coverage(data_file=None, include=[str(source) for source in sources])
         self._coverage.start()
@@ -124,9 +127,13 @@ class _Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
+        if report.failed:
+            self._failed.add(report.nodeid)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._coverage.stop()
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return
         data = self._coverage.get_data()
         lines: dict[str, dict[int, list[str]]] = {}
         for file in data.measured_files():
@@ -134,7 +141,8 @@ class _Recorder:
             lines[str(Path(file).relative_to(self._tree))] = {
                 line: sorted(set().union(*map(self._tests, names))) for line, names in contexts.items()
             }
-        told = {"seconds": self._seconds, "lines": lines}
+        seconds = {test: took for test, took in self._seconds.items() if test not in self._failed}
+        told = {"seconds": seconds, "failed": sorted(self._failed), "lines": lines}
         self._out.write_text(json.dumps(told), encoding="utf-8")
 
     def _switch(self, context: str) -> None:
@@ -143,5 +151,5 @@ class _Recorder:
 
     def _tests(self, context: str) -> set[str]:
         if context.startswith("fixture "):
-            return self._users[context.removeprefix("fixture ")]
-        return {context} - {_IMPORT}
+            return self._users[context.removeprefix("fixture ")] - self._failed
+        return {context} - {_IMPORT} - self._failed

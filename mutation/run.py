@@ -8,6 +8,7 @@ on where it ended. See docs/testing.md.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import importlib.util
 import shutil
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from typing import TextIO
 
 from cosmic_ray.mutating import _make_diff
 from cosmic_ray.work_db import WorkDB
@@ -73,7 +75,10 @@ def main() -> int:
     wanted = _arguments(list(table["packages"]))
     end_on_signals()
     folder: Path = wanted.folder.resolve()
-    tree = _copy(folder / "tree")
+    tree = folder / "tree"
+    if not wanted.report:
+        alone = _locked(folder)
+        _copy(tree)
     packages = [_package(name, table["packages"], tree, folder) for name in wanted.package]
     seed = table["seed"] if wanted.seed is None else wanted.seed
     print(f"seed {seed}, sessions in {folder / 'sessions'}", flush=True)
@@ -81,6 +86,7 @@ def main() -> int:
         preload(table["preload"])
         for package in packages:
             _test(package, tree, folder, seed, wanted)
+        alone.close()
     sessions = [(package.name, [package.session(source) for source in package.sources]) for package in packages]
     return report(sessions, tree, table["least"])
 
@@ -98,7 +104,18 @@ def _arguments(names: list[str]) -> argparse.Namespace:
     return wanted
 
 
-def _copy(tree: Path) -> Path:
+def _locked(folder: Path) -> TextIO:
+    """A file that is held while this process runs: two would test each other's mutants."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = (folder / "lock").open("w")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"another run is at work in {folder}") from None
+    return held
+
+
+def _copy(tree: Path) -> None:
     """The files of the working tree, as they are: also those that a stopped run left mutated in the copy."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -115,7 +132,6 @@ def _copy(tree: Path) -> Path:
         if not new.exists() or new.read_bytes() != (ROOT / name).read_bytes():
             new.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, new)
-    return tree
 
 
 def _package(name: str, lines: dict[str, dict[str, Any]], tree: Path, folder: Path) -> Package:
