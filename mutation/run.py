@@ -76,17 +76,15 @@ def main() -> int:
     end_on_signals()
     folder: Path = wanted.folder.resolve()
     tree = folder / "tree"
-    if not wanted.report:
-        alone = _locked(folder)
-        _copy(tree)
-    packages = [_package(name, table["packages"], tree, folder) for name in wanted.package]
     seed = table["seed"] if wanted.seed is None else wanted.seed
     print(f"seed {seed}, sessions in {folder / 'sessions'}", flush=True)
     if not wanted.report:
-        preload(table["preload"])
-        for package in packages:
-            _test(package, tree, folder, seed, wanted)
-        alone.close()
+        with _locked(folder):
+            _copy(tree)
+            preload(table["preload"])
+            for name in wanted.package:
+                _test(_package(name, table["packages"], tree, folder), tree, folder, seed, wanted)
+    packages = [_package(name, table["packages"], tree, folder) for name in wanted.package]
     sessions = [(package.name, [package.session(source) for source in package.sources]) for package in packages]
     return report(sessions, tree, table["least"])
 
