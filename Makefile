@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test property lint bench clean
+.PHONY: demo test property torture lint bench mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -52,6 +52,11 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/export_speed.py
 	$(BIN)/python benchmarks/training_speed.py
 	$(BIN)/python benchmarks/training_accuracy.py
+
+# Hours long, resumable, and no part of the tests: see docs/testing.md.
+mutation: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mutation]'
+	OMP_NUM_THREADS=1 $(BIN)/python mutation/run.py
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-no-deps.txt
 	$(PYTHON) -m venv .venv

@@ -81,7 +81,8 @@ def test_a_product_of_matrices_becomes_one(equation: str, transposes: int) -> No
     shapes = shapes_of(equation)
     expected = computed(einsum(equation, shapes), shapes)
     model = einsum(equation, shapes)
-    run_passes(model, [EinsumToMatMul()])
+    assert EinsumToMatMul().run(model) == 1
+    assert EinsumToMatMul().ensures(model) is None
     operators = [node.op_type for node in model.graph]
     assert "Einsum" not in operators
     assert operators.count("MatMul") == 1
@@ -110,7 +111,8 @@ def test_a_product_of_matrices_becomes_one(equation: str, transposes: int) -> No
 )
 def test_what_else_it_says_stays(equation: str, shapes: tuple[str, str] | None) -> None:
     model = einsum(equation, shapes or shapes_of(equation))
-    run_passes(model, [EinsumToMatMul()])
+    assert EinsumToMatMul().run(model) == 0
+    assert EinsumToMatMul().ensures(model) is None
     assert [node.op_type for node in model.graph][-1] == "Einsum"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quantizer.numerics import ops
 from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.granularity import scale_shape
+from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import FP8
 from quantizer.numerics.qtype import INT4
 from quantizer.numerics.qtype import QTYPES
@@ -43,6 +45,38 @@ def test_the_ranges_are_those_of_the_storage() -> None:
     assert (FP8.qmin, FP8.qmax) == (torch.finfo(FP8.storage).min, torch.finfo(FP8.storage).max)
     assert (INT4.qmin, INT4.qmax) == (-(2 ** (INT4.bits - 1)), 2 ** (INT4.bits - 1) - 1)
     assert [name for name, kind in QTYPES.items() if kind.is_packed] == ["int4"]
+
+
+def test_the_magnitudes_are_the_steps_from_zero_on() -> None:
+    for kind in (QTYPES["int8"], UINT8, INT4):
+        assert kind.magnitudes.tolist() == list(range(kind.qmax + 1))
+    codes = torch.arange(256).to(torch.uint8).view(FP8.storage).float()
+    assert torch.equal(FP8.magnitudes, codes[codes.isfinite()].abs().unique())
+    assert all(kind.magnitudes.dtype == torch.float32 for kind in QTYPES.values())
+
+
+def test_the_opsets_are_those_of_onnx() -> None:
+    onnx = pytest.importorskip("onnx")
+
+    def first(typed: str, attribute: str | None = None) -> int:
+        """The first version whose QuantizeLinear makes a type, and has an attribute."""
+        for version in range(10, onnx.defs.onnx_opset_version() + 1):
+            schema = onnx.defs.get_schema("QuantizeLinear", version)
+            held = {text for entry in schema.type_constraints for text in entry.allowed_type_strs}
+            if f"tensor({typed.lower()})" in held and (attribute is None or attribute in schema.attributes):
+                return version
+        raise AssertionError(f"no version of ONNX has {typed}")
+
+    assert {kind.name: first(kind.onnx_type) for kind in QTYPES.values()} == {
+        kind.name: kind.onnx_opset for kind in QTYPES.values()
+    }
+    assert first("int8", "block_size") == BLOCKS_OPSET
+
+
+def test_a_format_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'qmax'"):
+        FP8.qmax = 1  # type: ignore[misc]
+    assert len({*QTYPES.values()}) == len(QTYPES)
 
 
 @pytest.mark.parametrize(("axis", "block_size", "shape"), [(None, None, ()), (1, None, (8,)), (1, 4, (6, 2))])

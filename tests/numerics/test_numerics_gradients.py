@@ -106,6 +106,32 @@ def test_gradients_of_many_values_are_those_of_the_references(case: Case) -> Non
     torch.testing.assert_close(scale.grad.double(), exact_scale.grad, rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((1, 2**18 + 1), None), ((3, 2**17), 0), ((2**17, 3), 1)], ids=["one-row", "axis-0", "axis-1"]
+)
+def test_many_values_in_one_row_or_with_many_scales(shape: tuple[int, int], axis: int | None) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
+    scale = torch.tensor(1 / 32) if axis is None else torch.tensor([1 / 32, 1 / 64, 1 / 16])
+    exact_x, exact_scale, exact = reference(x, scale, Case("int8", axis))
+    exact.square().sum().backward()
+    learned_x, learned_scale = x.requires_grad_(), scale.requires_grad_()
+    ops.fake_quantize(learned_x, learned_scale, "int8", axis).square().sum().backward()
+    assert learned_x.grad is not None
+    assert learned_scale.grad is not None
+    assert torch.equal(learned_x.grad.double(), exact_x.grad)
+    torch.testing.assert_close(learned_scale.grad.double(), exact_scale.grad, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[-2]], ids=str)
+def test_what_backward_calls_can_be_traced(case: Case, dtype: torch.dtype) -> None:
+    x, scale, weights, zero = example(case)
+    granularity = (case.dtype, case.axis, case.block_size, zero)
+    torch.library.opcheck(torch.ops.quantizer.inside.default, (x.to(dtype), scale, *granularity))
+    gradients = (weights.to(dtype), x.to(dtype), scale, *granularity)
+    torch.library.opcheck(torch.ops.quantizer.lsq_gradients.default, gradients)
+
+
 def test_an_infinite_value_counts_as_the_edge_of_the_range() -> None:
     x, scale = torch.tensor([1.0, torch.inf, -torch.inf], requires_grad=True), torch.tensor(0.5, requires_grad=True)
     ops.fake_quantize(x, scale).sum().backward()

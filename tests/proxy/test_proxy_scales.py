@@ -68,6 +68,17 @@ def test_the_frozen_model_uses_them(per_channel: bool) -> None:
     assert str(q.ranges)
 
 
+def test_what_was_measured_with_the_former_range_goes_with_it() -> None:
+    q = _calibrated(Mlp().eval(), activations={"calibrator": "auto"})
+    before = q.plan[LINEAR].operands
+    q.load_scales({f"{LINEAR}.input": torch.tensor(0.5)})
+    given, kept = q.plan[LINEAR].operands
+    for operand, missing in ((before[0], False), (given, True)):
+        assert [value is None for value in (operand.estimate, operand.sqnr_db, operand.clipped)] == [missing] * 3
+    assert kept.scale is not None
+    assert torch.equal(kept.scale, before[1].scale)
+
+
 def test_a_scale_is_held_in_the_targets_type() -> None:
     model = Mlp().eval()
     q = _calibrated(model, backend="tensorrt")

@@ -84,6 +84,26 @@ def test_the_longest_sequence_decides(fused: bool) -> None:
     assert list(reasons(Attention(16, fused=fused), 512, 32, width=32).values()) == [sites]
 
 
+class Block(Attention):
+    """An attention whose function holds a residual add, too."""
+
+    def forward(self, x: Tensor, steps: int | None = None) -> Tensor:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        return torch.matmul(torch.matmul(query, key.transpose(-2, -1)).softmax(-1), value + x)
+
+
+def test_an_add_beside_an_attention_that_stays_float_does_not() -> None:
+    model = Block(12).eval()
+    quantizer = Quantizer(backend="tensorrt", sites={"residual_add": True})
+    quantizer.calibrate(model, [torch.randn(2, 32, 24)])
+    products = [entry for entry in quantizer.plan.values() if entry.kind == "matmul"]
+    assert len(products) == 2
+    assert all("tensorrt fuses no attention in int8 with it" in entry.reason for entry in products)
+    (add,) = [entry for entry in quantizer.plan.values() if entry.kind == "residual_add"]
+    assert add.quantized
+    assert all(operand.quantized for operand in add.operands)
+
+
 def test_a_product_of_two_activations_that_is_no_attention_has_no_head() -> None:
     class Product(nn.Module):
         def forward(self, x: Tensor, steps: int | None = None) -> Tensor:

@@ -1,0 +1,50 @@
+"""The mutation check's own parts: its table, its explanations, and the mutations that it adds to Cosmic Ray's."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TABLE = tomllib.loads((ROOT / "mutation" / "table.toml").read_text(encoding="utf-8"))
+EXPLAINED = tomllib.loads((ROOT / "mutation" / "equivalent.toml").read_text(encoding="utf-8"))["equivalent"]
+
+
+def _module(name: str) -> ModuleType:
+    found = importlib.util.spec_from_file_location(f"mutation_{name}", ROOT / "mutation" / f"{name}.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("package", TABLE["packages"])
+def test_the_table_names_files_that_there_are(package: str) -> None:
+    line = TABLE["packages"][package]
+    for pattern in [*line["sources"], *line["tests"]]:
+        assert list(ROOT.glob(pattern)), pattern
+
+
+@pytest.mark.parametrize("entry", EXPLAINED, ids=lambda entry: f"{entry['file']} {entry['mutant'][:40]}")
+def test_what_is_explained_is_in_the_code(entry: dict[str, str]) -> None:
+    """Lines are joined by a space, as the report of the check joins them."""
+    code = " ".join(line.strip() for line in (ROOT / entry["file"]).read_text(encoding="utf-8").splitlines())
+    assert entry["line"].strip() in code
+    assert entry["line"] != entry["mutant"]
+    assert entry["reason"]
+
+
+def test_own_mutations_are_those_of_their_examples() -> None:
+    pytest.importorskip("cosmic_ray")
+    from cosmic_ray.mutating import mutate_code
+
+    for operator in _module("operators").PROVIDER.values():
+        for example in operator.examples():
+            mutated = mutate_code(example.pre_mutation_code, operator(), example.occurrence)
+            assert mutated == example.post_mutation_code
+            assert mutate_code(example.pre_mutation_code, operator(), example.occurrence + 2) is None
