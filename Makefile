@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint bench mutation clean
+.PHONY: demo test property torture lint bench mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -18,6 +18,16 @@ demo: $(INSTALLED)
 # One thread a process: torch, OpenVINO and pytest-xdist would otherwise fight over the cores.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+
+# 2,000 random models, and engines of 200 others, in about half an hour on one core. make property SEED=... draws the
+# same ones again.
+ifndef SEED
+SEED := $(shell date +%s)
+endif
+
+property: $(INSTALLED)
+	@echo "random models with SEED=$(SEED)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/property --hypothesis-profile=nightly --hypothesis-seed=$(SEED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

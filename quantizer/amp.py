@@ -21,6 +21,7 @@ from quantizer.proxy.plan import put_back
 from quantizer.proxy.ranks import gathered
 from quantizer.proxy.ranks import rank_number
 from quantizer.proxy.shared_tensors import watch
+from quantizer.proxy.sharing import OwnBuffers
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
 from quantizer.sensitivity import Loss
@@ -50,18 +51,20 @@ class Amp:
 
     Attributes:
         proxy: gives the float outputs, and measures.
+        plan: what calibration decided.
     """
 
     def __init__(
         self, model: nn.Module, plan: Plan, measure: str, granularity: str, loss: Loss | None, metric: Metric | None
     ) -> None:
         self.proxy = build_proxy(model, eager_attention=True).eval()
+        OwnBuffers(self.proxy, model)
         apply_plan(self.proxy, plan)
         store_weights(self.proxy, plan)
         # Its floats are the model's, and its integers would be those of former weights.
         watch(self.proxy, "amp", lambda parameter: True)
         self._model = model
-        self._plan = plan
+        self.plan = plan
         self._loss = loss
         self._measurement = Measurement(
             self.proxy, groups_of(sites_of(self.proxy), plan, granularity), measure, loss, metric
@@ -95,7 +98,7 @@ class Amp:
         """The groups to put back; arguments as in ``Quantizer.fallback``."""
         _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop)
         if names is not None:
-            return by_name(operands_of(self._plan), names)
+            return by_name(operands_of(self.plan), names)
         if max_drop is None:
             return by_rank([entry for entry, _ in per_cost(self.ranking(), costs)], num=num, ratio=ratio)
         if metric is None:
@@ -117,7 +120,7 @@ class Amp:
         self, metric: Metric, cache: str | os.PathLike[str] | None
     ) -> Callable[[tuple[str, ...] | None], float]:
         """Takes scores with these groups put back (None: of the float model), each once."""
-        search = fingerprint(self._plan, metric.function, Fingerprint.of(self._model))
+        search = fingerprint(self.plan, metric.function, Fingerprint.of(self._model))
         scores = ScoreCache(cache if rank_number() == 0 else None, search)
 
         def score(groups: tuple[str, ...] | None) -> float:
@@ -125,8 +128,9 @@ class Amp:
                 if groups is None:
                     # Not the user's own model: in train mode it would drop out, and move its batch statistics.
                     proxy = build_proxy(self._model, eager_attention=False).eval()
+                    OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
-                plan = put_back(self._plan, dict.fromkeys(groups, "put back"))
+                plan = put_back(self.plan, dict.fromkeys(groups, "put back"))
                 return metric.score(frozen(self._model, plan), f"the model with {len(groups)} groups put back")
 
             return _first_rank(scores.score(groups, take))
@@ -137,6 +141,7 @@ class Amp:
 def frozen(model: nn.Module, plan: Plan) -> nn.Module:
     """The frozen proxy of a plan: ranges fixed, weights held as integers, in eval mode."""
     proxy = build_proxy(model, eager_attention=True).eval()
+    OwnBuffers(proxy, model)
     apply_plan(proxy, plan)
     freeze(proxy, plan)
     return proxy

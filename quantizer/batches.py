@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
+from quantizer.out_of_memory import is_out_of_memory
 
 __all__ = ["call", "run_batches"]
 
@@ -27,6 +28,11 @@ def run_batches(proxy: nn.Module, batches: Iterable[Any], progress: bool | None 
     Raises:
         CalibrationError: a batch does not run through the model.
     """
+    if isinstance(batches, str | bytes | Mapping) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"the calibration data is a {type(batches).__name__}; give an iterable of batches, each a mapping, a tuple "
+            "or list, or one tensor: a list of one is [batch]"
+        )
     count = 0
     disable = None if progress is None else not progress
     with torch.no_grad():
@@ -50,9 +56,19 @@ def _run(proxy: nn.Module, batch: Any, number: int) -> None:
         call(proxy, batch)
     except QuantizerError:
         raise
-    except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        keys = f"inputs {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise _refused(proxy, batch, number, error) from error
         raise CalibrationError(
-            f"batch {number} of the calibration data ({keys}) does not run through "
-            f"{type(proxy).__name__}.forward: {error}"
+            f"there is too little memory for batch {number} of the calibration data: give smaller batches, or shorter "
+            f"texts ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         ) from error
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise _refused(proxy, batch, number, error) from error
+
+
+def _refused(proxy: nn.Module, batch: Any, number: int, error: Exception) -> CalibrationError:
+    keys = f"inputs {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    return CalibrationError(
+        f"batch {number} of the calibration data ({keys}) does not run through {type(proxy).__name__}.forward: {error}"
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,15 @@ from quantizer.proxy.fingerprint import warn_of_other_weights
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.observe import Observation
-from quantizer.proxy.observed import absorb
+from quantizer.proxy.observed import restored
 from quantizer.proxy.observed import snapshot
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.ranks import gathered
 from quantizer.proxy.ranks import rank_number
 from quantizer.proxy.ranks import ranks
 from quantizer.proxy.regions import Regions
+from quantizer.proxy.seen import Seen
+from quantizer.proxy.sharing import OwnBuffers
 from quantizer.ranges import plan_of
 from quantizer.settings import observation_of
 from quantizer.settings import refused_sites
@@ -79,29 +81,36 @@ class Calibration:
         self._weights_noted = False
         self.proxy.register_forward_pre_hook(LocalHook(self._note_weights))
         self._config = config
-        self._skipped = list(skipped)
         self._refused = refused_sites(config, self.proxy)
-        self._observation = observation_of(config, self.proxy, self._refused, self._skipped)
+        self._observation = observation_of(config, self.proxy, self._refused, skipped)
         # Every rank has read the same folder: its contents count once.
         if earlier is not None and rank_number() == 0:
-            absorb(self._observation, earlier, self.proxy)
+            self._observation.seen.add(_restored(earlier, self.proxy, self._observation))
         if anew:
-            self._observation.forget_choices()
+            self._observation.seen.forget_choices()
             if kept is not None:
-                self._observation.kept = kept.copy()
-        self._began_with = self._observation.batches
-        self._observation.attach(self.proxy, sites_of(self.proxy))
-        self._gathered: tuple[int, Observation] | None = None
+                self._observation.seen.kept = kept.copy()
+        self._began_with = self._observation.seen.batches
+        # Going on later, or while the model is trained, the proxy follows it.
+        buffers = OwnBuffers(self.proxy, model)
+        self._observation.attach(self.proxy, sites_of(self.proxy), buffers.refresh)
+        self._gathered: tuple[int, Seen] | None = None
+        self._warned = False
 
     @property
     def has_new(self) -> bool:
         """Whether a batch came since it began; of several ranks, whether one may have come to any of them."""
-        return ranks() > 1 or self._observation.batches > self._began_with
+        return ranks() > 1 or self._observation.seen.batches > self._began_with
 
     @property
     def has_any(self) -> bool:
         """Whether any rank has seen a batch, or took up what an earlier calibration saw."""
         return self.observation().batches > 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has seen a batch, or took up what was seen; no other rank is asked."""
+        return self._gathered is not None or self._observation.seen.batches > 0
 
     def resume(self) -> None:
         """More data is to come, for one rank or for all of them."""
@@ -123,7 +132,7 @@ class Calibration:
             warn_of_other_weights(self.fingerprint, now)
         self.fingerprint = now
 
-    def _renew_weights(self, whole: Observation) -> None:
+    def _renew_weights(self, whole: Seen) -> None:
         """Let the weights that were seen be those that the model has now: a parameter may have been replaced.
 
         Raises:
@@ -160,6 +169,13 @@ class Calibration:
             raise CalibrationError(
                 "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
             )
+        if whole.only_zeros and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"every input of all {whole.batches} calibration batches is zero, so that no range says anything about "
+                "real data: calibrate with real data",
+                stacklevel=3,
+            )
         choosing = replays_batches(self._config) and whole.chosen_at != whole.batches
         if choosing and ranks() == 1 and not any(True for _ in whole.kept or ()):
             raise CalibrationError(
@@ -174,46 +190,43 @@ class Calibration:
 
     def products(self) -> tuple[CountedProduct, ...]:
         """What torch computed."""
-        return self.observation().counter.products()
+        return self.observation().counted()
 
     def regions(self) -> Regions:
         """Which modules float16 cannot hold."""
-        return self.observation().magnitudes.regions()
+        return self.observation().regions
 
     def seen(self) -> bytes:
         """Everything that was seen, to be saved."""
         return snapshot(self.observation())
 
-    def observation(self) -> Observation:
+    def observation(self) -> Seen:
         """What all ranks saw."""
-        batches = self._observation.batches
+        batches = self._observation.seen.batches
         if self._gathered is None or self._gathered[0] != batches:
-            whole = seen_by_all_ranks(self._config, self.proxy, self._observation, self._refused, self._skipped)
+            whole = seen_by_all_ranks(self._config, self.proxy, self._observation)
             self._gathered = (batches, whole)
         return self._gathered[1]
 
 
-def seen_by_all_ranks(
-    config: QuantizerConfig,
-    proxy: nn.Module,
-    observation: Observation,
-    refused: Mapping[str, str],
-    skipped: Iterable[SkippedSource],
-) -> Observation:
+def seen_by_all_ranks(config: QuantizerConfig, proxy: nn.Module, observation: Observation) -> Seen:
     """What every rank has observed, together; of one process, its own observation. All ranks must call this.
 
     Raises:
         CalibrationError: the ranks have different configurations or models.
     """
+    mine = observation.seen
     if ranks() == 1:
-        return observation
+        return mine
     configs = gathered(config.model_dump_json().encode())
     for rank, other in enumerate(configs):
         if other != configs[0]:
             raise CalibrationError(f"rank {rank} calibrates with another configuration than rank 0; give all the same")
-    whole = observation_of(config, proxy, refused, skipped)
-    for seen in gathered(snapshot(observation)):
-        absorb(whole, seen, proxy)
-    if observation.kept is not None:
-        whole.kept = observation.kept.shared()
+    whole = Seen.of_sites(mine.records, None if mine.kept is None else mine.kept.shared())
+    for seen in gathered(snapshot(mine)):
+        whole.add(_restored(seen, proxy, observation))
     return whole
+
+
+def _restored(data: bytes, proxy: nn.Module, observation: Observation) -> Seen:
+    return restored(data, proxy, observation.seen.records.keys(), observation.make)

@@ -155,6 +155,11 @@ class Decisions:
         """Whether there is a plan."""
         return self._loaded is not None or (self.calibration is not None and self.calibration.has_any)
 
+    @property
+    def counts(self) -> bool:
+        """Whether there is something that a new calibration would replace; no other rank is asked."""
+        return self._loaded is not None or self._waits or (self.calibration is not None and self.calibration.has_begun)
+
     def products(self) -> tuple[CountedProduct, ...]:
         """What torch computed in calibration."""
         if self._loaded is not None and not self._outdated:

@@ -13,10 +13,10 @@ from quantizer.calibrators.histogram import Histogram as Counts
 from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
-from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import judged_as
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
+from quantizer.proxy.seen import Seen
 from quantizer.report.record import Histogram
 from quantizer.report.record import RangeCandidate
 
@@ -26,7 +26,7 @@ _BINS = 128
 """Bins to be shown: more than a picture of a histogram needs, and few enough for a report."""
 
 
-def histogram_of(name: str, plan: Plan, observation: Observation | None) -> Histogram:
+def histogram_of(name: str, plan: Plan, observation: Seen | None) -> Histogram:
     """The histogram of the operand ``name`` (``SITE.OPERAND``), and its candidates.
 
     Args:

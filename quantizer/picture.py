@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+from quantizer.files import whole_file
+
 __all__ = ["Picture"]
 
 
@@ -21,7 +25,11 @@ class Picture:
     def _repr_html_(self) -> str:
         return self.svg
 
-    def save(self, path: str) -> None:
-        """Write the picture to an ``.svg`` file."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self.svg)
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the picture to an ``.svg`` file.
+
+        Raises:
+            QuantizerError: the file cannot be written.
+        """
+        with whole_file(path) as part:
+            part.write_text(self.svg, encoding="utf-8")

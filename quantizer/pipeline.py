@@ -36,10 +36,15 @@ from quantizer.engines import load_engine
 from quantizer.engines import observe_engine
 from quantizer.engines import peak_memory_mib
 from quantizer.engines import runs_here
-from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
+from quantizer.files import checked_folder
+from quantizer.files import require_room
+from quantizer.files import restore_folder
+from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.histograms import noisiest
+from quantizer.preflight import check_rows
+from quantizer.preflight import require_tools
 from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.quantizer import Quantizer
 from quantizer.report import EngineFile
@@ -69,6 +74,7 @@ from quantizer.stages import Kept
 from quantizer.stages import Stages
 from quantizer.stages import bar
 from quantizer.stages import engine_inputs
+from quantizer.stages import parameter_bytes
 from quantizer.stages import runner
 from quantizer.stages import score_record
 from quantizer.stages import work_kept
@@ -80,11 +86,15 @@ from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_processor
 from quantizer.tasks import load_rows
+from quantizer.tasks.datasets.rows import content_of
 from quantizer.training import Course
 from quantizer.training import Training
 from quantizer.tuning import TuningScore
 
 __all__ = ["inspect", "run"]
+
+RUN = "run"
+"""What its folder says that it is."""
 
 _LATENCY_ROUNDS = 15
 _HISTOGRAMS = 6
@@ -96,7 +106,7 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     Args:
         config: the resolved configuration.
         output: the folder; None: ``config.output``.
-        force: replace a folder that stands there already.
+        force: replace the folder of a run that stands there already; one that holds anything else is kept.
         console: where stages and results are printed.
 
     Raises:
@@ -104,14 +114,20 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
             stage failed.
     """
     refuse_run(config)
-    folder = Path(output or config.output).absolute()
-    if folder.exists() and not force:
-        raise QuantizerError(f"{folder} exists already; choose another output folder, or replace it with --force")
+    folder = Path(config.output if output is None else output).absolute()
+    restore_folder(folder)
+    checked_folder(folder, RUN, replace=force)
     record: list[RunRecord] = []
     searches = config.fallback is not None and config.fallback.max_drop is not None
     with work_kept(folder, searches=searches, trains=config.qat is not None) as kept:
-        write_folder(folder, lambda target: record.append(_Run(config, folder.name, target, kept, console).carry_out()))
-    print_record(record[0], folder, console)
+        write_folder(
+            folder,
+            lambda target: record.append(_Run(config, folder.name, target, kept, console).carry_out()),
+            kind=RUN,
+            replace=force,
+        )
+    with said_complete(folder):
+        print_record(record[0], folder, console)
     return folder
 
 
@@ -133,6 +149,7 @@ class _Run:
     Attributes:
         target: the folder that is being filled.
         kept: where a search and a training keep what they have.
+        training: the rows that are trained on.
     """
 
     def __init__(self, config: RunConfig, name: str, target: Path, kept: Kept, console: Console) -> None:
@@ -141,6 +158,7 @@ class _Run:
         self.target = target
         self.kept = kept
         self.console = console
+        self.training: list[Row] = []
         self._stage = Stages(console)
 
     def carry_out(self) -> RunRecord:
@@ -150,11 +168,12 @@ class _Run:
         with self._stage("load model and data"):
             model, task = self._model_and_task()
             calibration, evaluation = _rows(config.data.calibration), _rows(config.data.evaluation)
-            head, tuning = _rows(config.data.head), _rows(config.data.tuning)
-        # A label that the model has no class for is told now, and not after minutes of calibration.
-        for rows in filter(None, (evaluation, tuning)):
-            task.targets(rows)
+            head, tuning, self.training = map(_rows, (config.data.head, config.data.tuning, config.data.training))
         quantizer = Quantizer(config.quantizer)
+        self._check(task, [*evaluation, *tuning, *head], [*calibration, *self.training])
+        if config.quantizer.formats:
+            # A rule that matches nothing would be told when the plan is made.
+            quantizer.inspect(model)
         if head:
             with self._stage("fit the head on float embeddings"), bar("head") as progress:
                 task.fit_head(runner(model), head, progress)
@@ -203,6 +222,14 @@ class _Run:
         self._report(record)
         return record
 
+    def _check(self, task: Task, scored: list[Row], others: list[Row]) -> None:
+        """Tell now, and not after minutes of calibration, what would be told then."""
+        config = self.config
+        require_tools({config.quantizer.backend: self._options()}, html="html" in config.report.formats)
+        check_rows(task, scored, others)
+        # The shape that latency is measured at: the model may have fewer positions.
+        task.random_batch(1, config.report.latency_sequence)
+
     def _report(self, record: RunRecord) -> None:
         if "json" in self.config.report.formats:
             write_record(record, self.target / "report.json")
@@ -212,6 +239,8 @@ class _Run:
     def _model_and_task(self) -> tuple[nn.Module, Task]:
         config = self.config
         model = load_model(config.model.source, config.model.task, config.model.attention)
+        # Four files of the model come of it, and two of them hold it in float.
+        require_room(self.target, parameter_bytes(model), "what a run writes of this model")
         task = build_task(
             config.model.task,
             model,
@@ -291,8 +320,9 @@ class _Run:
         self, settings: QatConfig, quantizer: Quantizer, model: nn.Module, task: Task, score: TuningScore
     ) -> Course:
         """Train a copy, so that the float model stays what all is compared with."""
-        rows = _rows(self.config.data.training)
-        parts = fingerprint(quantizer.plan, score, Fingerprint.of(model)), settings.model_dump(mode="json"), rows
+        rows = self.training
+        known = fingerprint(quantizer.plan, score, Fingerprint.of(model))
+        parts = known, settings.model_dump(mode="json"), content_of(rows)
         training = Training(
             settings,
             task,
@@ -341,14 +371,7 @@ class _Run:
     ) -> dict[str, BuildResult]:
         """Write model.onnx and model.engine, and beside them the float model's engine, to compare with."""
         config = self.config
-        example = task.example()
-        dynamic = {"batch": config.export.dynamic.batch, "sequence": config.export.dynamic.sequence}
-        options = BuildOptions(
-            dynamic=dynamic,
-            compute_capability=config.engine.compute_capability,
-            inference_precision=config.engine.inference_precision,
-            strip_weights=config.engine.strip_weights,
-        )
+        example, options = task.example(), self._options()
         backend = config.quantizer.backend
         paths = {"float": self.target / "float.onnx", "engine": self.target / "model.onnx"}
         with self._stage("export"):
@@ -359,6 +382,15 @@ class _Run:
                 name: self._stage.build(backend, path, path.with_suffix(".engine"), options)
                 for name, path in paths.items()
             }
+
+    def _options(self) -> BuildOptions:
+        config = self.config
+        return BuildOptions(
+            dynamic={"batch": config.export.dynamic.batch, "sequence": config.export.dynamic.sequence},
+            compute_capability=config.engine.compute_capability,
+            inference_precision=config.engine.inference_precision,
+            strip_weights=config.engine.strip_weights,
+        )
 
     def _inspect(self, built: BuildResult) -> Inspection:
         """What the engine runs in which precision; an engine without the precision that was asked for ends the run."""

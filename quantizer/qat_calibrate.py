@@ -88,14 +88,19 @@ class QATCalibrate:
             observation.detach(sites_of(model))
         if kind is not None:
             return
-        empty = [model for model, observation, _ in calibrating if observation.batches == 0]
+        empty = [model for model, observation, _ in calibrating if observation.seen.batches == 0]
         if empty:
             raise CalibrationError(
                 f"no data went through the {type(empty[0]).__name__} after setup_model_qat(): run at least one batch "
                 "through it inside the block"
             )
-        for model, observation, refused in calibrating:
-            self._load_ranges(model, observation, refused)
+        # All are decided before the first one changes: where one fails, none rounds.
+        decided = [self._decided(*entry) for entry in calibrating]
+        for model, plan, _ in decided:
+            apply_plan(model, plan)
+        for model, plan, products in decided:
+            switch_on(model, plan)
+            self._plans.append((model, plan, products))
 
     def setup_model_qat(self, model: nn.Module) -> None:
         """Start calibrating ``model``, in eval mode and with eager attention, until the block closes.
@@ -132,10 +137,8 @@ class QATCalibrate:
                 return Coverage.from_plan(plan, skipped, products, patches=applied_patches(model))
         raise CalibrationError("the ranges of this model were not loaded yet: they are when the block closes")
 
-    def _load_ranges(self, model: nn.Module, observation: Observation, refused: dict[str, str]) -> None:
-        skipped = list(skipped_sources(model))
-        observation = seen_by_all_ranks(self.config, model, observation, refused, skipped)
-        plan = plan_of(self.config, model, observation, refused)
-        apply_plan(model, plan)
-        switch_on(model, plan)
-        self._plans.append((model, plan, observation.counter.products()))
+    def _decided(
+        self, model: nn.Module, observation: Observation, refused: dict[str, str]
+    ) -> tuple[nn.Module, Plan, tuple[CountedProduct, ...]]:
+        seen = seen_by_all_ranks(self.config, model, observation)
+        return model, plan_of(self.config, model, seen, refused), seen.counted()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
@@ -106,6 +107,9 @@ class Quantizer:
     ) -> nn.Module:
         """Run all of ``batches`` through ``calib(model)``, without gradients.
 
+        A batch counts as a whole or not at all. Where one fails, or this is interrupted, an earlier calibration goes on
+        to count; of a first one, and with ``resume=True``, the batches before stay, and ``resume=True`` goes on.
+
         Args:
             model: the float model.
             batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor.
@@ -115,10 +119,11 @@ class Quantizer:
         Raises:
             CalibrationError: there is no data, a batch does not run through the model, or it has NaN.
         """
-        proxy = self.calib(model, resume=resume)
-        # Of several ranks, one may be left without data.
-        if run_batches(proxy, batches, progress) == 0 and ranks() == 1:
-            raise CalibrationError("the calibration data is empty: at least one batch is needed")
+        with nullcontext() if resume else self._served.replaced_as_a_whole():
+            proxy = self.calib(model, resume=resume)
+            # Of several ranks, one may be left without data.
+            if run_batches(proxy, batches, progress) == 0 and ranks() == 1:
+                raise CalibrationError("the calibration data is empty: at least one batch is needed")
         return proxy
 
     def amp(
@@ -193,7 +198,7 @@ class Quantizer:
         if measured is None or amp is not measured.proxy:
             raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        self._served.fallback = measured.fallback(
+        chosen = measured.fallback(
             num=num,
             ratio=ratio,
             names=names,
@@ -203,7 +208,8 @@ class Quantizer:
             costs=costs,
             cache=cache,
         )
-        return self._served.fallback
+        self._served.put_back(chosen, measured.plan)
+        return chosen
 
     def clear_fallback(self) -> None:
         """Undo ``fallback``: every group is quantized again as calibration decided."""
@@ -354,9 +360,11 @@ class Quantizer:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write config, decisions, ranges, histograms and fallback to a folder: YAML and safetensors.
 
+        A folder that stands there is replaced where ``save`` wrote it and nothing else lies in it, and kept otherwise.
+
         Raises:
             CalibrationError: there is nothing to save yet.
-            QuantizerError: the folder cannot be written.
+            QuantizerError: the folder cannot be written, or is kept.
         """
         plan, decisions = self._served.decided(), self._served.decisions
         return save_state(folder, plan, decisions.products(), self._served.document(), decisions.seen())
@@ -372,10 +380,11 @@ class Quantizer:
             QuantizerError: the folder is none of ours or damaged.
         """
         plan, products, document, observed = load_state(folder)
-        if "config" not in document or "fallback" not in document:
-            raise QuantizerError(f"{folder}: quantizer.yaml is damaged: config or fallback is missing")
-        loaded = cls(document["config"])
-        loaded._served.load(plan, products, document, observed)
+        try:
+            loaded = cls(document["config"])
+            loaded._served.load(plan, products, document, observed)
+        except QuantizerError as error:
+            raise QuantizerError(f"{folder} cannot be taken up: {error}") from error
         return loaded
 
     # -- what there is to see --------------------------------------------------------------------------------------
@@ -385,7 +394,7 @@ class Quantizer:
         proxy = build_proxy(model, eager_attention=True).eval()
         refused = refused_sites(self.config, proxy)
         observation = observation_of(self.config, proxy, refused)
-        plan = plan_of(self.config, proxy, observation, refused)
+        plan = plan_of(self.config, proxy, observation.seen, refused)
         return Coverage.from_plan(plan, list(skipped_sources(model)), patches=applied_patches(model))
 
     @property

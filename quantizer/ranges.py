@@ -23,14 +23,15 @@ from quantizer.proxy.decide import decide
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.kept_batches import Batch
-from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.operand_plans import judged_as
 from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.ranks import summed
+from quantizer.proxy.seen import Seen
 from quantizer.proxy.smooth import ALPHAS
 from quantizer.proxy.smooth import migrate
+from quantizer.proxy.unmoved import unmoved
 from quantizer.proxy.weight_scales import scale_of
 from quantizer.sensitivity.divergence import flat_output
 from quantizer.settings import calibrator_of
@@ -40,7 +41,7 @@ from quantizer.settings import replays_batches
 __all__ = ["plan_of"]
 
 
-def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Observation, refused: Mapping[str, str]) -> Plan:
+def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Seen, refused: Mapping[str, str]) -> Plan:
     """Decide every site of a calibrated proxy; where the config asks for it, choose its ranges first.
 
     Ranges are chosen once for what was seen, and again when more data came since. That runs the proxy, which nobody
@@ -73,7 +74,7 @@ def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Observation,
     return decided()
 
 
-def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: PlanSettings) -> Iterator[Trial]:
+def _trials(proxy: nn.Module, plan: Plan, observation: Seen, settings: PlanSettings) -> Iterator[Trial]:
     """The activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
@@ -92,7 +93,7 @@ def _trials(proxy: nn.Module, plan: Plan, observation: Observation, settings: Pl
 
 
 def _choose_percentile(
-    percentiles: Sequence[float], proxy: nn.Module, observation: Observation, decided: Callable[[], Plan]
+    percentiles: Sequence[float], proxy: nn.Module, observation: Seen, decided: Callable[[], Plan]
 ) -> None:
     """Give every range the percentile with which the model's output, everything quantized, comes out best."""
     assert observation.kept is not None
@@ -107,7 +108,7 @@ def _choose_percentile(
     _take_percentile(observation, min(errors, key=lambda percentile: (errors[percentile], -percentile)))
 
 
-def _take_percentile(observation: Observation, percentile: float) -> None:
+def _take_percentile(observation: Seen, percentile: float) -> None:
     for group in observation.groups:
         estimate = group.calibrator.seen_as("percentile", percentile=percentile)
         group.chosen = (estimate.amax(), f"percentile {percentile:g}")
@@ -130,7 +131,8 @@ def _quantized(proxy: nn.Module, plan: Plan) -> Iterator[None]:
 def _output(proxy: nn.Module, batch: Batch) -> Tensor:
     args, keywords = batch
     # Not the module itself: its hooks belong to calibration.
-    return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords))
+    with unmoved(proxy):
+        return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords, args))
 
 
 def _error(output: Tensor, expected: Tensor) -> float:

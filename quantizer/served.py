@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ from quantizer.proxy.fingerprint import refuse_other_shapes
 from quantizer.proxy.fingerprint import warn_of_other_weights
 from quantizer.proxy.freeze import require_scales_of
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import put_back
+from quantizer.proxy.plan import put_back as without_groups
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.simulate import is_simulation
 from quantizer.proxy.weight_scales import with_scales_of_weights
 from quantizer.qat import Scales
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
+from quantizer.sensitivity import operands_of
 from quantizer.sensitivity_view import Sensitivity
 from quantizer.settings import float_dtype
 from quantizer.settings import tell_where_nothing_is_quantized
@@ -65,7 +68,7 @@ class Served:
         self._skipped: list[SkippedSource] = []
         self._patches: tuple[OperatorPatch, ...] = ()
         self._carried: tuple[Fallback, Plan, str] | None = None
-        self._chosen_in: Plan | None = None  # the plan whose groups the fallback names, where more data came since
+        self._chosen_in: Plan = {}  # the plan whose groups the fallback names
 
     def take(self, model: nn.Module) -> None:
         """Take a model on.
@@ -84,7 +87,8 @@ class Served:
             self._model = weakref.ref(model)
             self.look_at(model)
         if self.decisions.show(model, self._skipped) and self._carried is not None:
-            self.fallback = carried_over(*self._carried, self.decisions.plan())
+            plan = self.decisions.plan()
+            self.put_back(carried_over(*self._carried, plan), plan)
 
     def look_at(self, model: nn.Module) -> None:
         """Note what of a model's source, or a proxy's, the coverage tells."""
@@ -114,15 +118,25 @@ class Served:
         """The proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
         self.take(model)
         if resume:
-            former = self.decided() if self.fallback is not None else None
-            proxy = self.decisions.resume(model, self._skipped)
-            # What it measured are groups of the former plan.
-            self.amp, self._chosen_in = None, self._chosen_in or former
-            return proxy
+            return self.decisions.resume(model, self._skipped)
         proxy = self.decisions.calibrate(model, self._skipped)
         self.amp = self.fallback = self.trainable = None
-        self._carried = self._chosen_in = None
+        self._carried = None
         return proxy
+
+    @contextmanager
+    def replaced_as_a_whole(self) -> Iterator[None]:
+        """Let what counts now go on to count where the calibration inside the block fails or is interrupted."""
+        before, decided = vars(self).copy(), vars(self.decisions).copy()
+        counts = self.decisions.counts
+        try:
+            yield
+        except BaseException:
+            # Of a first calibration the batches that went through stay, to be resumed.
+            if counts:
+                vars(self).update(before)
+                vars(self.decisions).update(decided)
+            raise
 
     def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
         """The proxy that is trained; see ``Quantizer.qat``."""
@@ -198,10 +212,14 @@ class Served:
         plan = self.decided()
         if self.fallback is None:
             return plan
-        if self._chosen_in is not None:
-            self.fallback = carried_over(self.fallback, self._chosen_in, None, plan)
-            self._chosen_in = plan
-        return put_back(plan, self.fallback.reasons())
+        if not set(self.fallback.groups) <= set(operands_of(plan)):
+            # More data came since, and showed that operands share a range.
+            self.put_back(carried_over(self.fallback, self._chosen_in, None, plan), plan)
+        return without_groups(plan, self.fallback.reasons())
+
+    def put_back(self, fallback: Fallback, plan: Plan) -> None:
+        """Let groups of a plan be float from now on."""
+        self.fallback, self._chosen_in = fallback, plan
 
     def is_working_proxy(self, proxy: nn.Module) -> bool:
         """Whether it is one of those that calibrate, measure and train."""
@@ -265,7 +283,7 @@ class Served:
         fingerprint = Fingerprint.from_plain(document.get("fingerprint"))
         self.decisions.load(plan, products, regions, observed, fingerprint, scales_replaced=replaced)
         if document["fallback"] is not None:
-            self.fallback = Fallback.from_document(document["fallback"])
+            self.put_back(Fallback.from_document(document["fallback"]), plan)
 
     def coverage(self) -> Coverage:
         """Every site found, and every product that calibration saw."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -23,8 +22,12 @@ from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import build_engine
+from quantizer.files import said_complete
+from quantizer.qat.checkpoint import check_checkpoints
+from quantizer.qat.checkpoint import remove_checkpoints
 from quantizer.report import Score
 from quantizer.report import Stage
+from quantizer.sensitivity.score_cache import check_scores
 from quantizer.tasks import Batch
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
@@ -33,7 +36,16 @@ from quantizer.tasks import Task
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Kept", "Stages", "bar", "engine_inputs", "runner", "score_record", "work_kept"]
+__all__ = [
+    "Kept",
+    "Stages",
+    "bar",
+    "engine_inputs",
+    "parameter_bytes",
+    "runner",
+    "score_record",
+    "work_kept",
+]
 
 
 class Stages:
@@ -96,6 +108,11 @@ def runner(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], obj
     return lambda batch: model(engine_inputs(model, batch))
 
 
+def parameter_bytes(model: nn.Module) -> int:
+    """What the parameters of a model take."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
 def engine_inputs(engine: Engine, batch: Batch) -> dict[str, Array]:
     """A batch as the arrays that an engine takes: a half-precision engine takes images in half precision."""
     return {spec.name: batch[spec.name].numpy().astype(spec.dtype, copy=False) for spec in engine.inputs}
@@ -137,18 +154,29 @@ class Kept:
 
 @contextmanager
 def work_kept(folder: Path, *, searches: bool, trains: bool) -> Iterator[Kept]:
-    """Where the long parts of a run keep what they have, so that the same command goes on with it."""
+    """Where the long parts of a run keep what they have, so that the same command goes on with it.
+
+    Raises:
+        QuantizerError: what lies there is none of ours, or nothing can be written there.
+    """
     kept = Kept(folder.with_name(f"{folder.name}.search.json"), folder.with_name(f"{folder.name}.training"))
     used = {"scores": kept.scores} if searches else {}
     used |= {"checkpoints": kept.training} if trains else {}
+    # Told now, and not after the calibration or the hours of a search.
+    if searches:
+        check_scores(kept.scores)
+    if trains:
+        check_checkpoints(kept.training)
     try:
         yield kept
     except KeyboardInterrupt as stop:
         there = [f"the {what} are kept in {path}" for what, path in used.items() if path.exists()]
-        if there:
-            raise KeyboardInterrupt(f"{', and '.join(there)}; the same command goes on with them") from stop
+        # One that has a message comes after the work.
+        if there and not stop.args:
+            raise type(stop)(f"{', and '.join(there)}; the same command goes on with them") from stop
         raise
-    if searches:
-        kept.scores.unlink(missing_ok=True)
-    if trains:
-        shutil.rmtree(kept.training, ignore_errors=True)
+    with said_complete(folder):
+        if searches:
+            kept.scores.unlink(missing_ok=True)
+        if trains:
+            remove_checkpoints(kept.training)

@@ -21,9 +21,12 @@ from tqdm.auto import tqdm
 
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
+from quantizer.plain import decoded
 from quantizer.qat import Distillation
 from quantizer.qat import Schedule
 from quantizer.qat import parameter_groups
+from quantizer.qat.checkpoint import BEST
+from quantizer.qat.checkpoint import LAST
 from quantizer.qat.checkpoint import read_checkpoint
 from quantizer.qat.checkpoint import read_facts
 from quantizer.qat.checkpoint import write_checkpoint
@@ -110,7 +113,7 @@ class Training:
         self._sign = 1 if higher_is_better else -1
         self._identity = identity
         self._tell = tell
-        self._last, self._best = folder / "last.safetensors", folder / "best.safetensors"
+        self._last, self._best = folder / LAST, folder / BEST
         self._a_pass = math.ceil(len(rows) / task.batch_size)
         self._steps = max(1, math.ceil(settings.epochs * self._a_pass))
         numbers = range(1, settings.evaluations + 1)
@@ -132,7 +135,10 @@ class Training:
         schedule = Schedule(proxy, self._steps, freeze_scales=settings.freeze_scales)
         course = self._resumed(proxy, optimizer)
         if course is None:
-            self._last.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._last.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise TrainingError(f"{self._last.parent} cannot be made: {error.strerror}") from error
             self._tell("the float model:")
             course = Course(steps=self._steps, float_score=self._score(model))
             self._take_score(course, proxy, optimizer)
@@ -227,7 +233,9 @@ class Training:
                 "another output folder"
             )
         read_checkpoint(self._last, proxy, optimizer)
-        course = Course(**facts["course"])
-        course.scores = [(int(step), float(score)) for step, score in course.scores]
+        try:
+            course: Course = decoded(Course, facts.get("course"), "course")
+        except ValueError as error:
+            raise TrainingError(f"{self._last} is damaged: {error}; remove it to begin the training anew") from error
         self._tell(f"going on after {len(course.losses)} of {self._steps} steps, from {self._last}")
         return course

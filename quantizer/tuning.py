@@ -13,6 +13,7 @@ from quantizer.stages import bar
 from quantizer.stages import runner
 from quantizer.tasks import Row
 from quantizer.tasks import Task
+from quantizer.tasks.datasets.rows import content_of
 
 __all__ = ["TuningScore"]
 
@@ -29,7 +30,7 @@ class TuningScore:
 
     Attributes:
         higher_is_better: which way is better.
-        reads: tells data and tasks apart. The rows themselves are in it, since a file may be another under its name.
+        reads: tells data and tasks apart. What the rows hold is in it, since a file may be another under its name.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class TuningScore:
         head: Sequence[Row],
         tell: Callable[[float, float], None],
     ) -> None:
-        parts = (*settings, tuple(rows), tuple(head))
+        parts = (*settings, content_of(rows), content_of(head))
         self.reads = hashlib.sha256(repr(parts).encode()).hexdigest()
         self.higher_is_better = task.higher_is_better
         self._task = task

@@ -148,7 +148,8 @@ class Snapshot:
         modules = list(model.modules())
         return cls(
             state={name: value.detach().clone() for name, value in model.state_dict().items()},
-            identities=tuple(id(tensor) for tensor in [*model.parameters(), *model.buffers()]),
+            # By name: what a frozen model lists of its stored weights is made at each read.
+            identities=tuple(id(tensor) for tensor in [*dict(model.named_parameters()).values(), *model.buffers()]),
             classes=tuple(type(module) for module in modules),
             attributes=tuple(tuple(module.__dict__) for module in modules),
             modes=tuple(module.training for module in modules),

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from quantizer.config import load_run
 from quantizer.engines import PeakMemory
 from quantizer.engines import load_engine
 from quantizer.errors import EngineError
+from quantizer.files import MARKER
+from quantizer.files import write_folder
 from quantizer.report import read_record
 from quantizer.tasks import load_model
 
@@ -35,6 +38,7 @@ from tiny_run import tiny_run  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[1]
 COMPLETE = {
+    ".quantizer.json",
     "config.yaml",
     "float.engine",
     "float.onnx",
@@ -101,15 +105,17 @@ def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- a finished run ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("A run's folder is complete or absent.")
 def test_the_folder_is_complete(place: Place) -> None:
     assert {path.name for path in place.done.iterdir()} == COMPLETE
     files = {path.name for path in (place.done / "quantizer").iterdir()}
-    assert files == {"observed.safetensors", "quantizer.yaml", "ranges.safetensors"}
+    assert files == {".quantizer.json", "observed.safetensors", "quantizer.yaml", "ranges.safetensors"}
     left = {path.name for path in place.folder.iterdir()}
     assert left == {"model", "vocab.txt", "calibration.csv", "evaluation.csv", "tiny.yaml", "done"}
     assert oct(place.done.stat().st_mode)[-3:] == "755"
 
 
+@pytest.mark.promise("`config.yaml` with every default filled in.")
 def test_the_resolved_configuration_gives_the_same_run(place: Place) -> None:
     resolved = load_run(place.done / "config.yaml")
     assert resolved == load_run(place.folder / "tiny.yaml")
@@ -189,6 +195,7 @@ def test_coverage_and_sensitivity_agree_in_the_report(place: Place) -> None:
     assert [site.rule for site in excluded] == ["exclude.names: classifier"]
 
 
+@pytest.mark.promise("`report.html` (one file, opens offline)")
 def test_the_page_opens_offline(place: Place) -> None:
     page = (place.done / "report.html").read_text()
     assert page.lower().startswith("<!doctype html>")
@@ -347,6 +354,7 @@ def test_a_bf16_rest_is_not_for_every_engine(at: Path, capsys: pytest.CaptureFix
     assert _left(at) == ["tiny.yaml"]
 
 
+@pytest.mark.promise("A run whose engine does less than half of the asked work in low precision fails.")
 def test_an_engine_that_lacks_the_precision_ends_the_run(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -396,6 +404,7 @@ def _fail(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> 
     monkeypatch.setattr(*STAGES[stage], raising)
 
 
+@pytest.mark.promise("A run's folder is complete or absent.")
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interruption_leaves_nothing(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
@@ -406,6 +415,7 @@ def test_an_interruption_leaves_nothing(
     assert _left(at) == ["tiny.yaml"]
 
 
+@pytest.mark.promise("A run's folder is complete or absent.")
 @pytest.mark.parametrize("stage", ["load", "build", "page"])
 @pytest.mark.parametrize(
     "error", [EngineError("no"), ZeroDivisionError("ours"), OSError(28, "No space left on device")]
@@ -424,23 +434,72 @@ def test_an_error_leaves_nothing(
 
 
 def test_an_interrupted_replacement_keeps_what_was_there(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (at / "out").mkdir()
-    (at / "out" / "report.json").write_text("former")
+    write_folder(at / "out", lambda target: (target / "report.json").write_text("former"), kind=pipeline.RUN)
     _fail(monkeypatch, "page", KeyboardInterrupt())
     assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 130
     assert _left(at) == ["out", "tiny.yaml"]
-    assert [(path.name, path.read_text()) for path in (at / "out").iterdir()] == [("report.json", "former")]
+    assert _left(at / "out") == [MARKER, "report.json"]
+    assert (at / "out" / "report.json").read_text() == "former"
 
 
 def test_an_existing_folder_is_kept_without_force(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (at / "out").mkdir()
-    (at / "out" / "mine").write_text("mine")
+    write_folder(at / "out", lambda target: (target / "report.json").write_text("former"), kind=pipeline.RUN)
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
-    assert "out exists already; choose another output folder, or replace it with --force" in capsys.readouterr().err
-    assert [path.name for path in (at / "out").iterdir()] == ["mine"]
+    assert "out exists already; choose another folder, or replace it with --force" in capsys.readouterr().err
+    assert (at / "out" / "report.json").read_text() == "former"
     assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 0
     assert {path.name for path in (at / "out").iterdir()} == COMPLETE
     assert _left(at) == ["out", "tiny.yaml"]
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]], ids=["without force", "with force"])
+@pytest.mark.parametrize("marked", [True, False])
+def test_what_no_run_wrote_is_kept(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], force: list[str], marked: bool
+) -> None:
+    if marked:
+        write_folder(at / "out", lambda target: (target / "report.json").write_text("former"), kind=pipeline.RUN)
+    (at / "out").mkdir(exist_ok=True)
+    (at / "out" / "mine").write_text("mine")
+    before = _left(at / "out")
+    _fail(monkeypatch, "load", AssertionError("loaded"))
+    assert main(["run", "tiny.yaml", "--output", "out", *force]) == 1
+    assert "'mine'" in capsys.readouterr().err
+    assert _left(at / "out") == before
+    assert _left(at) == ["out", "tiny.yaml"]
+
+
+PLACES = {
+    "the current folder": (".", "is the current folder, or holds it"),
+    "nothing": ("", "is the current folder, or holds it"),
+    "the root": ("/", "is the root of a file system"),
+    "a dangling link": ("link", r"link is a link to nowhere, which does not exist"),
+    "a file": ("tiny.yaml", "it is no folder"),
+    "a long name": ("n" * 300, "File name too long"),
+    "a name with a zero": ("a\0b", "is no name of a file or folder"),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_where_no_run_can_be_is_told_before_the_work(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    (at / "link").symlink_to("nowhere")
+    _fail(monkeypatch, "load", AssertionError("loaded"))
+    name, message = PLACES[case]
+    assert main(["run", "tiny.yaml", "--output", name, "--force"]) == 1
+    assert message in capsys.readouterr().err
+    assert _left(at) == ["link", "tiny.yaml"]
+
+
+def test_no_room_is_told_before_anything_is_calibrated(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fail(monkeypatch, "calibrate", AssertionError("calibrated"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert main(["run", "tiny.yaml", "--output", "out"]) == 1
+    assert "no room in" in capsys.readouterr().err
+    assert _left(at) == ["tiny.yaml"]
 
 
 def test_a_file_in_the_place_of_the_folder(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,7 +507,7 @@ def test_a_file_in_the_place_of_the_folder(at: Path, capsys: pytest.CaptureFixtu
     assert main(["run", "tiny.yaml", "--output", "out/run"]) == 1
     assert "out is no folder; choose another folder" in capsys.readouterr().err
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
-    assert "out exists already" in capsys.readouterr().err
+    assert "out cannot be written: it is no folder" in capsys.readouterr().err
     assert (at / "out").read_text() == "mine"
 
 
@@ -500,7 +559,12 @@ def test_calibration_data_without_rows(at: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-def test_ctrl_c_in_a_terminal(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "terminated")],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP"],
+)
+def test_a_signal_to_end_leaves_nothing(place: Place, tmp_path: Path, number: int, code: int, word: str) -> None:
     command = [sys.executable, "-m", "quantizer", "run", str(place.folder / "tiny.yaml"), "--output", "out"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
@@ -510,12 +574,12 @@ def test_ctrl_c_in_a_terminal(place: Place, tmp_path: Path) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("export ..."):
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 break
         _, err = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert "interrupted: nothing was written" in err
+    assert process.returncode == code
+    assert f"{word}: nothing was written" in err
     assert "Traceback" not in err
     assert _left(tmp_path) == []

@@ -143,6 +143,9 @@ def _plain(text: str) -> str:
 # -- a search ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "`fallback: {max_drop: 0.002}` searches for as little as keeps the task's own score that close to the float model's"
+)
 def test_a_search_meets_its_budget_and_says_how(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     record = _run()
     out = _plain(capsys.readouterr().out)
@@ -176,6 +179,7 @@ def _no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Quantizer, "quantize", enough)
 
 
+@pytest.mark.promise("the same command goes on after Ctrl-C or a kill.")
 def test_an_interrupted_search_goes_on(
     search: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,6 +284,7 @@ def test_too_few_evaluations(search: Search, capsys: pytest.CaptureFixture[str])
     assert "max_evaluations=2: bisecting" in _plain(capsys.readouterr().err)
 
 
+@pytest.mark.promise("the same command goes on after Ctrl-C or a kill.")
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_a_search_that_is_killed_goes_on(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -151,6 +151,7 @@ def test_an_exception_in_the_block_and_one_in_a_constructor() -> None:
     assert seen[-1] is model
 
 
+@pytest.mark.promise("models built outside, or by other threads, stay float.")
 def test_other_threads_stay_float() -> None:
     seen: list[nn.Module] = []
     made: list[nn.Module] = []
@@ -252,6 +253,7 @@ def test_a_class_imported_by_name_before_and_a_model_loaded_from_a_folder(tmp_pa
     assert type(BertForSequenceClassification.from_pretrained(tmp_path)) is BertForSequenceClassification
 
 
+@pytest.mark.promise("models built outside, or by other threads, stay float.")
 def test_models_outside_stay_float() -> None:
     before = bert()
     reference = before(**BATCH).logits
@@ -336,3 +338,31 @@ def test_mistakes() -> None:
         model(**BATCH)
     with pytest.raises(CalibrationError, match="no data went through the BertForSequenceClassification"), qat:
         qat.setup_model_qat(bert())
+
+
+def test_where_one_model_fails_none_rounds() -> None:
+    class Odd(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(size, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    blocks = [{"activations": "float", "weights": "int4", "block_size": 16}]
+    first, second = Odd(32), Odd(24)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = first(x)
+        qat = QATCalibrate(method="max", backend="tensorrt", formats=blocks)
+        qat.__enter__()
+        qat.setup_model_qat(first)
+        qat.setup_model_qat(second)
+        first(x)
+        second(x[:, :24])
+        with pytest.raises(ConfigError, match=r"block_size 16 does not divide the 24"):
+            qat.__exit__(None, None, None)
+        assert torch.equal(first(x), expected)
+    assert not any(site.active for site in sites_of(first))
+    with pytest.raises(CalibrationError, match="the ranges of this model were not loaded yet"):
+        qat.coverage(first)

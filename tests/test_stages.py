@@ -1,15 +1,23 @@
-"""What an engine is called with."""
+"""What an engine is called with, and what lies beside a run until it is complete."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch import nn
 
+from quantizer.cli.signals import Terminated
 from quantizer.engines import TensorSpec
+from quantizer.errors import QuantizerError
+from quantizer.files import said_complete
+from quantizer.qat.checkpoint import write_checkpoint
 from quantizer.stages import engine_inputs
+from quantizer.stages import work_kept
 
 
 def test_an_engine_of_half_precision_takes_images_in_half() -> None:
@@ -23,3 +31,78 @@ def test_an_engine_of_half_precision_takes_images_in_half() -> None:
         "ids": ("int64", (2,)),
     }
     assert made["pixel_values"][0, 0] == np.float16(1 / 3)
+
+
+# -- what lies beside a run ----------------------------------------------------------------------------------------
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_only_the_checkpoints_go_with_a_training(tmp_path: Path) -> None:
+    (tmp_path / "out.training").mkdir()
+    (tmp_path / "out.training" / "notes").write_text("mine")
+    with work_kept(tmp_path / "out", searches=True, trains=True) as kept:
+        for name in ("last", "best"):
+            write_checkpoint(kept.training / f"{name}.safetensors", nn.Linear(2, 2), {})
+        kept.scores.write_text('{"scores": {}}')
+    assert _names(tmp_path) == ["out.training"]
+    assert _names(tmp_path / "out.training") == ["notes"]
+    (tmp_path / "out.training" / "notes").unlink()
+    with work_kept(tmp_path / "out", searches=True, trains=True) as kept:
+        write_checkpoint(kept.training / "best.safetensors", nn.Linear(2, 2), {})
+    assert not _names(tmp_path)
+
+
+def _mine_as_a_checkpoint(folder: Path) -> None:
+    (folder / "out.training").mkdir()
+    (folder / "out.training" / "best.safetensors").write_text("mine")
+
+
+def _mine_as_scores(folder: Path) -> None:
+    (folder / "out.search.json").write_text("mine")
+
+
+def _a_file_as_the_folder(folder: Path) -> None:
+    (folder / "out.training").write_text("mine")
+
+
+def _a_folder_as_the_file(folder: Path) -> None:
+    (folder / "out.search.json").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_mine_as_a_checkpoint, r"best\.safetensors is no checkpoint of a training"),
+        (_mine_as_scores, "holds no scores of a search"),
+        (_a_file_as_the_folder, r"out\.training is no folder"),
+        (_a_folder_as_the_file, "is a folder; expected the name of a file"),
+    ],
+)
+def test_what_others_put_there_is_told_before_the_work(tmp_path: Path, make: Any, message: str) -> None:
+    make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(QuantizerError, match=message), work_kept(tmp_path / "out", searches=True, trains=True):
+        pytest.fail("the work was begun")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_signal_to_end_stays_one(tmp_path: Path) -> None:
+    def ended() -> None:
+        with work_kept(tmp_path / "out", searches=True, trains=False) as kept:
+            kept.scores.write_text('{"scores": {}}')
+            raise Terminated
+
+    with pytest.raises(Terminated, match=r"the scores are kept in .*out\.search\.json; the same command goes on"):
+        ended()
+
+
+def test_after_the_work_it_is_not_said_that_nothing_was_written(tmp_path: Path) -> None:
+    def ended() -> None:
+        with said_complete(tmp_path / "out"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match=r"/out is complete$"):
+        ended()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="a run needs quantizer[hf]")
 pytest.importorskip("jinja2", reason="a run needs quantizer[report]")
 
+from helpers import assert_same
 from safetensors.torch import load_file
 from tiny_run import tiny_run
 from tiny_run import write_rows
@@ -106,6 +108,7 @@ class Bench:
         return self.training(folder, **settings).carry_out(self.model, self.proxy)
 
 
+@pytest.mark.promise("The last state whose score on `data.tuning` is near the best is kept")
 def test_it_comes_nearer_to_the_float_model_and_keeps_the_best(files: dict[str, Any], tmp_path: Path) -> None:
     bench = Bench(files)
     before = {name: value.clone() for name, value in bench.model.state_dict().items()}
@@ -120,6 +123,16 @@ def test_it_comes_nearer_to_the_float_model_and_keeps_the_best(files: dict[str, 
     assert bench.divergence(bench.proxy) == best
     assert bench.divergence(bench.quantizer.quantize(bench.model)) == best
     assert all(torch.equal(before[name], value) for name, value in bench.model.state_dict().items())
+
+
+@pytest.mark.promise("on what the float model says of them: labels are not read.")
+def test_labels_of_the_training_rows_are_not_read(files: dict[str, Any], tmp_path: Path) -> None:
+    bench, other = Bench(files), Bench(files)
+    other.rows = [replace(row, label=1 - row.label) for row in other.rows]
+    settings = {"epochs": 0.5}
+    first, second = bench.train(tmp_path / "first", **settings), other.train(tmp_path / "second", **settings)
+    assert first.losses == second.losses
+    assert_same(dict(bench.proxy.state_dict()), dict(other.proxy.state_dict()))
 
 
 def test_the_rate_rises_and_falls_with_a_cosine(files: dict[str, Any], tmp_path: Path) -> None:
@@ -234,6 +247,7 @@ def test_a_rate_that_destroys_the_model(files: dict[str, Any], tmp_path: Path, c
     assert bench.divergence(bench.proxy) == course.scores[0][1]
 
 
+@pytest.mark.promise("The last state whose score on `data.tuning` is near the best is kept")
 def test_a_later_score_that_is_hardly_worse_is_preferred(files: dict[str, Any], tmp_path: Path) -> None:
     bench = Bench(files)
     scores = iter([0.0, 9.0, 1.0, 1.4, 1.6, 0.9, 1.45])
@@ -250,6 +264,10 @@ def test_patience(files: dict[str, Any], tmp_path: Path) -> None:
     assert (course.best, len(course.losses)) == (4, 12)
 
 
+@pytest.mark.promise(
+    "checkpoints lie beside the run's folder until it is complete, and the report has float, PTQ and QAT side "
+    "by side with the curves."
+)
 def test_a_run_reports_float_ptq_and_qat(
     files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +293,10 @@ def test_a_run_reports_float_ptq_and_qat(
     assert json.loads((tmp_path / "out" / "report.json").read_text())["training"]["metric"] == "accuracy"
 
 
+@pytest.mark.promise(
+    "checkpoints lie beside the run's folder until it is complete, and the report has float, PTQ and QAT side "
+    "by side with the curves."
+)
 def test_a_run_that_is_stopped_says_where_its_checkpoints_are(
     files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

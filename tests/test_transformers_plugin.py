@@ -140,6 +140,10 @@ def test_a_model_that_was_loaded_without_has_no_quantizer(bert):
 # -- quantized: saved and loaded -----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "What `quantize` gives is saved with weights as integers, and what is loaded from that folder computes the "
+    "same, bit for bit."
+)
 @pytest.mark.parametrize(
     ("config", "prepare"),
     [
@@ -190,6 +194,10 @@ def test_other_models(tmp_path, auto, make, inputs):
         assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
+@pytest.mark.promise(
+    "What `quantize` gives is saved with weights as integers, and what is loaded from that folder computes the "
+    "same, bit for bit."
+)
 def test_weights_are_integers_and_files_may_be_many(bert, tmp_path):
     from safetensors.torch import load_file
 
@@ -206,6 +214,14 @@ def test_weights_are_integers_and_files_may_be_many(bert, tmp_path):
     assert tensors[stored.format(0)].shape == (32 * 64 // 2,)
     again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert_same(again(**TEXT), frozen(**TEXT))
+
+
+def test_saving_keeps_what_lies_beside(bert, tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    for _ in range(2):
+        quantized(ready(bert)).save_pretrained(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors", "notes"}
+    assert (tmp_path / "notes").read_text() == "mine"
 
 
 def test_a_loaded_model_is_the_frozen_one(bert, tmp_path):
@@ -306,3 +322,51 @@ def test_a_real_classifier_comes_back_bit_for_bit(tmp_path):
     # The table of embeddings, which stays float, is half of this model.
     print(f"model.safetensors: {size:.2f} of the float weights")
     assert size < 0.66
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_are_loaded_as_they_were_saved_into_a_model_of_halves(
+    bert: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    # Scales that are subnormal in float16.
+    model = ready(bert)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("dense.weight"):
+                parameter.mul_(1e-4)
+    saved = quantized(model)
+    saved.save_pretrained(tmp_path / "int8")
+    expected = saved.state_dict()
+    loaded = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "int8", dtype=dtype)
+    found = loaded.state_dict()
+    scales = [name for name in expected if name.endswith(".scale")]
+    assert len(scales) > 20
+    for name in (*scales, *(name for name in expected if name.endswith(".stored"))):
+        assert found[name].dtype == expected[name].dtype, name
+        assert torch.equal(found[name], expected[name]), name
+    assert next(p for p in loaded.parameters()).dtype == dtype
+    # And once more: what is saved of it is what was saved before.
+    loaded.save_pretrained(tmp_path / "again")
+    again = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "again", dtype=dtype)
+    differing = [name for name, value in again.state_dict().items() if not torch.equal(value, found[name])]
+    assert not differing
+    with torch.no_grad():
+        assert torch.equal(again(**TEXT).logits, loaded(**TEXT).logits)
+
+
+def test_a_folder_with_scales_in_halves_still_loads(bert: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    quantized(ready(bert)).save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        names = opened.keys()
+        tensors = {name: opened.get_tensor(name) for name in names}
+        metadata = opened.metadata()
+    halves = {name: value.half() if name.endswith(".scale") else value for name, value in tensors.items()}
+    save_file(halves, file, metadata=metadata)
+    found = tf.AutoModelForSequenceClassification.from_pretrained(tmp_path).state_dict()
+    for name, value in halves.items():
+        if name.endswith(".scale"):
+            assert torch.equal(found[name], value.float()), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -41,7 +42,7 @@ class Calibrator:
         """Take in the values of x [*] (any floating dtype and device).
 
         Raises:
-            CalibrationError: x holds NaN or an infinity. Nothing of x is kept then.
+            CalibrationError: x holds NaN, an infinity or what is one in float32. Nothing of x is kept then.
         """
         if x.numel() == 0:
             return
@@ -49,6 +50,11 @@ class Calibrator:
         if not (math.isfinite(low) and math.isfinite(high)):
             what = "NaN" if math.isnan(low) or math.isnan(high) else "an infinite value"
             raise CalibrationError(f"{what} in its values, shape {tuple(x.shape)}")
+        if math.isinf(float(torch.tensor(max(-low, high), dtype=torch.float32))):
+            raise CalibrationError(
+                f"a value of {max(-low, high):.3g} in its values, shape {tuple(x.shape)}, beyond what float32 holds, "
+                "in which scales are kept"
+            )
         self.minimum = min(self.minimum, low)
         self.maximum = max(self.maximum, high)
         self.count += x.numel()
@@ -61,8 +67,15 @@ class Calibrator:
             self.histogram = Histogram()
             self.histogram.add(x, float(x.detach().abs().max()))
 
+    def copy(self) -> Calibrator:
+        """The same, which more values may be shown to."""
+        other = copy.copy(self)
+        other.histogram = copy.copy(self.histogram)
+        return other
+
     def widen(self, low: float, high: float) -> None:
         """Take in the bounds of values of which no more is known; they are counted nowhere."""
+        self._estimated = None
         self.minimum = min(self.minimum, low)
         self.maximum = max(self.maximum, high)
 

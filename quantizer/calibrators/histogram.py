@@ -80,7 +80,8 @@ class Histogram:
             return
         self._grow(other.exponent)
         assert self.exponent is not None
-        self.counts += _coarsened(other.counts, self.exponent - other.exponent)
+        # Not in place here either: a copy of this histogram has the same counts.
+        self.counts = self.counts + _coarsened(other.counts, self.exponent - other.exponent)
 
     def centres(self) -> Tensor:
         """The middle of each bin, float64 [BINS]; zeros stand in the first bin."""

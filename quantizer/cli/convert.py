@@ -73,7 +73,7 @@ complete when the command ends well, and absent otherwise."""
         parser.add_argument(
             "-o", "--output", type=Path, help="folder to write (default: converted/ and the model's name)"
         )
-        parser.add_argument("--force", action="store_true", help="replace the folder if it exists")
+        parser.add_argument("--force", action="store_true", help="replace the folder of a conversion that stands there")
 
     def __call__(self, args: Namespace, console: Console) -> int:
         # Only now: a wrong word on the command line should be told before the seconds that these imports take.

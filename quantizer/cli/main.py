@@ -1,15 +1,18 @@
 """The entry point of the command line.
 
-Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 interrupted.
+Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 interrupted; 143 ended by SIGTERM, 129 by
+SIGHUP, both of which leave what Ctrl-C leaves.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from argparse import ArgumentParser
 from argparse import Namespace
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 
 from rich.console import Console
@@ -20,9 +23,12 @@ from quantizer.cli.inspect import Inspect
 from quantizer.cli.output import print_error
 from quantizer.cli.run import Run
 from quantizer.cli.show import Show
+from quantizer.cli.signals import Terminated
+from quantizer.cli.signals import end_as_on_ctrl_c
 from quantizer.cli.validate import Validate
 from quantizer.cli.verb import Verb
 from quantizer.errors import QuantizerError
+from quantizer.out_of_memory import is_out_of_memory
 
 __all__ = ["VERBS", "main"]
 
@@ -43,13 +49,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     try:
-        return verb(args, Console())
+        with end_as_on_ctrl_c():
+            return verb(args, Console())
     except QuantizerError as error:
         print_error(error)
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        first = (str(error).splitlines() or ["MemoryError"])[0]
+        print_error(QuantizerError(f"there is too little memory: use smaller batches, or a smaller model ({first})"))
+        return 1
     except KeyboardInterrupt as stop:
-        print(f"interrupted: {stop.args[0] if stop.args else 'nothing was written'}", file=sys.stderr)
-        return 130
+        name, number = ("terminated", stop.number) if isinstance(stop, Terminated) else ("interrupted", signal.SIGINT)
+        # A terminal that is gone cannot be told.
+        with suppress(OSError):
+            what = stop.args[0] if stop.args else "nothing was written"
+            print(f"{name}: {what}", file=sys.stderr)
+        return 128 + number
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[Verb, Namespace]:

@@ -24,13 +24,14 @@ class Run:
 example:
   quantizer run configs/minilm-sentiment-int8.yaml quantizer.activations.percentile=99.9 --output runs/p999
 
-The folder is complete when the command ends well, and absent otherwise."""
+The folder is complete when the command ends well, and absent otherwise. One that holds anything that no run wrote is
+kept, with --force too."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
         parser.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDES_HELP)
         parser.add_argument("--output", metavar="DIR", type=Path, help="folder to write (default: `output` in CONFIG)")
-        parser.add_argument("--force", action="store_true", help="replace the folder if it exists")
+        parser.add_argument("--force", action="store_true", help="replace the folder of a run that stands there")
 
     def __call__(self, args: Namespace, console: Console) -> int:
         config = load_run(args.config, args.overrides)

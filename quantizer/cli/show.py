@@ -9,6 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from quantizer.errors import QuantizerError
+from quantizer.existing import is_file
+from quantizer.existing import is_folder
+from quantizer.files import restore_folder
 
 __all__ = ["Show"]
 
@@ -39,15 +42,16 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
 
     def __call__(self, args: Namespace, console: Console) -> int:
         path: Path = args.path
-        if path.is_file():
+        restore_folder(path)
+        if is_file(path):
             from quantizer.engines import inspect_file
             from quantizer.report.engine_table import print_inspection
 
             found = inspect_file(path, args.backend, threads=args.threads, batch=args.batch, sequence=args.sequence)
             print_inspection(found, console)
             return 0
-        if not (path / "report.json").is_file():
-            what = "holds no report.json" if path.is_dir() else "is no folder"
+        if not is_file(path / "report.json"):
+            what = "holds no report.json" if is_folder(path) else "is no folder"
             raise QuantizerError(
                 f"{path} {what}; expected a folder that `quantizer run` wrote, such as runs/NAME, or an engine file"
             )

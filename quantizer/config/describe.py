@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from types import NoneType
 from types import UnionType
 from typing import Annotated
@@ -124,15 +124,24 @@ def slot_at(schema: type[Section], path: KeyPath) -> Slot | None:
     return slot
 
 
-def paths_ending_in(schema: type[Section], name: str, above: KeyPath = ()) -> Iterator[KeyPath]:
+def paths_ending_in(schema: type[Section], name: str) -> Sequence[KeyPath]:
     """Every path of ``schema`` whose last key is ``name``."""
-    for key in schema.model_fields:
-        here = (*above, key)
-        if key == name:
-            yield here
-        section = Slot(schema).child(key)
-        if section is not None and section.section is not None:
-            yield from paths_ending_in(section.section, name, here)
+    return _paths(schema).get(name, ())
+
+
+@cache
+def _paths(schema: type[Section]) -> dict[str, list[KeyPath]]:
+    """Every path of ``schema`` by its last key: found once, as a file may have thousands of unknown keys."""
+    found: dict[str, list[KeyPath]] = {}
+    waiting: list[tuple[KeyPath, type[Section]]] = [((), schema)]
+    while waiting:
+        above, here = waiting.pop(0)
+        for key in here.model_fields:
+            found.setdefault(key, []).append((*above, key))
+            section = Slot(here).child(key)
+            if section is not None and section.section is not None:
+                waiting.append(((*above, key), section.section))
+    return found
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

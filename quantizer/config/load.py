@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from quantizer.config.data_section import DatasetConfig
 from quantizer.config.describe import nearest
 from quantizer.config.describe import words_for
 from quantizer.config.origin import Draft
@@ -23,6 +24,7 @@ from quantizer.config.validate import check_keys
 from quantizer.config.validate import finish
 from quantizer.config.yaml_file import read_yaml
 from quantizer.errors import ConfigError
+from quantizer.existing import is_there
 
 __all__ = ["dump_yaml", "load_run", "quantizer_config"]
 
@@ -118,11 +120,11 @@ def _require_section(draft: Draft, schema: type[Section]) -> None:
 
 def _with_absolute_paths(run: RunConfig) -> RunConfig:
     model = run.model
-    if model.source.startswith(("./", "../", "~/")) or Path(model.source).exists():
+    if model.source.startswith(("./", "../", "~/")) or is_there(Path(model.source)):
         model = model.model_copy(update={"source": abspath(expanduser(model.source))})
     found = {}
-    for name in ("calibration", "evaluation", "tuning", "head"):
+    for name in type(run.data).model_fields:
         dataset = getattr(run.data, name)
-        if dataset is not None and dataset.path is not None:
+        if isinstance(dataset, DatasetConfig) and dataset.path is not None:
             found[name] = dataset.model_copy(update={"path": abspath(expanduser(dataset.path))})
     return run.model_copy(update={"model": model, "data": run.data.model_copy(update=found)})

@@ -26,6 +26,9 @@ __all__ = ["check_keys", "finish", "note_problems"]
 
 S = TypeVar("S", bound=Section)
 
+_HINTED = 100
+"""So many problems are told with what may have been meant; who has more has another kind of file."""
+
 
 def finish(draft: Draft, schema: type[S], at: KeyPath = ()) -> S:
     """The section that the draft holds.
@@ -53,7 +56,7 @@ def finish(draft: Draft, schema: type[S], at: KeyPath = ()) -> S:
 
 def note_problems(error: ValidationError, draft: Draft, schema: type[Section], at: KeyPath = ()) -> None:
     """Add each problem of ``error`` to the draft, in our words."""
-    for detail in error.errors(include_url=False):
+    for number, detail in enumerate(error.errors(include_url=False)):
         path = (*at, *detail["loc"])
         if any(path[: len(hole)] == hole for hole in draft.holes):
             continue
@@ -62,21 +65,21 @@ def note_problems(error: ValidationError, draft: Draft, schema: type[Section], a
                 above, below = (at, key[1:]) if key.startswith("/") else (path, key)
                 draft.add((*above, *filter(None, below.split("."))), text)
         else:
-            draft.add(path, _explain(detail, schema, at))
+            draft.add(path, _explain(detail, schema, at, hint=number < _HINTED))
 
 
 def check_keys(value: Mapping[Any, Any], draft: Draft, schema: type[Section]) -> None:
     """Add the unknown keys of the top level to the draft."""
     for key in value:
         if key not in schema.model_fields:
-            draft.add((key,), _unknown(key, (), schema, ()))
+            draft.add((key,), _unknown(str(key), (), schema, (), hint=True))
 
 
-def _explain(detail: ErrorDetails, schema: type[Section], at: KeyPath) -> str:
+def _explain(detail: ErrorDetails, schema: type[Section], at: KeyPath, *, hint: bool) -> str:
     """What is wrong, what was expected, and what may have been meant."""
     path, value, kind = detail["loc"], detail["input"], detail["type"]
     if kind == "extra_forbidden":
-        return _unknown(str(path[-1]), path[:-1], schema, at)
+        return _unknown(str(path[-1]), path[:-1], schema, at, hint=hint)
     if kind == "invalid_key":
         return f"the key is {words_for(path[-1])}; expected a name (in YAML: quote it if it is one)"
     slot = slot_at(schema, path)
@@ -91,10 +94,12 @@ def _explain(detail: ErrorDetails, schema: type[Section], at: KeyPath) -> str:
     return f"got {words_for(value)}{expected}{_hint(value, slot)}"
 
 
-def _unknown(key: str, above: KeyPath, schema: type[Section], at: KeyPath) -> str:
+def _unknown(key: str, above: KeyPath, schema: type[Section], at: KeyPath, *, hint: bool) -> str:
     slot = slot_at(schema, above)
     names = slot.names() if slot is not None else []
     text = f"unknown key; expected one of {', '.join(names)}"
+    if not hint:
+        return text
     near = nearest(key, names)
     elsewhere = [path_text((*at, *path)) for path in paths_ending_in(schema, key)]
     if near is None and elsewhere:

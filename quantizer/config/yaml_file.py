@@ -6,6 +6,7 @@ aliases. Tags, merge keys and keys written twice are problems; all of them are c
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from dataclasses import field
 from os import PathLike
@@ -24,6 +25,9 @@ _VALUES = {_TAG + name for name in ("bool", "int", "float", "null")}
 # A date, '=' and '<<' mean something to YAML and nothing to a configuration: they are the text that was written.
 _TEXTS = {_TAG + name for name in ("str", "timestamp", "value", "merge")}
 _INT_LIMIT = 2**63
+_NUMBERS = {_TAG + "int", _TAG + "float"}
+_OLD_NUMBER = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-9_]+)+(\.[0-9_]*)?)")
+"""What YAML 1.1 reads in another base than ten, and nobody who writes 010 or 1:30 expects."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +60,31 @@ class Document:
     value: Any = None
     faults: list[Fault] = field(default_factory=list)
     root: yaml.Node | None = None
+    _places: dict[int, dict[str, tuple[int, yaml.Node]]] = field(default_factory=dict)
 
     def line(self, path: KeyPath) -> int | None:
         """The line of the key or list entry at ``path``, counted from 1; None where the text has no such path."""
-        node, mark = self.root, self.root.start_mark if self.root is not None else None
+        node = self.root
+        line = node.start_mark.line if node is not None else None
         for step in path:
-            if isinstance(node, yaml.MappingNode):
-                pair = next((pair for pair in node.value if _is_key(pair[0], step)), None)
-                if pair is None:
-                    return None
-                mark, node = pair[0].start_mark, pair[1]
+            if isinstance(node, yaml.MappingNode) and step in self._keys(node):
+                line, node = self._keys(node)[str(step)]
             elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
                 node = node.value[step]
-                mark = node.start_mark
+                line = node.start_mark.line
             else:
                 return None
-        return mark.line + 1 if mark is not None else None
+        return line + 1 if line is not None else None
 
-
-def _is_key(node: yaml.Node, name: str | int) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.tag in _TEXTS and node.value == name
+    def _keys(self, mapping: yaml.MappingNode) -> dict[str, tuple[int, yaml.Node]]:
+        """The line, from 0, and the value of each key; looked for once, as thousands of keys may be asked for."""
+        found = self._places.get(id(mapping))
+        if found is None:
+            found = self._places[id(mapping)] = {}
+            for key, value in mapping.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag in _TEXTS:
+                    found.setdefault(key.value, (key.start_mark.line, value))
+        return found
 
 
 class _Reader:
@@ -123,6 +132,11 @@ class _Reader:
         return None
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
+        if node.tag in _NUMBERS and _OLD_NUMBER.fullmatch(node.value):
+            what = "a number to the base of 60" if ":" in node.value else "an octal number"
+            text = f"{node.value!r} is {what} to YAML; expected decimal digits without a leading 0: quote text"
+            self.fault(node, path, text, hole=True)
+            return None
         try:
             value = self.loader.construct_object(node)
         except (ValueError, KeyError, IndexError, yaml.YAMLError):

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +42,13 @@ HALF_DB = 30.0
 FLOAT_DB = 60.0
 """Float32 has 24 bits: 144 dB for one rounding."""
 
+NOTHING_DB = -1000.0
+"""A difference from nothing but zeros: less than any engine can have, and a number that JSON can hold."""
+
 _EDGE_ROWS = 4
 
-Outputs = dict[str, npt.NDArray[np.float32]]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Outputs = dict[str, Floats]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,7 @@ class OutputCheck:
         sequence: tokens of it; None: rows are images.
         output: name of the output.
         sqnr_db: power of the output that it is held to, over that of the difference; None: there is no difference.
+            An output of zeros has no power: ``NOTHING_DB`` then.
         float_db: the same to the float model's output.
         proxy_float_db: what that is of the output that it is held to: the error of quantization itself.
         cosine: mean cosine of its vectors to the float model's.
@@ -144,20 +150,20 @@ def check_engine(
         bound: how far apart the two may be.
 
     Raises:
-        EngineError: an output is further away than ``bound``, or is not finite.
+        EngineError: an output is further away than ``bound``, or has NaN, or infinite values that PyTorch's has not; or
+            PyTorch's has NaN.
     """
+    of_tokens = _token_outputs(expected)
     checks = []
     for reference, plain in zip(expected, of_float, strict=True):
         given = _by_name(runner(engine)(reference.inputs), engine.output_names)
         for name, wanted in reference.outputs.items():
             batch, sequence = batch_shape(reference.inputs)
-            got, right, float_right = (
-                _read(values, reference) for values in (given[name][list(reference.rows)], wanted, plain.outputs[name])
-            )
+            values = (given[name][list(reference.rows)], wanted, plain.outputs[name])
+            got, right, float_right = (_read(value, reference, name in of_tokens) for value in values)
             tokens = "" if sequence is None else f" x sequence {sequence}"
             where = f"{engine.name} engine, batch {batch}{tokens}, output {name!r}"
-            if not np.isfinite(got).all():
-                raise EngineError(f"{where}: it holds NaN or infinite values, and PyTorch's does not")
+            got, right, float_right = _finite(where, got, right, float_right)
             check = OutputCheck(
                 batch=batch,
                 sequence=sequence,
@@ -183,18 +189,52 @@ def _to_float(check: OutputCheck, bound: Tolerance) -> str:
     return f", and {check.float_db:.1f} dB against the float model where PyTorch has {check.proxy_float_db:.1f}"
 
 
-def _decibels(right: npt.NDArray[np.float32], got: npt.NDArray[np.float32]) -> float | None:
+def _finite(where: str, got: Floats, right: Floats, float_right: Floats) -> tuple[Floats, Floats, Floats]:
+    """The same with zeros in the place of infinite values, on which engine and PyTorch agree.
+
+    Raises:
+        EngineError: they do not agree, or one of them holds NaN.
+    """
+    if np.isnan(right).any() or np.isnan(float_right).any():
+        raise EngineError(
+            f"{where}: PyTorch's own output holds NaN, so that no engine can be held to it: is the checkpoint sound?"
+        )
+    infinite = np.isinf(got) | np.isinf(right)
+    if np.isnan(got).any() or not np.array_equal(got[infinite], right[infinite]):
+        raise EngineError(f"{where}: it holds NaN or infinite values where PyTorch's does not, or lacks infinite ones")
+    infinite |= np.isinf(float_right)
+    without = [np.where(infinite, np.float32(0), values) for values in (got, right, float_right)]
+    return without[0], without[1], without[2]
+
+
+def _decibels(right: Floats, got: Floats) -> float | None:
+    """SQNR of what is finite; None where there is no difference, and for nothing else."""
     found = sqnr_db(right, got)
-    return found if math.isfinite(found) else None
+    return None if found == math.inf else max(found, NOTHING_DB)
 
 
-def _read(values: npt.NDArray[np.float32], reference: Reference) -> npt.NDArray[np.float32]:
+def _token_outputs(references: Sequence[Reference]) -> set[str]:
+    """The outputs with an axis of tokens, [B x S] or [B x S x ...], whose padding nobody reads.
+
+    It is as long as the tokens at every shape. Where all shapes have one length, [B x S] may as well be the logits of
+    as many classes: then all of it is compared.
+    """
+    lengths = {batch_shape(reference.inputs)[1] for reference in references}
+
+    def follows(name: str) -> bool:
+        shapes = [(reference.outputs[name].shape, batch_shape(reference.inputs)[1]) for reference in references]
+        several = len(lengths) > 1 or all(len(shape) > 2 for shape, _ in shapes)
+        return several and all(len(shape) > 1 and shape[1] == length for shape, length in shapes)
+
+    return {name for name in (references[0].outputs if references else ()) if follows(name)}
+
+
+def _read(values: Floats, reference: Reference, of_tokens: bool) -> Floats:
     """Those vectors [N x D] of an output that somebody reads."""
     mask = reference.inputs.get("attention_mask")
-    if mask is not None:
+    if mask is not None and of_tokens:
         kept = mask[list(reference.rows)].numpy().astype(bool)
-        if values.shape[:2] == kept.shape:
-            return np.asarray(values[kept].reshape(int(kept.sum()), -1))
+        return np.asarray(values[kept].reshape(int(kept.sum()), -1))
     return values.reshape(len(values), -1)
 
 

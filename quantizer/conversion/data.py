@@ -8,6 +8,8 @@ from pathlib import Path
 
 from quantizer.errors import ConfigError
 from quantizer.errors import TaskError
+from quantizer.existing import is_file
+from quantizer.existing import is_folder
 from quantizer.tasks import Row
 from quantizer.tasks import Sample
 from quantizer.tasks import Task
@@ -43,7 +45,7 @@ class DataSource:
         """What plain data is: "text" or "image"; None: rows of a data set, which say themselves what they are."""
         if self.name is not None:
             return None
-        return "text" if self.path.suffix.lower() in text_files and not self.path.is_dir() else "image"
+        return "text" if self.path.suffix.lower() in text_files and not is_folder(self.path) else "image"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Samples:
 
     calibration: Sequence[Row | Sample]
     held_out: Sequence[Row | Sample]
+
+    @property
+    def rows(self) -> list[Row | Sample]:
+        """All of them."""
+        return [*self.calibration, *self.held_out]
 
     def of(self, task: Task) -> tuple[list[Sample], list[Sample]]:
         """Both as the samples that the task makes of them."""
@@ -74,7 +81,7 @@ def data_source(text: str, option: str) -> DataSource:
             raise ConfigError([f"{option} {text}: the path is missing; expected {name}:PATH"])
         return DataSource(Path(path), name)
     plain = Path(text)
-    if plain.is_dir() or (plain.suffix.lower() in text_files and (not colon or plain.exists())):
+    if is_folder(plain) or (plain.suffix.lower() in text_files and (not colon or is_file(plain))):
         return DataSource(plain)
     raise ConfigError(
         [

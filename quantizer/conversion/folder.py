@@ -10,6 +10,7 @@ config.json    names, types and shapes, labels, lengths, and how it was made
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from quantizer.engines import Array
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
+from quantizer.files import restore_folder
+from quantizer.plain import decoded
+from quantizer.plain import json_values
 from quantizer.tasks import Sample
 from quantizer.tasks import load_processor
 from quantizer.tasks import read_image
@@ -31,6 +35,17 @@ ENGINE = "model.engine"
 ONNX = "model.onnx"
 FORMAT = 1
 """Of config.json; counted up when a reader has to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What a server reads of config.json."""
+
+    name: str
+    task: str
+    backend: str
+    dimensions: Mapping[str, tuple[int, int, int]]
+    labels: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,16 @@ class Converted:
         names = self.config["labels"]
         if not names:
             raise QuantizerError(f"{self.config['name']} is no classifier: call it for its outputs instead")
+        if len(names) == 1:
+            raise QuantizerError(
+                f"{self.config['name']} has one output and no classes: call it for its outputs instead"
+            )
         logits = self(samples)["logits"]
+        if logits.shape[-1] != len(names):
+            raise QuantizerError(
+                f"{CONFIG} has {len(names)} labels, and the engine tells {logits.shape[-1]} classes apart: the folder "
+                "is damaged, convert the model again"
+            )
         return [names[int(index)] for index in logits.argmax(axis=-1)]
 
     def _tokens(self, texts: Sequence[Sample]) -> Any:
@@ -96,30 +120,55 @@ class Converted:
         return tasks[self.config["task"]].reads
 
 
-def load_converted(folder: str | Path, *, threads: int = 1) -> Converted:
+def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True) -> Converted:
     """Load what ``quantizer convert`` wrote for one backend.
 
     Args:
         folder: ``OUT/BACKEND``.
         threads: of the CPU, for an engine that runs there.
+        verify: compare the engine's file with the checksum in it.
 
     Raises:
-        QuantizerError: the folder is none of ours, or incomplete.
+        QuantizerError: the folder is none of ours, incomplete or damaged.
         EngineError: the engine does not load on this machine.
     """
     path = Path(folder)
+    restore_folder(path.parent)
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        backend, written, task = config["backend"], config["format"], config["task"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = json_values((path / CONFIG).read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it holds no object")
+        if config.get("format") == FORMAT:
+            _check(config)
+    except (OSError, ValueError) as error:
         raise QuantizerError(
             f"{path} holds no {CONFIG} that can be read ({type(error).__name__}: {error}); expected a folder "
             "OUT/BACKEND that `quantizer convert` wrote"
         ) from error
-    if written != FORMAT:
-        raise QuantizerError(f"{path / CONFIG} has format {written}, expected {FORMAT}: convert the model again")
+    if config.get("format") != FORMAT:
+        raise QuantizerError(
+            f"{path / CONFIG} has format {config.get('format')!r}, expected {FORMAT}: convert the model again"
+        )
+    task = config["task"]
     processor = load_processor(str(path / processor_folder(task)), task)
-    return Converted(config, load_engine(backend, path / ENGINE, threads=threads), processor)
+    return Converted(config, load_engine(config["backend"], path / ENGINE, threads=threads, verify=verify), processor)
+
+
+def _check(config: dict[str, Any]) -> None:
+    """Check those fields of config.json that are read here.
+
+    Raises:
+        ValueError: one is missing, or of another type.
+    """
+    told: _Told = decoded(_Told, {name: config[name] for name in _Told.__annotations__ if name in config}, CONFIG)
+    if told.task not in tasks.names():
+        raise ValueError(f"{CONFIG}.task: expected one of {', '.join(tasks.names())}, got {told.task!r}")
+    expected = {"batch"} if tasks[told.task].reads == "image" else {"batch", "sequence"}
+    if set(told.dimensions) != expected:
+        raise ValueError(f"{CONFIG}.dimensions: expected sizes of {' and '.join(sorted(expected))}")
+    for name, (least, usual, most) in told.dimensions.items():
+        if not 1 <= least <= usual <= most:
+            raise ValueError(f"{CONFIG}.dimensions.{name}: expected 1 <= least <= usual <= most")
 
 
 def processor_folder(task: str) -> str:

@@ -35,6 +35,7 @@ from quantizer.conversion.result import BackendResult
 from quantizer.conversion.result import Facts
 from quantizer.conversion.result import backend_config
 from quantizer.conversion.result import quantization_facts
+from quantizer.conversion.settings import CONVERSION
 from quantizer.conversion.settings import SEQUENCE_LENGTHS
 from quantizer.conversion.settings import Conversion
 from quantizer.conversion.settings import Sizes
@@ -49,13 +50,18 @@ from quantizer.engines import runs_here
 from quantizer.errors import TaskError
 from quantizer.export import export_onnx
 from quantizer.export.signature import read_signature
+from quantizer.files import require_room
+from quantizer.files import said_complete
 from quantizer.files import write_folder
+from quantizer.preflight import check_rows
+from quantizer.preflight import require_tools
 from quantizer.quantizer import Quantizer
 from quantizer.report import Score
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.stages import Stages
 from quantizer.stages import bar
+from quantizer.stages import parameter_bytes
 from quantizer.stages import runner
 from quantizer.stages import score_record
 from quantizer.stages import work_kept
@@ -93,9 +99,13 @@ def convert(asked: Conversion, console: Console) -> Path:
     results: list[BackendResult] = []
     with work_kept(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
-            folder, lambda target: results.extend(_Run(asked, facts, data, target, kept.scores, console).carry_out())
+            folder,
+            lambda target: results.extend(_Run(asked, facts, data, target, kept.scores, console).carry_out()),
+            kind=CONVERSION,
+            replace=asked.force,
         )
-    print_summary(facts, results, folder, console)
+    with said_complete(folder):
+        print_summary(facts, results, folder, console)
     return folder
 
 
@@ -157,13 +167,16 @@ class _Run:
         self.evaluation = read_labelled(asked.evaluation, "--evaluation")
         with self.stage("load the model"):
             self.model = load_model(asked.model, facts.task)
+            # An ONNX file and an engine for each backend, in which integers take a quarter.
+            least = parameter_bytes(self.model) * len(asked.backends) // (2 if asked.quantization else 1)
+            require_room(target, least, "what is written for this model")
             self.processor = load_processor(asked.model, facts.task)
             sizes = facts.sequence
             lengths = {} if sizes is None else {"min_length": sizes[0], "max_length": sizes[2]}
             self.task = build_task(facts.task, self.model, self.processor, batch_size=facts.batch[1], **lengths)
-        # A label that the model has no class for is told now, and not after minutes of calibration.
-        for rows in filter(None, (self.tuning, self.evaluation)):
-            self.task.targets(rows)
+        # What would be told after minutes of calibration is told now.
+        require_tools({name: self._options(name) for name in asked.backends}, html=False)
+        check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
         self.calibration, held_out = ([], []) if data is None else data.of(self.task)
         self.batches = self.task.sample_batches(self.calibration)
         self.check_batches = [self.task.inputs.filled(held_out or self.calibration, *shape) for shape in facts.shapes]
@@ -173,7 +186,8 @@ class _Run:
         """All stages, in order."""
         asked = self.asked
         quantizers = self._quantizers() if asked.quantization else dict.fromkeys(asked.backends)
-        with tempfile.TemporaryDirectory() as scratch:
+        # In the folder itself, so that what a kill leaves goes with it.
+        with tempfile.TemporaryDirectory(dir=self.target) as scratch:
             results = [self._backend(name, quantizers[name], Path(scratch)) for name in asked.backends]
         document = {
             "model": asdict(self.facts),
@@ -310,12 +324,14 @@ class _Run:
         export_onnx(self.model, path, self.task.example(), opset=target.opset, dtype=dtype)
 
     def _build(self, name: str, onnx: Path, engine: Path) -> BuildResult:
-        options = BuildOptions(
+        return self.stage.build(name, onnx, engine, self._options(name))
+
+    def _options(self, name: str) -> BuildOptions:
+        return BuildOptions(
             dynamic=self.facts.dimensions,
             compute_capability=self._capability(name),
             inference_precision=self._precision(name),
         )
-        return self.stage.build(name, onnx, engine, options)
 
     def _capability(self, name: str) -> str | None:
         return self.asked.compute_capability if name == "tensorrt-rtx" else None

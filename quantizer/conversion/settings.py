@@ -11,13 +11,19 @@ from pathlib import Path
 from quantizer.conversion.data import DataSource
 from quantizer.engines import backends
 from quantizer.errors import ConfigError
+from quantizer.errors import QuantizerError
+from quantizer.files import checked_folder
+from quantizer.files import restore_folder
 from quantizer.targets import profile
 from quantizer.tasks import tasks
 
-__all__ = ["BATCH_SIZES", "SEQUENCE_LENGTHS", "Conversion", "Sizes", "convertible_tasks"]
+__all__ = ["BATCH_SIZES", "CONVERSION", "SEQUENCE_LENGTHS", "Conversion", "Sizes", "convertible_tasks"]
 
 Sizes = tuple[int, int, int]
 """Least, usual and most."""
+
+CONVERSION = "conversion"
+"""What its folder says that it is."""
 
 BATCH_SIZES: Sizes = (1, 8, 32)
 SEQUENCE_LENGTHS: Sizes = (16, 128, 512)
@@ -53,7 +59,7 @@ class Conversion:
         inference_precision: what OpenVINO computes in where nothing is quantized; None: float32.
         tolerance: the least SQNR in dB of an engine's outputs against PyTorch's; None: what fits its types.
         threads: of the CPU, for engines and PyTorch.
-        force: replace the folder if it exists.
+        force: replace the folder of a conversion that stands there already; one that holds anything else is kept.
 
     Raises:
         ConfigError: what is asked for does not fit together; all problems are listed.
@@ -81,8 +87,11 @@ class Conversion:
 
     def __post_init__(self) -> None:
         problems = [*self._names(), *self._quantization(), *self._sizes()]
-        if self.output.exists() and not self.force:
-            problems.append(f"{self.output} exists already; choose another -o, or replace it with --force")
+        try:
+            restore_folder(self.output)
+            checked_folder(self.output, CONVERSION, replace=self.force)
+        except QuantizerError as error:
+            problems.append(str(error))
         if problems:
             raise ConfigError(problems)
 

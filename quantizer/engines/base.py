@@ -41,11 +41,17 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input of an engine: its name, its type and its shape, with None for a dynamic dimension."""
+    """One input of an engine: its name, its type and its shape, with None for a dynamic dimension.
+
+    Attributes:
+        dimensions: the name of each axis in the ONNX file, empty where it has none; none at all: they are not known.
+            Axes of one name have one size, in all inputs.
+    """
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int | None, ...]
+    dimensions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
@@ -83,7 +89,8 @@ class Engine(Protocol):
                 states.
 
         Raises:
-            EngineError: an input is missing, unknown, or of another type or shape; or the run failed.
+            EngineError: an input is missing, unknown, or of another type or shape; inputs differ in a dimension that
+                they share; or the run failed.
         """
 
 
@@ -166,6 +173,14 @@ class Backend(Protocol):
     def device(self) -> str:
         """Where its engines run: ``cpu`` or ``cuda``."""
 
+    def check(self, options: BuildOptions) -> None:
+        """Refuse what ``build`` would refuse whatever the ONNX file is: a build may come after an hour of work.
+
+        Raises:
+            EngineError: the options are not for this backend, or nothing can be built on this machine.
+            MissingDependencyError: the library is not installed.
+        """
+
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Write ``engine_path``, whole or not at all; without ``strip_weights`` it needs the ONNX file no more.
 
@@ -174,11 +189,16 @@ class Backend(Protocol):
             MissingDependencyError: the library is not installed.
         """
 
-    def load(self, path: Path, *, threads: int = 1) -> Engine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> Engine:
         """Load an engine file, to run on ``threads`` threads of the CPU.
 
+        Args:
+            path: the file.
+            threads: of the CPU.
+            verify: compare the file with its checksum.
+
         Raises:
-            EngineError: the file is missing or cannot be run here.
+            EngineError: the file is missing, damaged or cannot be run here.
             MissingDependencyError: the library is not installed.
         """
 
@@ -203,7 +223,8 @@ def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str
     """``inputs``, arrays or tensors, in the order of ``specs`` as contiguous arrays.
 
     Raises:
-        EngineError: one is missing or unknown, or has another type or shape than its spec.
+        EngineError: one is missing or unknown, is no array, or has another type or shape than its spec; or two of them
+            differ in a dimension of one name.
     """
     expected = ", ".join(str(spec) for spec in specs)
     names = [spec.name for spec in specs]
@@ -213,9 +234,7 @@ def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str
         raise EngineError(f"{engine} engine: it has no input {', '.join(map(repr, wrong))}; it takes {expected}")
     arrays: dict[str, Array] = {}
     for spec in specs:
-        value = inputs[spec.name]
-        # A tensor may be on another device, or ask for gradients; torch itself is not needed to ask it.
-        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value, order="C")
+        array = _array(engine, spec, inputs[spec.name])
         fits = len(array.shape) == len(spec.shape) and all(
             size in (None, actual) for size, actual in zip(spec.shape, array.shape, strict=True)
         )
@@ -224,4 +243,38 @@ def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str
                 f"{engine} engine: input {spec.name!r} is {array.dtype}{list(array.shape)}, expected {spec}"
             )
         arrays[spec.name] = array
+    _check_shared(engine, specs, arrays)
     return arrays
+
+
+def _array(engine: str, spec: TensorSpec, value: Any) -> Array:
+    try:
+        # A tensor may be on another device, or ask for gradients; torch itself is not needed to ask it.
+        return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value, order="C")
+    except (RuntimeError, TypeError, ValueError) as error:
+        # A type that numpy has not, such as bfloat16; rows of several lengths; a tensor without values.
+        held = getattr(value, "dtype", None)
+        what = type(value).__name__ if held is None else f"{type(value).__name__} of {held}"
+        raise EngineError(
+            f"{engine} engine: input {spec.name!r} is a {what} that is no array ({error}), expected {spec}"
+        ) from error
+
+
+def _check_shared(engine: str, specs: Sequence[TensorSpec], arrays: Mapping[str, Array]) -> None:
+    """Hold inputs to the dimensions that they share by name: libraries do not, and one returns a former call's result.
+
+    A size of 1 that would broadcast is another size too: the file says that the two are equal, and what else goes by
+    them is not known here.
+    """
+    first: dict[str, tuple[int, str, int]] = {}
+    for spec in specs:
+        for axis, (name, size) in enumerate(zip(spec.dimensions, arrays[spec.name].shape, strict=False)):
+            if not name:
+                continue
+            other, where, place = first.setdefault(name, (size, spec.name, axis))
+            if size != other:
+                raise EngineError(
+                    f"{engine} engine: dimension {name!r} is {other} in input {where!r} (axis {place}) and {size} in "
+                    f"input {spec.name!r} (axis {axis}): pass one size, or give the two axes names of their own when "
+                    "the model is exported (dynamic_axes)"
+                )

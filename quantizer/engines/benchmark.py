@@ -88,6 +88,8 @@ def peak_memory_mib(
     """
     command = [
         sys.executable,
+        # Without it modules of the current folder would be imported in the place of installed ones.
+        "-P",
         "-m",
         "quantizer.engines.memory",
         str(path),

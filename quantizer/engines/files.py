@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import BinaryIO
 
 from quantizer import files
 from quantizer.errors import EngineError
+from quantizer.existing import is_file
+from quantizer.existing import is_folder
 
 __all__ = [
     "RTX_MAGIC",
+    "check_signature",
     "checked_engine",
     "checked_onnx",
     "checked_output",
     "read_engine",
+    "sign_onnx",
     "whole_file",
     "write_engine",
 ]
@@ -23,8 +28,14 @@ __all__ = [
 RTX_MAGIC = b"vtrt"
 """How an engine of TensorRT-RTX begins."""
 
-_NOTE = b"\nquantizer: "
-_LONGEST_NOTE = 1024
+_NOTE = b"\nquantizer engine: "
+_NOTE_WITHOUT_SUM = b"\nquantizer: "
+"""Of files from before there was a checksum: a line of the other kind must have one, so that none gets lost."""
+_LONGEST_NOTE = 2**20
+_SUM = "sha256 "
+_SUM_KEY = "quantizer.sha256"
+_NO_SUM = "0" * 64
+_PIECE = 2**20
 # Fields of onnx.ModelProto that are messages, strings or numbers; field 7 is the graph.
 _MODEL_FIELDS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26})
 _GRAPH_FIELD = 7
@@ -36,10 +47,11 @@ def checked_engine(path: Path, what: str = "engine") -> Path:
     Raises:
         EngineError: it is missing, a folder, or empty.
     """
-    if not path.exists():
-        raise EngineError(f"{what} file not found: {path}")
-    if not path.is_file():
-        raise EngineError(f"{path} is not a file: expected the {what} file")
+    if not is_file(path):
+        there = is_folder(path) or os.path.lexists(path)
+        raise EngineError(
+            f"{path} is not a file: expected the {what} file" if there else f"{what} file not found: {path}"
+        )
     if path.stat().st_size == 0:
         raise EngineError(f"{what} file {path} is empty: write it again")
     return path
@@ -66,6 +78,8 @@ def checked_onnx(path: Path) -> Path:
                     )
     except ValueError as error:
         raise EngineError(f"{path} is not an ONNX file, or is damaged: {error}; export it again") from error
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
     if _GRAPH_FIELD not in fields:
         raise EngineError(f"{path} holds no graph: it is not an ONNX file, or is damaged; export it again")
     return path
@@ -96,19 +110,19 @@ def _varint(stream: BinaryIO) -> int:
     raise ValueError(f"a number at byte {stream.tell()} is too long")
 
 
-def checked_output(path: Path) -> Path:
+def checked_output(path: Path, source: Path | None = None) -> Path:
     """``path``, when a file can be written there; asked before a build, so that no build is lost to a bad path.
 
+    Args:
+        path: the file to write.
+        source: the file that is built from.
+
     Raises:
-        EngineError: the folder is missing or cannot be written, or ``path`` is a folder.
+        EngineError: nothing can be written there, or it would replace ``source``.
     """
-    folder = path.parent
-    if not folder.is_dir():
-        raise EngineError(f"cannot write {path}: {folder} is not an existing folder; make it first")
-    if path.is_dir():
-        raise EngineError(f"cannot write {path}: it is a folder; give the name of a file")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise EngineError(f"cannot write {path}: no permission to write in {folder}; choose another folder")
+    place = files.checked_file(path, EngineError)
+    if source is not None and place.exists() and place.samefile(source):
+        raise EngineError(f"{path} is the file that the engine is built from; give the engine another name")
     return path
 
 
@@ -122,23 +136,96 @@ def whole_file(path: Path) -> AbstractContextManager[Path]:
 
 
 def write_engine(path: Path, content: memoryview, note: str = "") -> None:
-    """Write what a library built; ``note``: what it does not keep and loading needs, as a line after it.
+    """Write what a library built, and after it a line with its SHA-256: it would run a damaged one too.
+
+    Args:
+        path: the engine file.
+        content: what the library built.
+        note: what it does not keep and loading needs, in the same line.
 
     Raises:
         EngineError: the system refused to write.
     """
+    line = f"{note} " if note else ""
+    digest = hashlib.sha256(content)
+    digest.update(line.encode())
     with whole_file(path) as part, part.open("wb") as stream:
         stream.write(content)
-        stream.write(_NOTE + note.encode() + b"\n" if note else b"")
+        stream.write(_NOTE + f"{line}{_SUM}{digest.hexdigest()}\n".encode())
 
 
-def read_engine(path: Path) -> tuple[bytes, str]:
-    """What a library built, and the note after it; an empty one where there is none, or no whole one."""
-    size = path.stat().st_size
+def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
+    """What a library built, and the note after it; an empty one where there is none, or no whole one.
+
+    Args:
+        path: the engine file. One from before there was a checksum in it is not checked.
+        verify: compare the checksum.
+
+    Raises:
+        EngineError: the file is not as it was written, or cannot be read.
+    """
+    try:
+        whole = path.read_bytes()
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
+    place, tag = max((whole.rfind(tag, max(0, len(whole) - _LONGEST_NOTE)), tag) for tag in (_NOTE, _NOTE_WITHOUT_SUM))
+    if place < 0 or not whole.endswith(b"\n"):
+        return whole, ""
+    content, line = whole[:place], whole[place + len(tag) : -1].decode(errors="replace")
+    if tag == _NOTE_WITHOUT_SUM:
+        return content, line
+    note, _, told = line.rpartition(_SUM)
+    if verify:
+        digest = hashlib.sha256(content)
+        digest.update(note.encode())
+        _compare(path, digest.hexdigest(), told)
+    return content, note.removesuffix(" ")
+
+
+def sign_onnx(path: Path) -> None:
+    """Add the SHA-256 of an ONNX file to its own metadata, as its last bytes: whatever reads ONNX reads it as before.
+
+    Raises:
+        OSError: the system refused to write.
+    """
+    with path.open("rb+") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        stream.seek(0, os.SEEK_END)
+        stream.write(_signature(digest))
+
+
+def check_signature(path: Path) -> None:
+    """Compare the SHA-256 that ``sign_onnx`` added; a file without one is taken as it is.
+
+    Raises:
+        EngineError: the file is not as it was written.
+    """
+    size = path.stat().st_size - len(_signature(_NO_SUM))
+    if size < 0:
+        return
     with path.open("rb") as stream:
-        stream.seek(max(0, size - _LONGEST_NOTE))
-        _, mark, note = stream.read().rpartition(_NOTE)
+        stream.seek(size)
+        told = stream.read()
+        if not told.startswith(_signature(_NO_SUM)[: -len(_NO_SUM)]):
+            return
         stream.seek(0)
-        if not mark or not note.endswith(b"\n"):
-            return stream.read(), ""
-        return stream.read(size - len(mark) - len(note)), note[:-1].decode(errors="replace")
+        digest, left = hashlib.sha256(), size
+        while left and (piece := stream.read(min(left, _PIECE))):
+            digest.update(piece)
+            left -= len(piece)
+    _compare(path, digest.hexdigest(), told[-len(_NO_SUM) :].decode(errors="replace"))
+
+
+def _compare(path: Path, found: str, told: str) -> None:
+    if found != told:
+        raise EngineError(
+            f"{path} is damaged: it is not as it was written (its SHA-256 differs); copy it again, or build it again "
+            "from its ONNX file"
+        )
+
+
+def _signature(digest: str) -> bytes:
+    """An entry of the metadata (field 14 of a model: key and value), as protobuf writes it."""
+    key, value = _SUM_KEY.encode(), digest.encode()
+    entry = b"\x0a" + bytes([len(key)]) + key + b"\x12" + bytes([len(value)]) + value
+    return b"\x72" + bytes([len(entry)]) + entry

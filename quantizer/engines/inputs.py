@@ -7,22 +7,52 @@ from collections.abc import Sequence
 import numpy as np
 
 from quantizer.engines.base import Array
+from quantizer.engines.base import Engine
 from quantizer.engines.base import TensorSpec
+from quantizer.engines.dimensions import dimension_sizes
+from quantizer.errors import EngineError
 
-__all__ = ["made_up_inputs"]
+__all__ = ["made_up_inputs", "working_inputs"]
 
 
-def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int) -> dict[str, Array]:
+def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int, whole: int = 1) -> dict[str, Array]:
     """An array for each input: ones for integers (a valid token id and mask), small random numbers for floats.
 
-    Shapes: [None, 384] gives [batch, 384], [None, None] gives [batch, sequence].
+    Shapes: [None, 384] gives [batch, 384], [None, None] gives [batch, sequence]; axes of one name get one size.
+
+    Args:
+        specs: the inputs.
+        batch: size of the first dimension, where it is dynamic.
+        sequence: size of the other dynamic dimensions.
+        whole: what integers are.
     """
     random = np.random.default_rng(0)
+    sizes = dimension_sizes([spec.dimensions for spec in specs], batch, sequence)
     arrays: dict[str, Array] = {}
     for spec in specs:
+        names = spec.dimensions or ("",) * len(spec.shape)
         shape = [
-            size if size is not None else (batch if axis == 0 else sequence) for axis, size in enumerate(spec.shape)
+            size if size is not None else sizes.get(name, sequence if axis > 0 else batch)
+            for axis, (size, name) in enumerate(zip(spec.shape, names, strict=True))
         ]
-        values = random.standard_normal(shape) if spec.dtype.kind == "f" else np.ones(shape)
+        values = random.standard_normal(shape) if spec.dtype.kind == "f" else np.full(shape, whole)
         arrays[spec.name] = values.astype(spec.dtype)
     return arrays
+
+
+def working_inputs(engine: Engine, batch: int, sequence: int) -> dict[str, Array]:
+    """Return made-up inputs that the engine runs with: where ones do not, as in a table of one row, zeros may.
+
+    Raises:
+        EngineError: it runs with neither.
+    """
+    inputs = made_up_inputs(engine.inputs, batch, sequence)
+    try:
+        engine(inputs)
+    except EngineError as error:
+        inputs = made_up_inputs(engine.inputs, batch, sequence, whole=0)
+        try:
+            engine(inputs)
+        except EngineError:
+            raise error from None
+    return inputs

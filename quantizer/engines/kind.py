@@ -24,8 +24,11 @@ def backend_of(path: Path) -> str | None:
         EngineError: the file is missing, empty, or not known for an engine or an ONNX file by how it begins. The form
             of TensorRT's own files is not known here.
     """
-    with checked_engine(path).open("rb") as stream:
-        head = stream.read(_HEAD)
+    try:
+        with checked_engine(path).open("rb") as stream:
+            head = stream.read(_HEAD)
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
     if b";ov=" in head and b"meta=" in head:
         return "openvino"
     if head.startswith(RTX_MAGIC):

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from quantizer.engines.dimensions import dimension_sizes
 from quantizer.engines.facts import inspection_from_layers
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.inspection import LOW_PRECISIONS
@@ -20,6 +21,7 @@ from quantizer.engines.multiply_adds import convolution_work
 from quantizer.engines.multiply_adds import matmul_work
 from quantizer.engines.optional import import_library
 from quantizer.errors import EngineError
+from quantizer.onnx_structure import structural_fault
 
 __all__ = ["MOVES", "graph_inspection", "precision_of", "read_graph"]
 
@@ -73,16 +75,20 @@ def read_graph(path: Path) -> Any:
     checked_onnx(path)
     onnx = import_library("onnx", "onnx")
     try:
-        return onnx.load(str(path), load_external_data=False)
+        model = onnx.load(str(path), load_external_data=False)
+        fault = structural_fault(onnx, model)
     except Exception as error:
         # protobuf's error is of a class that depends on which of its implementations is installed.
         raise EngineError(f"{path} is damaged: {error}; export it again") from error
+    if fault is not None:
+        raise EngineError(f"{path} is damaged, or was written wrongly: {fault}; export it again")
+    return model
 
 
 def precision_of(element_type: int) -> str:
     """The precision of an ONNX element type; ``index`` for whole numbers and truth values."""
     onnx = import_library("onnx", "onnx")
-    return _PRECISIONS.get(onnx.TensorProto.DataType.Name(element_type), "index")
+    return _PRECISIONS.get(onnx.TensorProto.DataType.Name(element_type), "index") if element_type else "unknown"
 
 
 class _Graph:
@@ -163,10 +169,12 @@ def _shaped(model: Any, sizes: Mapping[str, int]) -> Any:
     small = onnx.ModelProto()
     small.CopyFrom(_without_data(model))
     graph = small.graph
-    for value in graph.input[: len(model.graph.input)]:
-        for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
-            if not dimension.HasField("dim_value"):
-                dimension.dim_value = sizes["batch"] if axis == 0 else sizes["sequence"]
+    shapes = [value.type.tensor_type.shape.dim for value in graph.input[: len(model.graph.input)]]
+    named = dimension_sizes([[axis.dim_param for axis in shape] for shape in shapes], **sizes)
+    for shape in shapes:
+        for place, axis in enumerate(shape):
+            if not axis.HasField("dim_value"):
+                axis.dim_value = named.get(axis.dim_param, sizes["sequence"] if place > 0 else sizes["batch"])
     # Shapes that the file states for other sizes would only contradict.
     del graph.value_info[:]
     for value in graph.output:

@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import time
+from collections.abc import Callable
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -27,10 +28,12 @@ from quantizer.engines.base import checked_inputs
 from quantizer.engines.byte_products import saturation_warnings
 from quantizer.engines.facts import inspection_from_layers
 from quantizer.engines.facts import run_note
+from quantizer.engines.files import check_signature
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
+from quantizer.engines.files import sign_onnx
 from quantizer.engines.files import whole_file
-from quantizer.engines.inputs import made_up_inputs
+from quantizer.engines.inputs import working_inputs
 from quantizer.engines.inspection import Inspection
 from quantizer.engines.onnxruntime_biases import fuse_biases
 from quantizer.engines.onnxruntime_inspect import observed_layers
@@ -99,16 +102,17 @@ class ONNXRuntimeBackend:
     def __init__(self, name: str = "onnxruntime") -> None:
         self.name = name
 
+    def check(self, options: BuildOptions) -> None:
+        """Refuse options that are for a GPU; look for the library."""
+        self._check_options(options)
+        import_library("onnxruntime", "onnxruntime")
+
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Optimize the ONNX file and write the result."""
-        if options.compute_capability is not None:
-            raise EngineError(
-                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
-            )
-        options.check_for(self.name)
+        self._check_options(options)
         started = time.perf_counter()
         checked_onnx(onnx_path)
-        checked_output(engine_path)
+        checked_output(engine_path, onnx_path)
         ort = import_library("onnxruntime", "onnxruntime")
         if options.progress:
             options.progress(0.0, "optimize")
@@ -131,6 +135,7 @@ class ONNXRuntimeBackend:
             # It saves time alone, so an engine is built without the package too.
             if find_spec("onnx") is not None:
                 fuse_biases(part)
+            sign_onnx(part)
         if options.progress:
             options.progress(1.0, "optimize")
         return BuildResult(
@@ -140,9 +145,11 @@ class ONNXRuntimeBackend:
             saturation_warnings(self.name, onnx_path),
         )
 
-    def load(self, path: Path, *, threads: int = 1) -> ONNXRuntimeEngine:
-        """Load an engine file or any other ONNX file."""
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> ONNXRuntimeEngine:
+        """Load an engine file or any other ONNX file; ``verify`` compares it with its checksum, where it has one."""
         checked_onnx(path)
+        if verify:
+            check_signature(path)
         ort = import_library("onnxruntime", "onnxruntime")
         return ONNXRuntimeEngine(_session(ort, path, _settings(ort, threads)))
 
@@ -151,13 +158,22 @@ class ONNXRuntimeBackend:
     ) -> Inspection:
         """Run an engine file or any other ONNX file under the profiler."""
         checked_onnx(path)
+        check_signature(path)
         ort = import_library("onnxruntime", "onnxruntime")
-        layers = observed_layers(
-            partial(_session, ort, path),
-            _settings(ort, threads),
-            lambda session: made_up_inputs(ONNXRuntimeEngine(session).inputs, batch, sequence),
-        )
+
+        def prepared(session: Any) -> Callable[[], object]:
+            engine = ONNXRuntimeEngine(session)
+            return partial(engine, working_inputs(engine, batch, sequence))
+
+        layers = observed_layers(partial(_session, ort, path), _settings(ort, threads), prepared)
         return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
+
+    def _check_options(self, options: BuildOptions) -> None:
+        if options.compute_capability is not None:
+            raise EngineError(
+                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
+            )
+        options.check_for(self.name)
 
 
 def _settings(ort: Any, threads: int) -> Any:
@@ -182,7 +198,8 @@ def _spec(node: Any) -> TensorSpec:
     if node.type not in _DTYPES:
         raise EngineError(f"input {node.name!r} has type {node.type}; this engine takes {', '.join(_DTYPES)}")
     shape = tuple(size if isinstance(size, int) else None for size in node.shape)
-    return TensorSpec(node.name, np.dtype(_DTYPES[node.type]), shape)
+    names = tuple(size if isinstance(size, str) else "" for size in node.shape)
+    return TensorSpec(node.name, np.dtype(_DTYPES[node.type]), shape, names)
 
 
 for _name in ("onnxruntime", "onnxruntime-avx2"):

@@ -13,6 +13,8 @@ from typing import Any
 __all__ = ["fuse_biases"]
 
 _PRODUCT = "MatMulIntegerToFloat"
+_WEIGHT = "KN"
+"""The axes of a weight that a bias [N] fits."""
 _BIAS = 6
 """Which of its inputs is the bias."""
 
@@ -53,10 +55,10 @@ def _parts(node: Any, products: dict[str, Any], shapes: dict[str, tuple[int, ...
         return None, ""
     for value, other in (node.input, reversed(node.input)):
         product = products.get(value)
-        if (
-            product is not None
-            and len(product.input) <= _BIAS
-            and shapes.get(other) == shapes.get(product.input[1], ())[1:]
-        ):
+        if product is None or len(product.input) > _BIAS:
+            continue
+        # Of a product of two activations no shape is known here, and of a stack of weights each has its own columns.
+        weight = shapes.get(product.input[1], ())
+        if len(weight) == len(_WEIGHT) and shapes.get(other) == weight[-1:]:
             return product, other
     return None, ""

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.engines.base import Array
 from quantizer.engines.facts import RUNS
 from quantizer.engines.facts import WARMUP
 from quantizer.engines.inspection import Layer
@@ -66,14 +65,17 @@ _PRECISIONS = {
 
 
 def observed_layers(
-    session_from: Callable[[Any], Any], settings: Any, inputs_from: Callable[[Any], Mapping[str, Array]]
+    session_from: Callable[[Any], Any], settings: Any, prepared: Callable[[Any], Callable[[], object]]
 ) -> list[Layer]:
     """The nodes of the optimized graph, with what profiled runs say of them.
 
     Args:
         session_from: makes a session from settings.
         settings: ``onnxruntime.SessionOptions`` to add profiling to.
-        inputs_from: makes the inputs of a session.
+        prepared: gives what runs a session once.
+
+    Raises:
+        EngineError: it does not run.
     """
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
@@ -83,9 +85,9 @@ def observed_layers(
         settings.enable_profiling = True
         settings.profile_file_prefix = str(Path(folder) / "profile")
         session = session_from(settings)
-        inputs = dict(inputs_from(session))
+        run = prepared(session)
         for _ in range(WARMUP + RUNS):
-            session.run(None, inputs)
+            run()
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
         return list(_layers(read_graph(optimized), _by_node(events)))
 
@@ -109,7 +111,7 @@ def _layers(model: Any, profile: Mapping[str, list[dict[str, Any]]]) -> Iterator
         events = profile.get(node.name, [])
         types = events[-1]["args"] if events else {}
         inputs, outputs = _tensors(types, "input_type_shape"), _tensors(types, "output_type_shape")
-        times = [event["dur"] for event in events[WARMUP:]]
+        times = [event["dur"] for event in events[-RUNS:]]
         yield Layer(
             name=node.name,
             type=node.op_type,

@@ -3,17 +3,19 @@
 An engine file is OpenVINO's own export of the compiled model: one file, which loads faster than the ONNX file compiles.
 Like a TensorRT engine it belongs to the release and the kind of processor that made it; OpenVINO checks both when it
 loads one. (Its portable form, IR, is two files.) The export does not say for which inference precision it was compiled,
-and has to be loaded with the same: a line at the file's end says it.
+and has to be loaded with the same; nor does it keep the names of dimensions. A line at the file's end says both.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
 from quantizer.engines.byte_products import saturation_warnings
+from quantizer.engines.dimensions import input_dimensions
 from quantizer.engines.facts import inspection_from_layers
 from quantizer.engines.facts import run_note
 from quantizer.engines.files import checked_engine
@@ -44,19 +47,22 @@ _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _EMULATED = "this CPU has no BF16 instructions: OpenVINO emulates them, which is slower than float32"
 _NOTE = "inference_precision "
 
+Dimensions: TypeAlias = Mapping[str, Sequence[str]]
+
 
 class OpenVINOEngine:
     """A compiled OpenVINO model with one inference request.
 
     Args:
         compiled: an ``openvino.CompiledModel``.
+        dimensions: the name of each axis of each input, as far as they are known.
     """
 
     name = "openvino"
     device = "cpu"
 
-    def __init__(self, compiled: Any) -> None:
-        self.inputs = tuple(_spec(port) for port in compiled.inputs)
+    def __init__(self, compiled: Any, dimensions: Dimensions = MappingProxyType({})) -> None:
+        self.inputs = tuple(_spec(port, dimensions) for port in compiled.inputs)
         self.input_names = tuple(spec.name for spec in self.inputs)
         self.output_names = tuple(_port_name(port) for port in compiled.outputs)
         self._request = compiled.create_infer_request()
@@ -84,22 +90,23 @@ class OpenVINOBackend:
     def __init__(self, name: str = "openvino") -> None:
         self.name = name
 
+    def check(self, options: BuildOptions) -> None:
+        """Refuse options that are for a GPU; look for the library."""
+        self._check_options(options)
+        import_library("openvino", "openvino")
+
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Compile the ONNX file and write the compiled model."""
-        if options.compute_capability is not None:
-            raise EngineError(
-                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
-            )
-        options.check_for(self.name)
+        self._check_options(options)
         precision = options.inference_precision or "float32"
         started = time.perf_counter()
         checked_onnx(onnx_path)
-        checked_output(engine_path)
+        checked_output(engine_path, onnx_path)
         ov = import_library("openvino", "openvino")
         if options.progress:
             options.progress(0.0, "compile")
         blob = _compile(ov, onnx_path, _settings(1, precision)).export_model()
-        write_engine(engine_path, blob.getbuffer(), _NOTE + precision)
+        write_engine(engine_path, blob.getbuffer(), f"{_NOTE}{precision} {json.dumps(_dimensions(onnx_path))}")
         if options.progress:
             options.progress(1.0, "compile")
         emulated = precision == "bfloat16" and "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -110,23 +117,34 @@ class OpenVINOBackend:
             (*((_EMULATED,) if emulated else ()), *saturation_warnings(self.name, onnx_path)),
         )
 
-    def load(self, path: Path, *, threads: int = 1) -> OpenVINOEngine:
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> OpenVINOEngine:
         """Load an engine file in the precision that it was built for, or compile an ``.onnx`` file for float32.
 
         Args:
             path: a file that ``build`` wrote, or one whose name ends in ``.onnx``.
             threads: threads of the CPU to run on.
+            verify: compare an engine file with the checksum in it.
         """
-        return OpenVINOEngine(_loaded(path, threads))
+        return OpenVINOEngine(*_loaded(path, threads, verify=verify))
 
     def inspect(
         self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file, with its counters on."""
-        compiled = _loaded(path, threads, {"PERF_COUNT": True})
-        inputs = made_up_inputs(OpenVINOEngine(compiled).inputs, batch, sequence)
-        layers = observed_layers(compiled, inputs)
+        compiled, dimensions = _loaded(path, threads, {"PERF_COUNT": True})
+        inputs = made_up_inputs(OpenVINOEngine(compiled, dimensions).inputs, batch, sequence)
+        try:
+            layers = observed_layers(compiled, inputs)
+        except RuntimeError as error:
+            raise EngineError(f"OpenVINO could not run {path} on made-up inputs: {_reason(error)}") from error
         return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
+
+    def _check_options(self, options: BuildOptions) -> None:
+        if options.compute_capability is not None:
+            raise EngineError(
+                f"backend {self.name} builds for the CPU: leave out compute_capability {options.compute_capability!r}"
+            )
+        options.check_for(self.name)
 
 
 def _settings(threads: int, precision: str) -> dict[str, object]:
@@ -137,15 +155,21 @@ def _settings(threads: int, precision: str) -> dict[str, object]:
     }
 
 
-def _loaded(path: Path, threads: int, more: Mapping[str, object] = MappingProxyType({})) -> Any:
-    """The compiled model of an engine file, or of one whose name ends in ``.onnx``; ``more``: settings."""
+def _loaded(
+    path: Path, threads: int, more: Mapping[str, object] = MappingProxyType({}), *, verify: bool = True
+) -> tuple[Any, dict[str, tuple[str, ...]]]:
+    """The compiled model of an engine file, or of one whose name ends in ``.onnx``, and the names of its dimensions.
+
+    ``more``: settings.
+    """
     if path.suffix.lower() == ".onnx":
         checked_onnx(path)
-        return _compile(import_library("openvino", "openvino"), path, {**_settings(threads, "float32"), **more})
+        settings = {**_settings(threads, "float32"), **more}
+        return _compile(import_library("openvino", "openvino"), path, settings), _dimensions(path)
     checked_engine(path)
-    blob, note = read_engine(path)
-    precision = note.removeprefix(_NOTE)
-    if precision == note or precision not in _PRECISIONS:
+    blob, note = read_engine(path, verify=verify)
+    precision, _, names = note.removeprefix(_NOTE).partition(" ")
+    if not note.startswith(_NOTE) or precision not in _PRECISIONS:
         raise EngineError(
             f"{path} is not an engine of backend openvino, or is cut short: it does not end with the precision "
             "that it was built for; build it again from its ONNX file"
@@ -160,16 +184,53 @@ def _loaded(path: Path, threads: int, more: Mapping[str, object] = MappingProxyT
             f"{_reason(error)} An engine belongs to the release and the kind of processor that built it: "
             "build it again from its ONNX file"
         ) from error
-    return _checked_precision(compiled, path, settings)
+    return _checked_precision(compiled, path, settings), _told_dimensions(path, names)
+
+
+def _dimensions(onnx_path: Path) -> dict[str, tuple[str, ...]]:
+    """The names of dimensions in an ONNX file.
+
+    Raises:
+        EngineError: it is damaged.
+    """
+    try:
+        return input_dimensions(onnx_path)
+    except ValueError as error:
+        raise EngineError(f"{onnx_path} is damaged: {error}; export it again") from error
+
+
+def _told_dimensions(path: Path, names: str) -> dict[str, tuple[str, ...]]:
+    """The same as an engine file tells them; one from before they were kept tells nothing.
+
+    Raises:
+        EngineError: the file is damaged.
+    """
+    try:
+        told = json.loads(names or "{}")
+        return {str(name): tuple(map(str, axes)) for name, axes in told.items()}
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise EngineError(f"{path} is damaged: it does not end with the names of dimensions; build it again") from error
 
 
 def _compile(ov: Any, onnx_path: Path, settings: Mapping[str, object]) -> Any:
     core = ov.Core()
     try:
-        compiled = core.compile_model(core.read_model(str(onnx_path)), "CPU", dict(settings))
+        model = core.read_model(str(onnx_path))
+        compiled = core.compile_model(model, "CPU", dict(settings))
     except RuntimeError as error:
         raise EngineError(f"OpenVINO refused {onnx_path}: {refusal(onnx_path, _reason(error))}") from error
+    _check_outputs(model, compiled, onnx_path)
     return _checked_precision(compiled, onnx_path, settings)
+
+
+def _check_outputs(model: Any, compiled: Any, path: Path) -> None:
+    """Refuse an engine whose outputs have other shapes than the file's: a fusion has lost or added an axis."""
+    for asked, got in zip(model.outputs, compiled.outputs, strict=True):
+        if not asked.partial_shape.compatible(got.partial_shape):
+            raise EngineError(
+                f"OpenVINO compiles {path} wrongly: its output {_port_name(got)!r} has the shape {got.partial_shape}, "
+                f"and that of the file is {asked.partial_shape}; take another release of OpenVINO, or onnxruntime"
+            )
 
 
 def _checked_precision(compiled: Any, path: Path, settings: Mapping[str, object]) -> Any:
@@ -187,10 +248,11 @@ def _checked_precision(compiled: Any, path: Path, settings: Mapping[str, object]
     return compiled
 
 
-def _spec(port: Any) -> TensorSpec:
+def _spec(port: Any, dimensions: Dimensions) -> TensorSpec:
     sizes: Sequence[Any] = port.partial_shape
     shape = tuple(None if size.is_dynamic else int(size.get_length()) for size in sizes)
-    return TensorSpec(_port_name(port), np.dtype(port.element_type.to_dtype()), shape)
+    name = _port_name(port)
+    return TensorSpec(name, np.dtype(port.element_type.to_dtype()), shape, tuple(dimensions.get(name, ())))
 
 
 def _port_name(port: Any) -> str:

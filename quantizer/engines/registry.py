@@ -49,16 +49,23 @@ def build_engine(
     return backend(name).build(Path(onnx_path), Path(engine_path), options or BuildOptions())
 
 
-def load_engine(name: str, path: str | Path, *, threads: int = 1) -> Engine:
+def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool = True) -> Engine:
     """Load an engine file of the backend ``name``; engines on a CPU also take an ``.onnx`` file.
 
+    Args:
+        name: a name from ``backends``.
+        path: the file.
+        threads: threads of the CPU.
+        verify: compare the file with the checksum in it, which reads it once more: without, a damaged engine may load,
+            and give other outputs.
+
     Raises:
-        EngineError: unknown backend, or a file that is missing, not of this backend, or cannot be run here.
+        EngineError: unknown backend, or a file that is missing, damaged, not of this backend, or cannot be run here.
         MissingDependencyError: the backend's library is not installed.
     """
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
-    return backend(name).load(Path(path), threads=threads)
+    return backend(name).load(Path(path), threads=threads, verify=verify)
 
 
 def inspect_engine(

@@ -20,6 +20,7 @@ from quantizer.engines.files import RTX_MAGIC
 from quantizer.engines.files import checked_engine
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
+from quantizer.engines.files import read_engine
 from quantizer.engines.files import write_engine
 from quantizer.engines.inputs import made_up_inputs
 from quantizer.engines.inspection import Inspection
@@ -60,12 +61,21 @@ class TensorRTBackend:
         self.name = name
         self._modules = tuple(modules)
 
+    def check(self, options: BuildOptions) -> None:
+        """Refuse GPUs that it does not know; look for the library, and for a GPU where its builder needs one."""
+        options.check_for(self.name)
+        trt = self._import()
+        for name in options.capabilities:
+            self._capability(trt, name)
+        self._check_cache(trt, options.timing_cache)
+        self._builder(trt, TrtLog())
+
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
         """Parse the ONNX file, build for ``options.dynamic`` and ``options.compute_capability``, write the engine."""
         options.check_for(self.name)
         started = time.perf_counter()
         checked_onnx(onnx_path)
-        checked_output(engine_path)
+        checked_output(engine_path, onnx_path)
         note = weights_note(onnx_path, engine_path) if options.strip_weights else ""
         trt = self._import()
         capabilities = [self._capability(trt, name) for name in options.capabilities]
@@ -109,16 +119,15 @@ class TensorRTBackend:
             engine_path, engine_path.stat().st_size, time.perf_counter() - started, tuple(dict.fromkeys(log.warnings))
         )
 
-    def load(self, path: Path, *, threads: int = 1) -> TensorRTEngine:
-        """Load an engine onto the GPU; ``threads`` has no meaning there.
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> TensorRTEngine:
+        """Load an engine onto the GPU; ``threads`` has no meaning there, ``verify`` compares the file's checksum.
 
         Raises:
             EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
         """
         checked_engine(path)
-        if self.name == "tensorrt-rtx":
-            _check_head(path)
-        return TensorRTEngine(self.name, self._import(), path)
+        content, note = _read_rtx(path, verify) if self.name == "tensorrt-rtx" else read_engine(path, verify=verify)
+        return TensorRTEngine(self.name, self._import(), path, content, note)
 
     def inspect(
         self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
@@ -164,8 +173,8 @@ class TensorRTBackend:
         return known[name.lower()]
 
 
-def _check_head(path: Path) -> None:
-    """Refuse what is no whole engine of TensorRT-RTX, before it is handed to a GPU.
+def _read_rtx(path: Path, verify: bool) -> tuple[bytes, str]:
+    """An engine of TensorRT-RTX and its note; what is none, or not whole, is refused before it is handed to a GPU.
 
     As 1.7 writes it, an engine begins with four letters, twelve bytes and its own size in eight more.
 
@@ -179,6 +188,13 @@ def _check_head(path: Path) -> None:
     size, told = path.stat().st_size, int.from_bytes(head[16:_HEAD], "little")
     if len(head) < _HEAD or size < told:
         raise EngineError(f"{path} is cut short: it has {size} bytes of {told}; copy it again, or build it again")
+    content, note = read_engine(path, verify=verify)
+    if len(content) != told:
+        raise EngineError(
+            f"{path} is cut short: it has {size} bytes of an engine of {told} and the line with its checksum, which is "
+            "not whole; copy it again, or build it again"
+        )
+    return content, note
 
 
 def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:

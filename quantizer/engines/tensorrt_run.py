@@ -15,7 +15,6 @@ from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
 from quantizer.engines.facts import RUNS
 from quantizer.engines.facts import WARMUP
-from quantizer.engines.files import read_engine
 from quantizer.engines.inspection import Layer
 from quantizer.engines.tensorrt_inspect import layers_from_json
 from quantizer.engines.tensorrt_refit import refit
@@ -72,7 +71,9 @@ class TensorRTEngine:
     Args:
         name: the backend's name.
         trt: its module.
-        path: the engine file.
+        path: the engine file, for messages.
+        content: what the library built.
+        note: what the file says after it.
 
     Raises:
         EngineError: there is no GPU with a driver, or the engine does not fit it.
@@ -80,7 +81,7 @@ class TensorRTEngine:
 
     device = "cuda"
 
-    def __init__(self, name: str, trt: Any, path: Path) -> None:
+    def __init__(self, name: str, trt: Any, path: Path, content: bytes, note: str) -> None:
         import torch
 
         self.name = name
@@ -93,7 +94,6 @@ class TensorRTEngine:
         log = TrtLog()
         self._logger = trt_log(trt, log)
         self._runtime = trt.Runtime(self._logger)
-        content, note = read_engine(path)
         self._engine = self._runtime.deserialize_cuda_engine(content)
         if self._engine is None:
             raise EngineError(

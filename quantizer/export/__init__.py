@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from quantizer.export.onnx_file import export_onnx
 from quantizer.export.onnx_file import least_opset
+from quantizer.export.onnx_file import require_exporter
 
-__all__ = ["export_onnx", "least_opset"]
+__all__ = ["export_onnx", "least_opset", "require_exporter"]

@@ -21,6 +21,7 @@ Axes = Mapping[str, Mapping[int, str]]
 _SHORTEST = 2
 """The least sequence: what torch.export sees of an axis of length 1 holds for that length alone."""
 
+_OTHERWISE = "dynamic_axes= says otherwise"
 _OF_SHAPES = ("ConstraintViolationError", "UserError")
 
 
@@ -40,12 +41,19 @@ def usual_axes(inputs: Mapping[str, Any]) -> Axes:
         found[name] = {0: "batch"} if rows[name] == batch else {}
         if rows[name] not in (1, batch):
             logger.warning(
-                "export: axis 0 of %r is fixed at %d, as the batch of the example is %d; dynamic_axes= says otherwise",
+                "export: axis 0 of %r is fixed at %d, as the batch of the example is %d; %s",
                 name,
                 rows[name],
                 batch,
+                _OTHERWISE,
             )
-        if not value.is_floating_point() and value.dim() > 1 and value.shape[1] >= _SHORTEST:
+        if value.is_floating_point() or value.dim() == 1:
+            continue
+        if value.shape[1] < _SHORTEST:
+            logger.warning(
+                "export: axis 1 of %r is fixed at %d, as in the example; %s", name, value.shape[1], _OTHERWISE
+            )
+        else:
             found[name][1] = lengths.setdefault(value.shape[1], f"{name}_sequence" if lengths else "sequence")
     return found
 

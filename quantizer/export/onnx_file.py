@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import warnings
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch import nn
+from torch.utils import _pytree
 
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
@@ -28,15 +29,16 @@ from quantizer.export.dynamic_axes import usual_axes
 from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
-from quantizer.export.write import check_folder
 from quantizer.export.write import write_onnx
+from quantizer.files import checked_file
 from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import qtype
+from quantizer.proxy.build import own_copy
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.regions import convert_floats
 
-__all__ = ["export_onnx", "least_opset"]
+__all__ = ["export_onnx", "least_opset", "require_exporter"]
 
 _HALF_SCALES_OPSET = 19
 
@@ -68,9 +70,8 @@ def export_onnx(
         ExportError: the model cannot be exported, or the file cannot be written.
         MissingDependencyError: onnx or onnxscript is not installed.
     """
-    for package in ("onnx", "onnxscript", "onnx_ir"):
-        _require(package)
-    check_folder(path)
+    require_exporter()
+    checked_file(path, ExportError)
     if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
         raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
     for name, quantizer in _enabled(model):
@@ -81,7 +82,9 @@ def export_onnx(
     regions = regions or Regions()
     exported = convert_floats(_copied(model, dtype, regions).eval(), dtype, regions)
     args, keywords = _split(example, regions.io_dtype(dtype))
+    _name_positional(exported, args)
     names = _output_names(model, example)
+    _check_output_names(names, [*inspect.signature(exported.forward).parameters, *keywords])
     _name_inputs(exported, keywords)
     inputs = _named(exported, args, keywords)
     wanted = usual_axes(inputs) if axes is None else asked_axes(axes, inputs)
@@ -93,6 +96,16 @@ def export_onnx(
     run_passes(ir_model, passes(unsigned))
     write_onnx(ir_model, path)
     return path
+
+
+def require_exporter() -> None:
+    """Look for the packages that an export needs.
+
+    Raises:
+        MissingDependencyError: one is not installed.
+    """
+    for package in ("onnx", "onnxscript", "onnx_ir"):
+        _require(package)
 
 
 def least_opset(model: nn.Module) -> int:
@@ -125,24 +138,61 @@ def _copied(model: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module
             kept[id(module.stored)] = module.stored
         if not regions.applies_to(dtype):
             kept.update((id(p), p) for p in module._parameters.values() if p is not None and p.dtype == dtype)
-    return copy.deepcopy(model, kept)
+    return own_copy(model, kept)
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    """The type of the parameters; None where there is none, as where all are stored as integers."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
-def _split(example: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs, floating tensors in the graph's float type."""
+def _split(example: Any, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs, floating tensors in the graph's float type (None: in their own)."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype or value.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def convert(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return _pytree.tree_map(cast, value)
 
     if isinstance(example, Mapping) or hasattr(example, "keys"):
         return (), {name: convert(example[name]) for name in example}
     if isinstance(example, tuple | list):
         return tuple(map(convert, example)), {}
     return (convert(example),), {}
+
+
+def _name_positional(model: nn.Module, args: tuple[Any, ...]) -> None:
+    """Let forward name what it takes through ``*args``, each ``args_0``, ``args_1`` and so on, as a graph has to."""
+    forward = model.forward
+    named = list(inspect.signature(forward).parameters.values())
+    place = next((index for index, parameter in enumerate(named) if parameter.kind is parameter.VAR_POSITIONAL), None)
+    if place is None:
+        return
+
+    def with_names(*args: Any, **inputs: Any) -> Any:
+        return forward(*args, **inputs)
+
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    before = [parameter.replace(kind=kind, default=parameter.empty) for parameter in named[:place]]
+    more = [inspect.Parameter(f"{named[place].name}_{index}", kind) for index in range(len(args) - place)]
+    vars(with_names)["__signature__"] = inspect.Signature([*before, *more, *named[place + 1 :]])
+    vars(model)["forward"] = with_names
+
+
+def _check_output_names(outputs: list[str] | None, inputs: Sequence[str]) -> None:
+    """Refuse names that a graph could not tell apart.
+
+    Raises:
+        ExportError: an output has the name of an input, or of another output.
+    """
+    for index, name in enumerate(outputs or ()):
+        if name in inputs or name in (outputs or ())[:index]:
+            what = "an input" if name in inputs else "another output"
+            raise ExportError(
+                f"the model's output {name!r} has the name of {what}, and all names in a graph differ: give its "
+                "dictionary another key"
+            )
 
 
 def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
@@ -178,7 +228,7 @@ def _output_names(model: nn.Module, example: Any) -> list[str] | None:
         raise ExportError(f"the example does not run through {type(model).__name__}.forward: {error}") from error
     if not (isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())):
         return None
-    return list(output)
+    return [str(key) for key in output]
 
 
 def _export(
@@ -193,11 +243,12 @@ def _export(
         try:
             return torch.onnx.export(
                 model,
-                args,
+                # A dictionary in the last place would be taken for keywords.
+                (*args, {}) if args and isinstance(args[-1], Mapping) else args,
                 kwargs=keywords,
                 dynamo=True,
                 opset_version=opset,
-                dynamic_shapes=dynamic,
+                dynamic_shapes=_with_containers(dynamic, (*args, *keywords.values())),
                 output_names=output_names,
                 custom_translation_table=translations(opset),
                 verbose=False,
@@ -207,6 +258,32 @@ def _export(
                 f"{type(model).__name__} cannot be exported: {_said(error)}; "
                 f"see the exception above for the exporter's own report{hint(error)}"
             ) from error
+
+
+def _with_containers(dynamic: Mapping[str, Any], values: Sequence[Any]) -> dict[str, Any]:
+    """The same with an entry for each tensor inside of a dictionary or list: with the batch's axis, where it has one.
+
+    The batch is that of the inputs beside it, or of the first tensor where there are only such.
+    """
+    named = zip(dynamic.values(), values, strict=True)
+    found = [(value.shape[axis], dim) for axes, value in named for axis, dim in (axes or {}).items() if _is_batch(dim)]
+    inside = [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+    if inside and not any(isinstance(value, Tensor) for value in values):
+        found = [(inside[0].shape[0], torch.export.Dim("batch", min=1))]
+
+    def entry(leaf: Any) -> Any:
+        if not found or not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != found[0][0]:
+            return None
+        return {0: found[0][1]}
+
+    return {
+        name: shapes if isinstance(value, Tensor) or shapes is not None else _pytree.tree_map(entry, value)
+        for (name, shapes), value in zip(dynamic.items(), values, strict=True)
+    }
+
+
+def _is_batch(dimension: Any) -> bool:
+    return bool(dimension.__name__ == "batch")
 
 
 def _said(error: BaseException) -> str:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from quantizer.errors import ExportError
+from quantizer.files.place import file_behind
+from quantizer.files.place import settle
+from quantizer.files.place import sync_folder
+from quantizer.files.temporary import temporary_beside
 
-__all__ = ["check_folder", "write_onnx"]
+__all__ = ["write_onnx"]
 
 _ONE_FILE = 2**31 - 2**26
 """The most bytes of tensors in one file: protobuf's limit, with room for the graph."""
@@ -29,20 +32,6 @@ _INITIALIZER = b"\x2a"
 """How fields of ModelProto and GraphProto that have a length begin: their number and kind."""
 
 
-def check_folder(path: Path) -> None:
-    """Say before the work that the file could not be written afterwards.
-
-    Raises:
-        ExportError: ``path`` is a folder, or is in none that can be written.
-    """
-    if path.is_dir():
-        raise ExportError(f"{path} is a folder; expected the name of a file, such as model.onnx")
-    if not path.parent.is_dir():
-        raise ExportError(f"{path}: the folder {path.parent} does not exist; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise ExportError(f"{path}: the folder {path.parent} cannot be written")
-
-
 def write_onnx(ir_model: Any, path: Path) -> None:
     """Check an ``onnx_ir.Model`` and put it into its place in one step; its tensors may be taken out of it.
 
@@ -51,17 +40,20 @@ def write_onnx(ir_model: Any, path: Path) -> None:
     """
     import onnx
 
+    place = file_behind(path, ExportError)
     size = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values())
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            made = Path(folder) / path.name
+        with temporary_beside(place) as folder:
+            made = folder / place.name
             data = _write_tensors(ir_model, made) if size > _ONE_FILE else None
             _write_message(ir_model, made)
             onnx.checker.check_model(str(made))
+            settle(folder)
             if data is not None:
-                os.replace(data, path.with_name(data.name))
-            os.replace(made, path)
-            _drop_former(path, data)
+                os.replace(data, place.with_name(data.name))
+            os.replace(made, place)
+            sync_folder(place.parent)
+            _drop_former(place, data)
     except onnx.checker.ValidationError as error:
         raise ExportError(f"{path}: onnx.checker refuses the graph: {error}") from error
     except OSError as error:

@@ -4,7 +4,8 @@ Both keep, in the state dict of the quantized model, the largest magnitude that 
 its format: ``MODULE.input_quantizer._amax`` (Model Optimizer) or ``MODULE._input_quantizer._amax``. Neither library is
 needed to read them; ``modelopt_state`` holds settings and no ranges.
 
-A scale is amax / 127, as in both toolkits. What they round to is not the same: pytorch-quantization clamps to
+A scale is amax / 127, as in both toolkits; of a weight it is amax over the steps that the target uses, which are fewer
+where products of bytes would saturate. What they round to is not the same: pytorch-quantization clamps to
 [-127, 127], and so does Model Optimizer with ``narrow_range: True``; its default is [-128, 127], as it is ours. With
 ranges from ``max`` no weight reaches -128, so there is no difference; an activation beyond amax may.
 """
@@ -82,14 +83,14 @@ def read_toolkit_scales(source: Mapping[str, Any] | str | os.PathLike[str], plan
         hosts.setdefault(".".join(path.split(".")[:-2]), []).append(entry)
     found = ToolkitScales()
     for key, amax in state.items():
-        match = _AMAX.fullmatch(key)
+        match = _AMAX.fullmatch(key) if isinstance(key, str) else None
         if match is None:
             continue
         try:
             name, operand = _operand(match["quantizer"], hosts.get(match["module"] or "", []))
             if name in found.scales:
                 raise _Unmatched(f"{name} has a range of another quantizer already")
-            found.scales[name] = _scale(amax, qtype(operand.dtype).qmax, key, state)
+            found.scales[name] = _scale(amax, _steps(operand), key, state)
         except _Unmatched as reason:
             found.unmatched[key] = str(reason)
     if not found.scales:
@@ -150,6 +151,16 @@ def _quantized(entry: SitePlan, operand: OperandPlan | None) -> tuple[str, Opera
         how = "its outliers are moved (smooth)" if operand.smooth is not None else "it has a zero point"
         raise _Unmatched(f"{entry.name}.{operand.name} is held in another way here: {how}")
     return f"{entry.name}.{operand.name}", operand
+
+
+def _steps(operand: OperandPlan) -> int:
+    """The last step that a range maps to: that of the format, or the last that the target uses of a weight."""
+    qmax = qtype(operand.dtype).qmax
+    if operand.role != "weight" or operand.given or operand.scale is None or operand.amax is None:
+        return qmax
+    widest = operand.scale.flatten().argmax()
+    amax = float(operand.amax.flatten()[widest])
+    return min(round(amax / float(operand.scale.flatten()[widest])), qmax) if amax > 0 else qmax
 
 
 def _scale(amax: object, qmax: int, key: str, state: Mapping[str, Any]) -> Tensor:

@@ -119,7 +119,9 @@ def require_loaded(modules: Iterable[nn.Module], place: Path) -> None:
     Raises:
         QuantizerError: there are such.
     """
-    tensors = {tensor for module in modules for tensor in chain(module.parameters(), module.buffers())}
+    # By name: parameters() lists stored weights too, which the tensors of their sites stand for.
+    named = (found for module in modules for found in chain(module.named_parameters(), module.named_buffers()))
+    tensors = {tensor for _, tensor in named}
     missing = sum(not getattr(tensor, "_is_hf_initialized", False) for tensor in tensors)
     if missing:
         raise QuantizerError(

@@ -191,8 +191,9 @@ def _straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """Rounding passes the gradient on, clipping stops it (Bengio et al. 2013, arXiv:1308.3432)."""
     if ctx.learns:
         return _with_learned_scale(ctx, gradient)
-    inside = ctx.saved_tensors[0] if ctx.saved_tensors else None
-    return None if inside is None else gradient * inside.to(gradient.dtype), None, None, None, None, None
+    # Read once: gradient checkpointing gives saved tensors out a single time.
+    saved = ctx.saved_tensors
+    return gradient * saved[0].to(gradient.dtype) if saved else None, None, None, None, None, None
 
 
 def _with_learned_scale(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

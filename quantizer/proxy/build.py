@@ -20,6 +20,7 @@ from quantizer.proxy.classes import original_class
 from quantizer.proxy.classes import reachable_in
 from quantizer.proxy.classes import rebind_kept
 from quantizer.proxy.classes import rewritten_method
+from quantizer.proxy.classes import with_forward
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.sharing import share
 from quantizer.proxy.site import Site
@@ -97,13 +98,17 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
     return proxy
 
 
-def own_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a float model with tensors of its own, whose functions work on the copy.
+def own_copy(model: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
+    """Return a copy of a model with tensors of its own, whose functions work on the copy.
+
+    Args:
+        model: to be copied.
+        shared: by id, tensors that the copy has too.
 
     Raises:
         ProxyError: ``model`` cannot be copied.
     """
-    return _copied(model, {})
+    return _copied(model, shared or {})
 
 
 def _copied(model: nn.Module, copies: dict[int, Any]) -> nn.Module:
@@ -139,8 +144,9 @@ def instrument(model: nn.Module) -> None:
     for path, module in list(model.named_modules()):
         module.__dict__.pop(_MARK, None)
         rewritten = REWRITER.rewrite(original_class(module), reachable)
-        if rewritten.cls is not type(module):
-            module.__class__ = rewritten.cls
+        cls = with_forward(rewritten.cls, reachable)
+        if cls is not type(module):
+            module.__class__ = cls
         for source in rewritten.sites:
             if source.reason is None:
                 _attach(module, path, source)
@@ -176,7 +182,7 @@ def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
         for attribute, value in vars(module).items():
             if attribute == "forward" and not leads_to_forward(value, module):
                 problems.append("its forward was replaced on this module, so what runs there is not rewritten")
-            elif REWRITER.rebuilder.holds_sites(value):
+            elif REWRITER.holds_sites(value):
                 problems.append(f"the function kept as {attribute} holds products, and no module is lent to it")
         for problem in problems:
             yield SkippedSource(path=path, host_type=name, source=None, reason=problem)

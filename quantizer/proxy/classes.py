@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import types
 from collections.abc import Callable
@@ -11,65 +12,56 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
+from quantizer.proxy.containers import container_views
 from quantizer.proxy.rewriter import ClassRewriter
 from quantizer.proxy.sharing import end_sharing
 from quantizer.proxy.sharing import hand_back
-from quantizer.proxy.site import Site
 from quantizer.source.closures import held
 from quantizer.source.closures import rebound
+from quantizer.source.lend import WRITTEN
+from quantizer.source.lend import as_written
 
 __all__ = [
     "REWRITER",
     "as_sharer",
+    "called_through",
     "kept_methods",
     "leads_to_forward",
     "original_class",
     "reachable_in",
     "rebind_kept",
     "restore",
+    "with_forward",
     "rewritten_method",
+    "with_listed_weights",
     "with_stored_weight",
 ]
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def _own_children(container: nn.Module) -> dict[str, nn.Module]:
-    """A container's own children: its sites are children too, and must not run as a layer."""
-    return {
-        name: module
-        for name, module in container._modules.items()
-        if module is not None and not isinstance(module, Site)
-    }
-
-
-def _iterate_modules(container: nn.Module) -> Iterator[nn.Module]:
-    return iter(_own_children(container).values())
-
-
-def _iterate_names(container: nn.Module) -> Iterator[str]:
-    return iter(_own_children(container))
-
-
-_SEQUENCE = {"__iter__": _iterate_modules, "__len__": lambda container: len(_own_children(container))}
-_MAPPING = {
-    "__iter__": _iterate_names,
-    "__len__": _SEQUENCE["__len__"],
-    "keys": lambda container: _own_children(container).keys(),
-    "items": lambda container: _own_children(container).items(),
-    "values": lambda container: _own_children(container).values(),
-}
-
-
 def _derive(
     cls: type[nn.Module], bases: tuple[type, ...], namespace: dict[str, Any], reachable: frozenset[str]
 ) -> type[nn.Module]:
-    body = {**namespace, **_naming(cls, reachable)}
-    if issubclass(cls, nn.Sequential | nn.ModuleList):
-        body.update(_SEQUENCE)
-    elif issubclass(cls, nn.ModuleDict):
-        body.update(_MAPPING)
-    made: type[nn.Module] = types.new_class(cls.__name__, bases, exec_body=lambda ns: ns.update(body))
+    return _generated((*bases, *container_views(bases)), {**namespace, **_naming(cls, reachable)})
+
+
+class _Unannounced:
+    """A first base while a class is made: no ``__init_subclass__`` of the model's classes hears of it."""
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+def _generated(bases: tuple[type, ...], body: dict[str, Any]) -> type[nn.Module]:
+    """A class named after its first base, of which neither ``__init_subclass__`` nor a metaclass of the model is told.
+
+    Registries of models are filled there, and would give generated classes to who asks for the model's.
+    """
+    meta = type(bases[0])
+    maker: Any = abc.ABCMeta if issubclass(meta, abc.ABCMeta) else type
+    made: type[nn.Module] = maker.__new__(meta, bases[0].__name__, (_Unannounced, *bases), body)
+    made.__bases__ = bases
     return made
 
 
@@ -79,13 +71,15 @@ REWRITER = ClassRewriter(_derive)
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """A module's class as its author wrote it."""
-    original: type[nn.Module] = getattr(type(module), "_quantizer_original_class", type(module))
+    original: type[nn.Module] = as_written(type(module))
     return original
 
 
 def reachable_in(model: nn.Module) -> frozenset[str]:
     """Names of the functions that a forward pass of a model or proxy may run."""
     kept = [method.__name__ for module in model.modules() for method in kept_methods(module)]
+    if any(_has_no_forward(original_class(module)) for module in model.modules()):
+        kept.append("__call__")
     return REWRITER.reachable(model, original_class, kept)
 
 
@@ -141,9 +135,50 @@ def as_sharer(module: nn.Module) -> None:
 
         reachable: frozenset[str] = getattr(cls, "_quantizer_reachable", frozenset())
         body = {**_naming(original_class(module), reachable), "_apply": apply, "_quantizer_is_sharer": True}
-        made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+        made = _generated((cls,), body)
         _SHARERS[cls] = made
     module.__class__ = _SHARERS[cls]
+
+
+def with_forward(cls: type[nn.Module], reachable: frozenset[str]) -> type[nn.Module]:
+    """A subclass whose ``forward`` is the ``__call__`` of a class without any; every other class as it is.
+
+    It is called as torch calls modules, by way of their hooks, and everybody who goes by ``forward`` finds it.
+    """
+    if not _has_no_forward(cls):
+        return cls
+    key = (cls, reachable)
+    if key not in _WITH_FORWARD:
+        original: type[nn.Module] = getattr(cls, "_quantizer_original_class", cls)
+        body = {**_naming(original, reachable), "forward": cls.__call__, "__call__": nn.Module.__call__}
+        _WITH_FORWARD[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    return _WITH_FORWARD[key]
+
+
+def _has_no_forward(cls: type[nn.Module]) -> bool:
+    return cls.forward is nn.Module.forward and cls.__call__ is not nn.Module.__call__
+
+
+def called_through(module: nn.Module, call: Callable[[nn.Module, Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Let ``call(module, run)`` stand around every call of a module, where ``run()`` is the call; what ends it.
+
+    A copy of the module, or one that was pickled, is called as its author wrote it.
+    """
+    cls = type(module)
+
+    def around(self: nn.Module, *args: Any, **keywords: Any) -> Any:
+        return call(self, functools.partial(cls.__call__, self, *args, **keywords))
+
+    reachable: frozenset[str] = getattr(cls, "_quantizer_reachable", frozenset())
+    body = {**_naming(original_class(module), reachable), "__call__": around}
+    made = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    module.__class__ = made
+
+    def end() -> None:
+        if type(module) is made:
+            module.__class__ = cls
+
+    return end
 
 
 def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str) -> type[nn.Module]:
@@ -162,24 +197,59 @@ def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str)
             name: property(read),
             "_quantizer_stored": (*getattr(known, "_quantizer_stored", ()), (name, site, operand)),
         }
-        _STORED[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+        _STORED[key] = _generated((cls,), body)
     return _STORED[key]
 
 
+def with_listed_weights(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose ``parameters()`` lists the stored weights below too, where the float ones stood.
+
+    Models ask their first parameter for its type and its device. What is listed is the weight as the model computes
+    with it, made at each read, and not trained; ``named_parameters()`` and the state dict hold what is there.
+    """
+    if cls not in _LISTED:
+
+        def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+            """Return all parameters; stored weights as they are computed with, which cannot be trained."""
+            for _, parameter in self._named_members(_with_stored, recurse=recurse):
+                yield parameter
+
+        known: Any = cls
+        reachable: frozenset[str] = getattr(known, "_quantizer_reachable", frozenset())
+        body = {**_naming(as_written(cls), reachable), "parameters": parameters, "_quantizer_lists": True}
+        _LISTED[cls] = _generated((cls,), body)
+    return _LISTED[cls]
+
+
+def _with_stored(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """The parameters of a module itself; a weight that it handed over stands first, as in torch's modules."""
+    for name, *_ in getattr(type(module), "_quantizer_stored", ()):
+        yield name, nn.Parameter(getattr(module, name), requires_grad=False)
+    yield from module._parameters.items()
+
+
 def restore(
-    original: type[nn.Module], reachable: frozenset[str], stored: tuple[tuple[str, str, str], ...], is_sharer: bool
+    original: type[nn.Module],
+    reachable: frozenset[str],
+    stored: tuple[tuple[str, str, str], ...],
+    is_sharer: bool,
+    lists: bool = False,
 ) -> nn.Module:
     """An empty instance of the class that a pickled or copied proxy module had."""
-    cls = REWRITER.rewrite(original, reachable).cls
+    cls = with_forward(REWRITER.rewrite(original, reachable).cls, reachable)
     for entry in stored:
         cls = with_stored_weight(cls, *entry)
+    if lists:
+        cls = with_listed_weights(cls)
     module = cls.__new__(cls)
     if is_sharer:
         as_sharer(module)
     return module
 
 
+_WITH_FORWARD: dict[tuple[type[nn.Module], frozenset[str]], type[nn.Module]] = {}
 _SHARERS: dict[type[nn.Module], type[nn.Module]] = {}
+_LISTED: dict[type[nn.Module], type[nn.Module]] = {}
 _STORED: dict[tuple[type[nn.Module], str, str, str], type[nn.Module]] = {}
 
 
@@ -194,7 +264,7 @@ def _naming(original: type[nn.Module], reachable: frozenset[str]) -> dict[str, A
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__reduce_ex__": _reduce_ex,
-        "_quantizer_original_class": original,
+        WRITTEN: original,
         "_quantizer_reachable": reachable,
     }
 
@@ -207,5 +277,6 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
         cls._quantizer_reachable,
         getattr(cls, "_quantizer_stored", ()),
         getattr(cls, "_quantizer_is_sharer", False),
+        getattr(cls, "_quantizer_lists", False),
     )
     return restore, recipe, self.__getstate__()  # type: ignore[no-untyped-call]

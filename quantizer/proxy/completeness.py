@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
+from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass
@@ -21,9 +22,8 @@ from typing import Any
 
 from torch import Tensor
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
-from torch.nn.modules.module import register_module_forward_pre_hook
 
+from quantizer.plain import decoded
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.caller import Caller
 from quantizer.proxy.caller import callers
@@ -31,9 +31,11 @@ from quantizer.proxy.caller import innermost_frame
 from quantizer.proxy.products import FUSED_KERNELS
 from quantizer.proxy.products import PRODUCTS
 from quantizer.proxy.products import RECURRENT_KERNELS
+from quantizer.proxy.running import follow
+from quantizer.proxy.running import leave
 from quantizer.proxy.site import Site
 
-__all__ = ["CountedProduct", "ProductCounter", "Reason"]
+__all__ = ["CountedProduct", "Explanations", "ProductCounter", "Reason"]
 
 
 class Reason(Enum):
@@ -85,7 +87,7 @@ class CountedProduct:
     path: str
     site: str | None
     operation: str
-    multiply_adds: int
+    multiply_adds: int = 0
     reason: Reason | None = None
     detail: str = ""
 
@@ -94,52 +96,97 @@ class CountedProduct:
         return {**asdict(self), "reason": self.reason.value if self.reason else None}
 
     @classmethod
-    def from_plain(cls, values: dict[str, Any]) -> CountedProduct:
-        """What ``plain`` gave."""
-        reason = values["reason"]
-        return cls(**{**values, "reason": None if reason is None else Reason(reason)})
+    def from_plain(cls, values: Mapping[str, Any], place: str = "product") -> CountedProduct:
+        """What ``plain`` gave.
+
+        Raises:
+            ValueError: it is damaged; ``place`` is where it stands.
+        """
+        product: CountedProduct = decoded(cls, values, place)
+        if product.multiply_adds < 0:
+            raise ValueError(f"{place}.multiply_adds: expected 0 or more, got {product.multiply_adds}")
+        return product
 
 
-class ProductCounter:
-    """Counts products while a model runs; a dispatch mode tells it of every operation.
+class Explanations:
+    """Why products outside of sites are there; what was found out for one pass holds for all passes of a model.
 
     Attributes:
-        counted: multiply-adds by what tells one place from another.
+        paths: the modules of the model, by id.
     """
 
     def __init__(self, skipped: Iterable[SkippedSource] = ()) -> None:
         """
         Args:
-            skipped: calls and functions that the rewriter left alone, which explains products outside of sites.
+            skipped: calls and functions that the rewriter left alone.
         """
-        self.counted: dict[tuple[str, str | None, str, Reason | None, str], int] = {}
+        self.paths: dict[int, str] = {}
         self._skipped = tuple(skipped)
         self._known: dict[Any, tuple[Reason, str]] = {}
-        self._paths: dict[int, str] = {}
+
+    def look_at(self, model: nn.Module) -> None:
+        """Take note of the model's modules; it is the same model each time."""
+        if not self.paths:
+            self.paths = {id(module): path for path, module in model.named_modules()}
+
+    def of_call(self, innermost: nn.Module) -> tuple[Reason, str]:
+        """Why there is no site around the call that is being made, by a module of the model."""
+        frame = innermost_frame(sys._getframe())
+        assert frame is not None
+        key = (frame.f_code, frame.f_lasti, id(innermost))
+        if key not in self._known:
+            self._known[key] = self._of_text(list(callers(frame)), self.paths[id(innermost)])
+        return self._known[key]
+
+    def _of_text(self, running: Sequence[Caller], path: str) -> tuple[Reason, str]:
+        """Why the source made no site of a call that ``running`` functions made, the innermost first."""
+        if any(caller.called.rpartition(".")[2] in _RECURRENT for caller in running):
+            return Reason.RECURRENCE, str(running[0])
+        for caller in running:
+            if not caller.readable:
+                return Reason.UNREADABLE, str(caller)
+            if caller.operation is None:
+                continue
+            if caller.instead is not None:
+                return Reason.NOT_REWRITABLE, f"{caller} is {caller.instead} {caller.operation.name}"
+            left = [skipped for skipped in self._skipped if _is_call_of(skipped, caller)]
+            if left:
+                nearest = min(left, key=lambda skipped: abs(skipped.source.line - caller.line))  # type: ignore[union-attr]
+                return Reason.NOT_REWRITABLE, f"{caller}: {nearest.reason}"
+            if caller.rewritten:
+                return Reason.NOT_REWRITABLE, f"{caller}: not spelled as {caller.operation.name} is"
+            problem = next((s.reason for s in self._skipped if s.source is None and s.path == path), None)
+            if problem is not None:
+                return Reason.NOT_REWRITABLE, f"{caller}: {problem}"
+            return Reason.NOT_REACHED, str(caller)
+        if running and not running[0].known:
+            return Reason.NOT_REWRITABLE, f"{running[0]}: what that calls is known only when it runs"
+        return Reason.NOT_IN_CATALOGUE, str(running[0]) if running else ""
+
+
+class ProductCounter:
+    """Counts products of one pass while a model runs; a dispatch mode tells it of every operation."""
+
+    def __init__(self, explanations: Explanations) -> None:
+        self._counted: dict[tuple[str, str | None, str, Reason | None, str], int] = {}
+        self._explanations = explanations
+        self._paths = explanations.paths
         self._running: list[nn.Module] = []
         self._calls: list[int] = []
         self._numbers = itertools.count()
         self._frames: tuple[tuple[str, int], ...] | None = None
-        self._thread = 0
-        self._handles: list[Any] = []
 
     def start(self, model: nn.Module) -> None:
-        """Follow which modules run, from a hook of ``model`` on; it is the same model each time."""
-        # Hooks on the modules would turn off the fast paths of torch, and other threads run modules too.
-        if not self._paths:
-            self._paths = {id(module): path for path, module in model.named_modules()}
-        self._running, self._thread = [model], threading.get_ident()
-        self._calls, self._frames = [next(self._numbers)], None
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        """Follow which modules this thread runs, from a hook of ``model`` on."""
+        self._explanations.look_at(model)
+        self._paths = self._explanations.paths
+        self._running, self._calls = [model], [next(self._numbers)]
+        follow(self)
 
     def stop(self) -> None:
         """End what ``start`` began."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._running = [], []
+        leave(self)
+        self._running = []
 
     def frames(self) -> tuple[tuple[str, int], ...]:
         """The modules of the model that run, the outermost first: the path of each, and the number of its call."""
@@ -157,19 +204,13 @@ class ProductCounter:
         """Whether a site makes the call that runs."""
         return bool(self._running) and isinstance(self._running[-1], Site)
 
-    def products(self) -> tuple[CountedProduct, ...]:
-        """What was counted so far."""
-        return tuple(
-            CountedProduct(
-                path=path, site=site, operation=operation, multiply_adds=multiply_adds, reason=reason, detail=detail
-            )
-            for (path, site, operation, reason, detail), multiply_adds in self.counted.items()
-        )
-
-    def add(self, product: CountedProduct) -> None:
-        """Count what another counter counted."""
-        key = (product.path, product.site, product.operation, product.reason, product.detail)
-        self.counted[key] = self.counted.get(key, 0) + product.multiply_adds
+    def products(self) -> Counter[CountedProduct]:
+        """What was counted so far: places, with their multiply-adds."""
+        places = {
+            CountedProduct(path=path, site=site, operation=operation, reason=reason, detail=detail): number
+            for (path, site, operation, reason, detail), number in self._counted.items()
+        }
+        return Counter(places)
 
     def count(self, name: str, args: Sequence[Any], result: Any, of_parameters: bool) -> None:
         """Count one operation of ``PRODUCTS``; ``of_parameters``: all its operands come from parameters alone."""
@@ -184,16 +225,17 @@ class ProductCounter:
             site, path = None, next(self._paths[id(m)] for m in reversed(self._running) if id(m) in self._paths)
         reason, detail = self._reason(name, innermost, product.tensors(args), of_parameters)
         key = (path, site, name.removeprefix("aten::"), reason, detail)
-        self.counted[key] = self.counted.get(key, 0) + multiply_adds
+        self._counted[key] = self._counted.get(key, 0) + multiply_adds
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self._running.append(module)
-            self._calls.append(next(self._numbers))
-            self._frames = None
+    def enter(self, module: nn.Module) -> None:
+        """A module begins to run."""
+        self._running.append(module)
+        self._calls.append(next(self._numbers))
+        self._frames = None
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        if threading.get_ident() == self._thread and module in self._running:
+    def exit(self, module: nn.Module) -> None:
+        """A module ends, also by an exception."""
+        if module in self._running:
             # After an exception, some that had no hook call are still there.
             while self._running.pop() is not module:
                 self._calls.pop()
@@ -218,37 +260,7 @@ class ProductCounter:
             return Reason.OUTSIDE, f"by a {type(innermost).__name__} that is no child of the model"
         if of_parameters:
             return Reason.PARAMETERS, ""
-        frame = innermost_frame(sys._getframe())
-        assert frame is not None
-        key = (frame.f_code, frame.f_lasti, id(innermost))
-        if key not in self._known:
-            self._known[key] = self._reason_of_text(list(callers(frame)), self._paths[id(innermost)])
-        return self._known[key]
-
-    def _reason_of_text(self, running: Sequence[Caller], path: str) -> tuple[Reason, str]:
-        """Why the source made no site of a call that ``running`` functions made, the innermost first."""
-        if any(caller.called.rpartition(".")[2] in _RECURRENT for caller in running):
-            return Reason.RECURRENCE, str(running[0])
-        for caller in running:
-            if not caller.readable:
-                return Reason.UNREADABLE, str(caller)
-            if caller.operation is None:
-                continue
-            if caller.instead is not None:
-                return Reason.NOT_REWRITABLE, f"{caller} is {caller.instead} {caller.operation.name}"
-            left = [skipped for skipped in self._skipped if _is_call_of(skipped, caller)]
-            if left:
-                nearest = min(left, key=lambda skipped: abs(skipped.source.line - caller.line))  # type: ignore[union-attr]
-                return Reason.NOT_REWRITABLE, f"{caller}: {nearest.reason}"
-            if caller.rewritten:
-                return Reason.NOT_REWRITABLE, f"{caller}: not spelled as {caller.operation.name} is"
-            problem = next((s.reason for s in self._skipped if s.source is None and s.path == path), None)
-            if problem is not None:
-                return Reason.NOT_REWRITABLE, f"{caller}: {problem}"
-            return Reason.NOT_REACHED, str(caller)
-        if running and not running[0].known:
-            return Reason.NOT_REWRITABLE, f"{running[0]}: what that calls is known only when it runs"
-        return Reason.NOT_IN_CATALOGUE, str(running[0]) if running else ""
+        return self._explanations.of_call(innermost)
 
 
 _RECURRENT = {f"{kind}{cell}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")}

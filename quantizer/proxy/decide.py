@@ -15,10 +15,6 @@ from quantizer.numerics.qtype import qtype
 from quantizer.proxy.classes import original_class
 from quantizer.proxy.formats import Format
 from quantizer.proxy.groups import group_names
-from quantizer.proxy.observe import EMPTY
-from quantizer.proxy.observe import TRANSFORMED
-from quantizer.proxy.observe import Observation
-from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.operand_plans import operand_plans
 from quantizer.proxy.plan import NEVER_RAN
@@ -28,7 +24,11 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.plan import summary
 from quantizer.proxy.rules import by_kind
+from quantizer.proxy.seen import Seen
 from quantizer.proxy.site import Site
+from quantizer.proxy.site_record import EMPTY
+from quantizer.proxy.site_record import TRANSFORMED
+from quantizer.proxy.site_record import SiteRecord
 from quantizer.targets import TargetProfile
 
 __all__ = ["decide"]
@@ -40,7 +40,7 @@ _MASKED = torch.finfo(torch.float32).min / 2
 def decide(
     proxy: nn.Module,
     sites: Iterable[Site],
-    observation: Observation,
+    observation: Seen,
     refused: Mapping[str, str],
     settings: PlanSettings,
 ) -> Plan:
@@ -79,7 +79,7 @@ def decide(
             rule=rule,
             multiply_adds=record.multiply_adds,
             reads=tuple(sorted(record.reads)),
-            beyond_half=observation.magnitudes.wide.get(site.host_path),
+            beyond_half=observation.regions.wide.get(site.host_path),
             operands=operands,
         )
     if indivisible:
@@ -165,7 +165,7 @@ def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
     return functions.values()
 
 
-def _fused_attention(plan: Plan, observation: Observation, profile: TargetProfile) -> Plan:
+def _fused_attention(plan: Plan, observation: Seen, profile: TargetProfile) -> Plan:
     """Leave attention in float where the target does not fuse it in its format; all its products together."""
     left: Plan = {}
     for entries in _products_by_function(plan):

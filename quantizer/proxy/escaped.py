@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.completeness import Reason
-from quantizer.proxy.observe import OF_PARAMETERS
 from quantizer.proxy.plan import Plan
+from quantizer.proxy.site_record import OF_PARAMETERS
 
 __all__ = ["EscapedProduct", "covered_share", "escaped_products"]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ProxyError
-from quantizer.numerics.held_scale import held_scale
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.classes import with_listed_weights
 from quantizer.proxy.classes import with_stored_weight
 from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -107,6 +107,7 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         alone = alone and planned.read_outside is None
         if alone and planned.view is None and owner is proxy.get_submodule(site.host_path):
             _hand_over(owner, name, site, quantizer, planned)
+    _list_weights(proxy)
     # What is frozen stays what it is when the model is trained further.
     take_small(proxy, SMALL)
     watch(proxy, "quantize", lambda parameter: parameter.numel() > SMALL)
@@ -137,6 +138,7 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
         quantizer.stored_dtype = weight.dtype
         if planned.parameter in dropped:
             _hand_over(*_owner(proxy, planned), site, quantizer, planned)
+    _list_weights(proxy)
 
 
 def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[str]:
@@ -159,7 +161,7 @@ def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
 
 
 def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) -> None:
-    """Refuse a frozen proxy whose scales were not chosen for the float type that is to hold them.
+    """Refuse a frozen proxy whose scales the float type of a file does not hold, but for the rounding of their digits.
 
     Raises:
         ProxyError: it was quantized for another backend.
@@ -167,11 +169,16 @@ def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) 
     for site in sites_of(proxy):
         for position in range(len(site.quantizers)):
             scale = site.quantizer(position).scale
-            if site.active and scale is not None and not torch.equal(held_scale(scale, scale_dtype), scale.float()):
+            if not site.active or scale is None:
+                continue
+            scale = scale.float()
+            lost = (scale.to(scale_dtype).float() - scale).abs() > torch.finfo(scale_dtype).eps * scale
+            if bool(lost.any()):
+                first, name = float(scale[lost].flatten()[0]), str(scale_dtype).removeprefix("torch.")
                 raise ProxyError(
-                    f"this model was quantized for another backend than {backend}: the scales of {site.path} are no "
-                    f"numbers of {str(scale_dtype).removeprefix('torch.')}; export it with the Quantizer that "
-                    f"quantized it, or quantize with that Quantizer's for_backend({backend!r})"
+                    f"this model was quantized for another backend than {backend}: scales of {site.path}, such as "
+                    f"{first:.3g}, are no numbers of {name}; "
+                    f"export it with the Quantizer that quantized it, or quantize with its for_backend({backend!r})"
                 )
 
 
@@ -210,6 +217,13 @@ def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuanti
     owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
     # What the module shows is the weight without the factor, so the site reads its own.
     quantizer.handed_over = quantizer.factor is None
+
+
+def _list_weights(proxy: nn.Module) -> None:
+    """Let every module with stored weights below it list them."""
+    for module in proxy.modules():
+        if any(hasattr(type(inner), "_quantizer_stored") for inner in module.modules()):
+            module.__class__ = with_listed_weights(type(module))
 
 
 def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:

@@ -65,7 +65,8 @@ class KeptBatches:
         return part
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter([self._kept[key] for key in sorted(self._kept)])
+        # Copies, since a model may change what it is given, and they are run more than once.
+        return iter([_copied(*self._kept[key]) for key in sorted(self._kept)])
 
 
 def _copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:

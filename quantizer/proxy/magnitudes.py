@@ -31,7 +31,7 @@ from quantizer.calibrators.histogram import in_memory_order
 from quantizer.proxy.regions import LARGEST_HALF
 from quantizer.proxy.regions import Regions
 
-__all__ = ["Frame", "Magnitudes"]
+__all__ = ["Frame", "Magnitudes", "ParameterMagnitudes"]
 
 Frame = tuple[str, int]
 """A module that runs: its path, and the number of its call."""
@@ -93,49 +93,47 @@ class _Seen:
         return self.mask or _beyond(self.bound)
 
 
-class Magnitudes:
-    """Follows bounds through all passes of a calibration.
+class ParameterMagnitudes:
+    """What was measured of parameters: it holds for all passes, until they change.
 
     Attributes:
-        wide: modules that compute with values beyond float16 or hand them on, with the largest.
-        masked: modules that do so with masks.
-        computing: modules that compute with floats.
-        wide_inputs: an input of the model is beyond float16.
+        norms: the largest norm of a column of each matrix that a parameter, or a view of it, is.
+        parameters: what is known of each parameter, with the version that it had then.
     """
 
     def __init__(self) -> None:
-        self.wide: dict[str, float] = {}
-        self.wide_inputs = False
-        self.masked: set[str] = set()
-        self.computing: set[str] = set()
-        self._seen: dict[int, _Seen] = {}
-        self._norms: dict[Any, float] = {}
-        self._parameters: dict[int, tuple[nn.Parameter, int, _Seen]] = {}
+        self.norms: dict[Any, float] = {}
+        self.parameters: dict[int, tuple[nn.Parameter, int, _Seen]] = {}
 
-    def start(self, inputs: Iterable[Any]) -> None:
-        """A pass begins, with these inputs of the model."""
-        self._seen = {}
+
+class Magnitudes:
+    """Follows bounds through one pass."""
+
+    def __init__(self, measured: ParameterMagnitudes, inputs: Iterable[Any] = ()) -> None:
+        """
+        Args:
+            measured: of the parameters, in other passes of the model.
+            inputs: of the model, in this pass.
+        """
+        self._wide: dict[str, float] = {}
+        self._wide_inputs = False
+        self._masked: set[str] = set()
+        self._computing: set[str] = set()
+        self._seen: dict[int, _Seen] = {}
+        self._measured = measured
         for value in _floats(inputs):
             seen = self._of(value)
             seen.frames = ()
-            self.wide_inputs |= _beyond(seen.bound)
+            self._wide_inputs |= _beyond(seen.bound)
 
     def regions(self) -> Regions:
         """What follows for a model in half."""
         return Regions(
-            wide=dict(self.wide),
-            computing=frozenset(self.computing),
-            masked=frozenset(self.masked),
-            wide_inputs=self.wide_inputs,
+            wide=dict(self._wide),
+            computing=frozenset(self._computing),
+            masked=frozenset(self._masked),
+            wide_inputs=self._wide_inputs,
         )
-
-    def add(self, other: Regions) -> None:
-        """Take in what other passes saw."""
-        for path, largest in other.wide.items():
-            self.wide[path] = max(largest, self.wide.get(path, 0.0))
-        self.computing.update(other.computing)
-        self.masked.update(other.masked)
-        self.wide_inputs |= other.wide_inputs
 
     def at_most(self, value: Tensor, bound: float) -> None:
         """Say that somebody measured all of ``value``."""
@@ -196,7 +194,7 @@ class Magnitudes:
         here = frames()
         # What a hook of the whole model computes is in no module.
         if here and not shows:
-            self.computing.add(here[-1][0])
+            self._computing.add(here[-1][0])
         for seen in read:
             if seen.marked:
                 self._travelled(seen, here)
@@ -235,7 +233,7 @@ class Magnitudes:
             root: float = math.sqrt(args[first].shape[-1])
             return factor * (sum(bounds[:first]) + root * bounds[first] * column)
         if name == "aten::convolution" and not args[6]:
-            patch: int = args[1][0].numel()
+            patch: int = math.prod(args[1].shape[1:])
             return patch * bounds[0] * bounds[1] + sum(bounds[2:])
         return bounds[2] if name.startswith(_ATTENTION) else math.inf
 
@@ -244,9 +242,10 @@ class Magnitudes:
         if seen.parameter is None:
             return math.sqrt(value.shape[-2]) * seen.bound
         key = (id(seen.parameter), _version(seen.parameter), value.shape, value.stride(), value.storage_offset())
-        if key not in self._norms:
-            self._norms[key] = float(value.detach().float().norm(dim=-2).max())
-        return self._norms[key]
+        if key not in self._measured.norms:
+            norms = value.detach().float().norm(dim=-2)
+            self._measured.norms[key] = float(norms.max()) if norms.numel() else 0.0
+        return self._measured.norms[key]
 
     def _measured_all(self, given: Sequence[Tensor], read: Sequence[_Seen], limit: int) -> bool:
         """Measure operands of which only a bound is known, where they are smaller than ``limit``; whether any was."""
@@ -265,14 +264,14 @@ class Magnitudes:
             return seen
         parameter = value if type(value) is not Tensor and isinstance(value, nn.Parameter) else None
         if parameter is not None:
-            known = self._parameters.get(id(parameter))
+            known = self._measured.parameters.get(id(parameter))
             if known is not None and known[0] is parameter and known[1] == _version(parameter):
                 return known[2]
         seen = _Seen(value, math.inf)
         self._measure(seen, value)
         if parameter is not None:
             seen.parameter = parameter
-            self._parameters[id(parameter)] = (parameter, _version(parameter), seen)
+            self._measured.parameters[id(parameter)] = (parameter, _version(parameter), seen)
         else:
             self._seen[id(value)] = seen
         return seen
@@ -315,16 +314,20 @@ class Magnitudes:
     def _note(self, bound: float, mask: bool, modules: Sequence[Frame]) -> None:
         for path, _ in modules:
             if mask:
-                self.masked.add(path)
+                self._masked.add(path)
             if _beyond(bound):
-                self.wide[path] = max(bound, self.wide.get(path, 0.0))
+                self._wide[path] = max(bound, self._wide.get(path, 0.0))
 
 
 def _inside(name: str, args: Sequence[Any], read: Sequence[_Seen], made: Sequence[Tensor]) -> float:
     """The largest value that an operation computes inside, and that a target has as a tensor; 0 where none is large."""
+    if made[0].numel() == 0 or any(isinstance(value, Tensor) and value.numel() == 0 for value in args):
+        # An expert that gets no token, an empty batch: it computes nothing.
+        return 0.0
     if name == _LAYER_NORM and read[0].bound > math.sqrt(LARGEST_HALF):
         # The last result is the reciprocal of the deviation.
-        return float(made[-1].min()) ** -2
+        smallest = float(made[-1].min())
+        return smallest**-2 if smallest else math.inf
     if name.startswith(_ATTENTION):
         query, key = args[:2]
         if query.shape[-1] * read[0].bound * read[1].bound > LARGEST_HALF:

@@ -1,14 +1,19 @@
-"""What an observation has seen, as bytes: to be saved, and to be told to other processes.
+"""What was seen, as bytes: to be saved, and to be told to other processes.
 
 The bytes are those of a safetensors file: ``counts`` int64 [H, BINS], a row for each histogram, and ``document`` uint8,
-the rest as JSON. Adding them to an observation is exact, whatever the order: counts are integers, and bins of two
-widths merge without error.
+the rest as JSON. Adding up what they say is exact, whatever the order: counts are integers, and bins of two widths
+merge without error.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,51 +28,56 @@ from quantizer.calibrators.histogram import BINS
 from quantizer.calibrators.histogram import Histogram
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
+from quantizer.plain import json_values
 from quantizer.proxy.completeness import CountedProduct
-from quantizer.proxy.observe import VARIES
-from quantizer.proxy.observe import Observation
-from quantizer.proxy.observe import SiteRecord
-from quantizer.proxy.observe import one_size
-from quantizer.proxy.observe import same_weight
+from quantizer.proxy.observed_fields import SeenDocument
+from quantizer.proxy.observed_fields import SeenGroup
+from quantizer.proxy.observed_fields import SeenSite
+from quantizer.proxy.observed_fields import SeenWeight
+from quantizer.proxy.observed_fields import seen_document
 from quantizer.proxy.range_group import ChannelRange
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.range_group import RangeGroup
 from quantizer.proxy.regions import Regions
+from quantizer.proxy.seen import Seen
+from quantizer.proxy.site_record import SiteRecord
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import WeightView
 
-__all__ = ["absorb", "snapshot"]
+__all__ = ["restored", "snapshot"]
 
 _SITE_FIELDS = ("kind", "calls", "fit", "reasons", "depth", "width", "rows", "head", "sequence", "multiply_adds")
 
 
-def snapshot(observation: Observation) -> bytes:
+def snapshot(seen: Seen) -> bytes:
     """Everything that a plan depends on; batches that are kept to be run again are not in it."""
-    records = [record for site in observation.records.values() for record in site.operands.values()]
+    records = [record for site in seen.records.values() for record in site.operands.values()]
     groups = list(dict.fromkeys(record.group for record in records if record.group is not None))
     places = {group: place for place, group in enumerate(groups)}
     rows: list[Tensor] = []
     document = {
-        "batches": observation.batches,
-        "chosen_at": observation.chosen_at,
-        "sites": {path: _plain_site(record, places) for path, record in observation.records.items()},
+        "batches": seen.batches,
+        "chosen_at": seen.chosen_at,
+        "only_zeros": seen.only_zeros,
+        "sites": {path: _plain_site(record, places) for path, record in seen.records.items()},
         "groups": [_plain_group(group, rows) for group in groups],
-        "regions": observation.magnitudes.regions().plain(),
-        "read_outside": observation.read_outside,
-        "products": [product.plain() for product in observation.counter.products()],
+        "regions": seen.regions.plain(),
+        "read_outside": seen.read_outside,
+        "products": [product.plain() for product in seen.counted()],
     }
     text = bytearray(json.dumps(document).encode())
     counts = torch.stack(rows) if rows else torch.zeros(0, BINS, dtype=torch.int64)
     return save({"counts": counts, "document": torch.frombuffer(text, dtype=torch.uint8)})
 
 
-def absorb(observation: Observation, data: bytes, proxy: nn.Module) -> None:
-    """Add what ``snapshot`` gave to an observation of the same model, as if it had seen that too.
+def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callable[[bool], Calibrator]) -> Seen:
+    """What ``snapshot`` gave the bytes of, for a proxy of the same model.
 
     Args:
-        observation: of the sites of ``proxy``.
         data: the snapshot.
         proxy: has the parameters that the sites read.
+        paths: of its sites.
+        make: makes a calibrator; its argument asks for a histogram.
 
     Raises:
         CalibrationError: the snapshot is of another model.
@@ -75,30 +85,61 @@ def absorb(observation: Observation, data: bytes, proxy: nn.Module) -> None:
     """
     try:
         tensors = load(data)
-        document, counts = json.loads(tensors["document"].numpy().tobytes()), tensors["counts"]
-        if counts.dtype != torch.int64 or counts.shape[1:] != (BINS,):
-            raise ValueError(f"counts of shape {list(counts.shape)}, expected int64 [.., {BINS}]")
-        different = sorted(set(document["sites"]) ^ set(observation.records))
-        if different:
-            raise CalibrationError(
-                f"what was observed belongs to another model: {len(different)} sites differ, the first is "
-                f"{different[0]!r}; calibrate this model afresh, with calib(model)"
+        counts = tensors["counts"]
+        if counts.dtype != torch.int64 or counts.shape[1:] != (BINS,) or bool((counts < 0).any()):
+            raise ValueError(
+                f"counts {counts.dtype} of shape {list(counts.shape)}, expected int64 [.., {BINS}], from 0"
             )
-        parameters = dict(proxy.named_parameters())
-        observation.batches += document["batches"]
-        observation.chosen_at = max(observation.chosen_at, document["chosen_at"])
-        for path, values in document["sites"].items():
-            _add_site(observation.records[path], values, parameters)
-        for values in document["groups"]:
-            _add_group(observation, values, counts)
-        observation.read_outside = {**document.get("read_outside", {}), **observation.read_outside}
-        observation.magnitudes.add(Regions.from_plain(document.get("regions")))
-        for values in document["products"]:
-            observation.counter.add(CountedProduct.from_plain(values))
-    except (SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
+        document = seen_document(json_values(tensors["document"].numpy().tobytes()), len(counts))
+        regions = Regions.from_plain(document.regions)
+        products = [CountedProduct.from_plain(v, f"products[{n}]") for n, v in enumerate(document.products)]
+        lost = [product.site for product in products if product.site not in (None, *document.sites)]
+        if lost:
+            raise ValueError(f"products of {lost[0]!r}, which is no site")
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise QuantizerError(
-            f"what was observed cannot be read, it is damaged: {error!r}; calibrate afresh, with calib(model)"
+            f"what was observed cannot be read, it is damaged: {error}; calibrate afresh, with calib(model)"
         ) from error
+    parameters = dict(proxy.named_parameters())
+    _require_model(document, paths, parameters)
+    seen = Seen(
+        records={path: _site(site, parameters) for path, site in document.sites.items()},
+        batches=document.batches,
+        chosen_at=document.chosen_at,
+        products=Counter({replace(product, multiply_adds=0): product.multiply_adds for product in products}),
+        regions=regions,
+        only_zeros=document.only_zeros,
+        read_outside=dict(document.read_outside),
+    )
+    for group in document.groups:
+        _add_group(seen, group, counts, make)
+    return seen
+
+
+def _require_model(document: SeenDocument, paths: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what was seen of another model.
+
+    Raises:
+        CalibrationError: it has other sites or parameters.
+    """
+    different = sorted(set(document.sites) ^ set(paths))
+    if different:
+        raise CalibrationError(
+            f"what was observed belongs to another model: {len(different)} sites differ, the first is "
+            f"{different[0]!r}; calibrate this model afresh, with calib(model)"
+        )
+    for path, site in document.sites.items():
+        for name, operand in site.operands.items():
+            weight = operand.weight
+            if weight is None or weight.path is None:
+                continue
+            parameter = parameters.get(weight.path)
+            view = weight.view
+            if parameter is None or (view is not None and view[2] + math.prod(view[0]) > parameter.numel()):
+                raise CalibrationError(
+                    f"what was observed belongs to another model: the weight {weight.path!r} of {path}.{name} is not "
+                    "there, or is smaller; calibrate this model afresh, with calib(model)"
+                )
 
 
 def _plain_site(record: SiteRecord, places: Mapping[RangeGroup, int]) -> dict[str, Any]:
@@ -107,7 +148,7 @@ def _plain_site(record: SiteRecord, places: Mapping[RangeGroup, int]) -> dict[st
             "weight": None if seen.weight is None else _plain_weight(seen.weight),
             "axis": seen.axis,
             "inner": seen.inner,
-            "softmax": seen.softmax,
+            "softmax": bool(seen.softmax),
             "ends_branch": seen.ends_branch,
             "group": None if seen.group is None else places[seen.group],
         }
@@ -143,70 +184,46 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def _add_site(record: SiteRecord, values: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
-    record.kind = record.kind or values["kind"]
-    record.calls += values["calls"]
-    record.fit += values["fit"]
-    record.multiply_adds += values["multiply_adds"]
-    record.reads |= set(values["reads"])
-    record.depth = one_size(record.depth, values["depth"])
-    record.width = one_size(record.width, values["width"])
-    # Files from before they were kept have none.
-    record.rows = one_size(record.rows, values.get("rows"))
-    record.head = one_size(record.head, values.get("head"))
-    record.sequence = max(record.sequence, values.get("sequence", 0))
-    reasons = list(values["reasons"])
-    for name, operand in values["operands"].items():
-        mine = record.operands.setdefault(name, OperandRecord())
-        weight = None if operand["weight"] is None else _weight(operand["weight"], parameters)
-        if weight is None and operand["group"] is None:
-            continue
-        if mine.weight is None and mine.group is None:
-            mine.weight = weight
-        elif not same_weight(mine.weight, weight):
-            reasons.append(VARIES)
-        mine.axis = operand["axis"] if mine.axis is None else mine.axis
-        mine.inner = operand["inner"] if mine.inner is None else mine.inner
-        mine.softmax = mine.softmax or operand["softmax"]
-        mine.ends_branch = mine.ends_branch or operand.get("ends_branch", False)
-    record.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in record.reasons]
+def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteRecord:
+    operands = {
+        name: OperandRecord(
+            weight=None if operand.weight is None else _weight(operand.weight, parameters),
+            axis=operand.axis,
+            inner=operand.inner,
+            softmax=operand.softmax,
+            ends_branch=operand.ends_branch,
+        )
+        for name, operand in site.operands.items()
+    }
+    known = {name: getattr(site, name) for name in _SITE_FIELDS}
+    return SiteRecord(**{**known, "reasons": list(site.reasons)}, reads=set(site.reads), operands=operands)
 
 
-def _weight(values: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Weight:
-    if values["path"] is None:
+def _weight(seen: SeenWeight, parameters: Mapping[str, nn.Parameter]) -> Weight:
+    if seen.path is None:
         # No module has registered it: it is quantized nowhere, and what it holds is never asked for.
         return Weight(nn.Parameter(torch.empty(0)), None)
-    view = values["view"] and WeightView(tuple(values["view"][0]), tuple(values["view"][1]), values["view"][2])
-    return Weight(parameters[values["path"]], values["path"], view)
+    return Weight(parameters[seen.path], seen.path, None if seen.view is None else WeightView(*seen.view))
 
 
-def _add_group(observation: Observation, values: Mapping[str, Any], counts: Tensor) -> None:
-    seen = []
-    for name in values["operands"]:
+def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> None:
+    channels = saved.channels
+    group = RangeGroup(
+        calibrator=_calibrator(saved, counts, make),
+        operands=list(saved.operands),
+        chosen=saved.chosen,
+        channels=channels and ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in channels)),
+        channels_vary=saved.channels_vary,
+    )
+    for name in saved.operands:
         path, _, operand = name.rpartition(".")
-        record = observation.records[path].operands[operand]
-        if record.weight is None:
-            seen.append((name, record))
-    added = _calibrator(observation, values, counts)
-    group = next((record.group for _, record in seen if record.group is not None), None)
-    if group is None:
-        group = RangeGroup(calibrator=added)
-    else:
-        group.calibrator.merge(added)
-    if values["channels"] is not None:
-        channels = ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in values["channels"]))
-        group.add_channels(channels)
-    elif values["channels_vary"]:
-        group.channels, group.channels_vary = None, True
-    group.chosen = group.chosen or (values["chosen"] and (values["chosen"][0], values["chosen"][1]))
-    for name, record in seen:
-        observation.join(record, group, name)
+        seen.records[path].operands[operand].group = group
 
 
-def _calibrator(observation: Observation, values: Mapping[str, Any], counts: Tensor) -> Calibrator:
-    histogram = values["histogram"]
-    made = observation.make(histogram is not None)
-    made.minimum, made.maximum, made.count = values["minimum"], values["maximum"], values["count"]
+def _calibrator(saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> Calibrator:
+    histogram = saved.histogram
+    made = make(histogram is not None)
+    made.minimum, made.maximum, made.count = saved.minimum, saved.maximum, saved.count
     if histogram is not None:
-        made.histogram = Histogram.restored(counts[histogram["row"]], histogram["exponent"], histogram["zeros"])
+        made.histogram = Histogram.restored(counts[histogram.row], histogram.exponent, histogram.zeros)
     return made

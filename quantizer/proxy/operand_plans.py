@@ -15,11 +15,12 @@ from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.proxy.formats import Format
 from quantizer.proxy.formats import Formats
-from quantizer.proxy.observe import SiteRecord
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.range_group import Migration
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.site import Site
+from quantizer.proxy.site_record import SiteRecord
+from quantizer.proxy.weight_scales import ONE_SCALE
 from quantizer.proxy.weight_scales import beyond
 from quantizer.proxy.weight_scales import scale_of
 from quantizer.proxy.weight_scales import scaled_for
@@ -35,6 +36,7 @@ docs/architecture.md shows the measurement behind the figure.
 """
 
 _UNREGISTERED = "the weight is a parameter that no module of the model has registered"
+_NO_VALUE = "no value of it was seen"
 _WEIGHTS_ALONE = "weights alone are quantized here"
 _MATRIX = 2  # axes of a weight that has blocks
 
@@ -132,6 +134,7 @@ def _weight(
         smooth=migration.factors if migration is not None else None,
         smooth_axis=seen.inner if migration is not None else None,
         smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
+        note=ONE_SCALE if site.operation.kind == "conv" and settings.per_channel and axis is None else None,
     )
     scaled = scaled_for(plan, seen.weight.tensor(), settings.scale_dtype, settings.profile.weight_steps)
     return scaled if scaled.reason is None else refused(scaled.reason)
@@ -141,6 +144,8 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     group = seen.range
     assert group is not None
     calibrator, migration = group.calibrator, group.migration
+    if calibrator.count == 0:
+        return OperandPlan(name=name, role="activation", quantized=False, reason=_NO_VALUE)
     if wanted.activations is None:
         low, high = calibrator.minimum, calibrator.maximum
         return OperandPlan(
@@ -204,6 +209,6 @@ def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: 
     """The scale and the zero point of a range that holds 0: what was seen, clipped at amax on either side."""
     low, high = max(min(calibrator.minimum, 0.0), -amax), min(max(calibrator.maximum, 0.0), amax)
     # As if the range were symmetric, with as many steps on its one side as the format has in all.
-    scale = scale_of(torch.tensor(high - low), dtype, scale_dtype)
+    scale = scale_of(torch.tensor(high - low, dtype=torch.float32), dtype, scale_dtype)
     # A scale that its float type rounded down reaches the end of the steps a little early.
     return scale, min(round(-low / float(scale)), int(dtype.qmax)) if high > low else 0

@@ -207,7 +207,8 @@ class OperandQuantizer(nn.Module):
         scale = self.scale
         if self.change is not None:
             sharing = x.shape[0] if self.of_samples else scale.numel()
-            values = x.numel() // sharing
+            # An empty batch has no values, and moves nothing.
+            values = max(x.numel() // max(sharing, 1), 1)
             scale = trained_scale(scale, self.change, values, qtype(self.dtype).qmax, moves=self.moves)
         if self.scale_dtype is not None:
             scale = as_held(scale, self.scale_dtype)

@@ -1,32 +1,60 @@
-"""Padding, which nobody reads: which tokens are real, and what of a tensor belongs to them."""
+"""Padding, which nobody reads: which tokens are real, and what of a tensor belongs to them.
+
+An ``attention_mask`` means what the model takes it for: 1 for a token and 0 for padding, as tokenizers say it, or the
+other way round as booleans, or numbers to be added to scores, or who may look at whom. Only where it can be nothing but
+the first is anything left out. What is left out wrongly decides ranges unseen; what is left in costs little.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["has_padding", "output_without_padding", "padding_mask", "without_padding"]
+__all__ = ["has_padding", "output_without_padding", "padding_mask", "read_mask", "without_padding"]
+
+_NAME = "attention_mask"
+_AXES = 2  # of a mask [B, S]
 
 
-def padding_mask(keywords: Mapping[str, Any]) -> Tensor | None:
-    """The mask [B, S] among a model's inputs, True where a token is real; None where nothing is padded."""
-    mask = keywords.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return None
-    real = mask.bool()
-    return None if bool(real.all()) else real
+def padding_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> Tensor | None:
+    """The mask [B, S] among a model's inputs, True where a token is real; None where nothing is certainly padding."""
+    return read_mask(keywords, args)[0]
 
 
-def without_padding(value: Tensor, mask: Tensor | None) -> Tensor:
+def read_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> tuple[Tensor | None, str | None]:
+    """The mask as ``padding_mask`` gives it, and why an ``attention_mask`` is taken for none (None: it is, or hides
+    nothing)."""
+    mask = keywords.get(_NAME)
+    if not isinstance(mask, Tensor) or mask.numel() == 0 or bool((mask == mask.flatten()[0]).all()):
+        # All alike: nothing is hidden, as every batch has a token.
+        return None, None
+    others = {**{str(place): value for place, value in enumerate(args)}, **keywords}
+    doubt = _doubt(mask, {name: value for name, value in others.items() if isinstance(value, Tensor)})
+    if doubt is None:
+        return mask.bool(), None
+    kind = str(mask.dtype).removeprefix("torch.")
+    return None, (
+        f"{_NAME} ({kind} {list(mask.shape)}) is not certainly 1 for tokens and 0 for padding: {doubt}; so padding, if "
+        "there is any, is observed like all else. Give it as integers [batch, sequence], or batches without padding"
+    )
+
+
+def without_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool = False) -> Tensor:
     """The real positions of an operand [B, .., S, ..]; all of it where no axis, or more than one, has the length S.
 
     What the network computes at padding is read by nobody, yet it can set the range of everything else.
+
+    Args:
+        value: the operand.
+        mask: [B, S], True where a token is real; None: everywhere.
+        channels_last: the last axis is known to be no sequence.
     """
-    if mask is None or value.dim() < 3 or value.shape[0] != mask.shape[0]:
+    if mask is None or value.dim() < _AXES + 1 or value.shape[0] != mask.shape[0]:
         return value
-    axes = [axis for axis in range(1, value.dim()) if value.shape[axis] == mask.shape[1]]
+    axes = [axis for axis in range(1, value.dim() - channels_last) if value.shape[axis] == mask.shape[1]]
     return value.movedim(axes[0], 1)[mask] if len(axes) == 1 else value
 
 
@@ -35,9 +63,47 @@ def has_padding(output: Tensor, mask: Tensor | None) -> bool:
 
     Logits [B, C] have none, also where there are as many classes as tokens.
     """
-    return mask is not None and output.dim() > 2 and output.shape[:2] == mask.shape
+    return mask is not None and output.dim() > _AXES and output.shape[:2] == mask.shape
 
 
 def output_without_padding(output: Tensor, mask: Tensor | None) -> Tensor:
     """The real positions of an output [B, S, ..]; all of what has another shape."""
     return output[mask] if has_padding(output, mask) else output
+
+
+def _doubt(mask: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
+    """Why a mask that hides something may mean something else; ``inputs`` are the model's tensors, by name."""
+    if mask.dtype == torch.bool:
+        return "booleans may be True for either"
+    if mask.is_floating_point() or mask.is_complex():
+        return "its numbers may be added to scores"
+    if mask.dim() != _AXES:
+        return f"it has {mask.dim()} axes"
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        return "it has other numbers"
+    real = mask.bool()
+    changes = (real[:, 1:] != real[:, :-1]).sum(1)
+    left_or_right = bool(real[:, 0].all()) or bool(real[:, -1].all())
+    if not left_or_right or int(changes.max()) > 1:
+        return "not every row has its tokens together, on one side in all rows"
+    return _doubt_beside(real, {name: value for name, value in inputs.items() if not name.endswith("mask")})
+
+
+def _doubt_beside(real: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
+    """Why the other inputs leave a doubt whether ``real`` [B, S] says which tokens are real."""
+    alike = {name: value for name, value in inputs.items() if value.shape[:_AXES] == real.shape}
+    if not alike:
+        return "no other input has that batch and sequence"
+    if any(name.startswith("decoder") for name in alike):
+        return "the decoder's inputs are as long, and whose values are whose cannot be told"
+    values = [value for value in alike.values() if value.shape == real.shape and not value.is_floating_point()]
+    pairs = [(_constant(value[real]), _constant(value[~real])) for value in values]
+    if any(shown and not hidden for shown, hidden in pairs):
+        return "where it is 1 the tokens are all the same one, as padding is"
+    if real.shape[0] == real.shape[1] and not any(hidden and not shown for shown, hidden in pairs):
+        return "it is square, and may say which token sees which"
+    return None
+
+
+def _constant(values: Tensor) -> bool:
+    return bool((values == values[0]).all())

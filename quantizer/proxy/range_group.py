@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -72,6 +73,19 @@ class RangeGroup:
             self.channels = seen if self.channels is None else self.channels.joined(seen)
             self.channels_vary = self.channels is None
 
+    def add(self, other: RangeGroup) -> None:
+        """Take in the values of another group; who its operands are is not among them."""
+        self.calibrator.merge(other.calibrator)
+        if other.channels is not None:
+            self.add_channels(other.channels)
+        elif other.channels_vary:
+            self.channels, self.channels_vary = None, True
+        self.chosen = self.chosen or other.chosen
+
+    def copy(self) -> RangeGroup:
+        """The same, to which more may be added."""
+        return replace(self, calibrator=self.calibrator.copy(), operands=list(self.operands))
+
     def amax(self, dtype: str) -> float:
         """The magnitude that maps to the largest step of a format."""
         return self.calibrator.for_format(dtype).amax() if self.chosen is None else self.chosen[0]
@@ -86,7 +100,7 @@ class OperandRecord:
         axis: the axis of the weight's output channels (None: it has none).
         inner: the axis of the weight that runs along the last axis of the activation (None: none does).
         group: the activation's group.
-        softmax: it is what a softmax gave, values from 0 to 1.
+        softmax: it is what a softmax gave in every call, values from 0 to 1 (None: none seen yet).
         ends_branch: of an add: it is what a product gives, as it is, and the other operand skips that product.
         smoothed: the group that it shares a range with once outliers are migrated (None: they are not).
         left: why they are not, where they might have been.
@@ -96,10 +110,22 @@ class OperandRecord:
     axis: int | None = None
     inner: int | None = None
     group: RangeGroup | None = None
-    softmax: bool = False
+    softmax: bool | None = None
     ends_branch: bool = False
     smoothed: RangeGroup | None = None
     left: str | None = None
+
+    def add(self, other: OperandRecord) -> None:
+        """Take in what other calls say of it, beside its weight and its group."""
+        self.axis = other.axis if self.axis is None else self.axis
+        self.inner = other.inner if self.inner is None else self.inner
+        self.saw_softmax(other.softmax)
+        self.ends_branch = self.ends_branch or other.ends_branch
+
+    def saw_softmax(self, softmax: bool | None) -> None:
+        """Note whether more calls had what a softmax gave (None: there were none)."""
+        if softmax is not None:
+            self.softmax = softmax and self.softmax is not False
 
     @property
     def range(self) -> RangeGroup | None:

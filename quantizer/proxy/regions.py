@@ -18,6 +18,7 @@ from torch.utils import _pytree
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import QTYPES
+from quantizer.plain import decoded
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
@@ -47,6 +48,18 @@ class Regions:
     masked: Collection[str] = ()
     wide_inputs: bool = False
 
+    def joined(self, other: Regions) -> Regions:
+        """What both saw."""
+        wide = dict(self.wide)
+        for path, largest in other.wide.items():
+            wide[path] = max(largest, wide.get(path, 0.0))
+        return Regions(
+            wide=wide,
+            computing=frozenset(self.computing) | frozenset(other.computing),
+            masked=frozenset(self.masked) | frozenset(other.masked),
+            wide_inputs=self.wide_inputs or other.wide_inputs,
+        )
+
     def plain(self) -> dict[str, Any]:
         """Plain values, to be saved."""
         return {
@@ -66,15 +79,13 @@ class Regions:
         if values is None:
             return cls()
         try:
-            wide = {str(path): float(largest) for path, largest in values["wide"].items()}
-            return cls(
-                wide=wide,
-                computing=frozenset(values["computing"]),
-                masked=frozenset(values["masked"]),
-                wide_inputs=bool(values["wide_inputs"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise QuantizerError(f"the modules beyond float16 cannot be read, they are damaged: {error!r}") from error
+            made: Regions = decoded(cls, values, "regions")
+            missing = sorted(set(cls().plain()) - set(values))
+            if missing:
+                raise ValueError(f"regions: missing field {missing[0]!r}")
+        except ValueError as error:
+            raise QuantizerError(f"the modules beyond float16 cannot be read, they are damaged: {error}") from error
+        return made
 
     def text(self) -> str:
         """How many modules stay float32, and why."""

@@ -22,6 +22,7 @@ from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.padding import without_padding
 from quantizer.proxy.site import Site
+from quantizer.proxy.unmoved import unmoved
 
 __all__ = ["SiteCall", "replay"]
 
@@ -54,7 +55,8 @@ class SiteCall:
         entry = next(entry for entry in self.site.operation.operands if entry.name == name)
         assert entry.index is not None
         value = args[entry.index] if entry.index < len(args) else keywords.get(entry.keyword or "")
-        return without_padding(value, mask) if isinstance(value, Tensor) else value
+        last = self.site.operation.name == "linear"
+        return without_padding(value, mask, channels_last=last) if isinstance(value, Tensor) else value
 
     @cached_property
     def expected(self) -> Tensor | None:
@@ -79,7 +81,7 @@ class SiteCall:
         output = self.site.rounded(self._function, args, keywords)
         if not isinstance(output, Tensor):
             return None
-        values = without_padding(output, mask)
+        values = without_padding(output, mask, channels_last=self.site.operation.name == "linear")
         by_image = self.site.operation.kind == "conv" and values.dim() > 1
         return (values.flatten(1) if by_image else values.reshape(-1, values.shape[-1] if values.dim() else 1)).double()
 
@@ -102,9 +104,10 @@ def replay(
             site.judge = watcher
         with torch.no_grad():
             for args, keywords in tqdm(list(batches), title, unit="batch", leave=False, disable=None):
-                watcher.mask = padding_mask(keywords)
+                watcher.mask = padding_mask(keywords, args)
                 # Not the module itself: its hooks belong to calibration.
-                proxy.forward(*args, **keywords)
+                with unmoved(proxy):
+                    proxy.forward(*args, **keywords)
     finally:
         for site in sites:
             site.judge = None
@@ -132,7 +135,7 @@ def _sample(
 ) -> tuple[list[Any], dict[str, Any], Tensor | None]:
     """A part of a call's operands that is enough to judge ranges by, and the mask [B, S] that goes with it."""
     if site.operation.name == "linear" and args and isinstance(args[0], Tensor):
-        rows = without_padding(args[0], mask).reshape(-1, args[0].shape[-1])
+        rows = without_padding(args[0], mask, channels_last=True).reshape(-1, args[0].shape[-1])
         return [rows[:: max(1, len(rows) // _ROWS)], *args[1:]], keywords, None
     if site.operation.kind == "conv" and args and isinstance(args[0], Tensor):
         weight = args[1] if len(args) > 1 else keywords.get("weight")

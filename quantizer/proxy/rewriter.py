@@ -7,6 +7,8 @@ finds P's rewritten method.
 
 from __future__ import annotations
 
+import functools
+import threading
 import types
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -14,6 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
+from typing import Concatenate
+from typing import ParamSpec
+from typing import TypeVar
 
 from torch import nn
 
@@ -36,6 +41,12 @@ _LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Parame
 
 # What a model that was instrumented before holds already, which must see its own parts.
 _SITES = (Site, OperandQuantizer)
+
+# Python calls these without their name in the text: in a loop over a module, say.
+_IMPLICIT = frozenset({"__iter__", "__len__", "__getitem__", "__contains__", "__reversed__"})
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _Place = tuple[type, str]
 _Derive = Callable[[type[nn.Module], tuple[type, ...], dict[str, Any], frozenset[str]], type[nn.Module]]
@@ -85,13 +96,27 @@ class _Choice:
         return replace(self, qualified=part(self.qualified), left_out=part(self.left_out), unused=part(self.unused))
 
 
+def _one_at_a_time(
+    method: Callable[Concatenate[ClassRewriter, _P], _T],
+) -> Callable[Concatenate[ClassRewriter, _P], _T]:
+    """A method that one thread runs at a time: a result is registered before the work on it is done."""
+
+    @functools.wraps(method)
+    def locked(self: ClassRewriter, /, *args: _P.args, **keywords: _P.kwargs) -> _T:
+        with self.lock:
+            return method(self, *args, **keywords)
+
+    return locked
+
+
 class ClassRewriter:
-    """Makes generated classes, each once.
+    """Makes generated classes, each once, whatever number of threads asks for them.
 
     Args:
         derive: makes a class of (original, bases, functions, reachable names).
 
     Attributes:
+        lock: held while anything is rewritten.
         rebuilder: rewrites the functions.
         qualified: rewrites them with sites that carry the name of their class.
         done: results by class, by those of its functions, by name, that may run in a forward pass, and by choice. The
@@ -102,6 +127,7 @@ class ClassRewriter:
 
     def __init__(self, derive: _Derive) -> None:
         self._derive = derive
+        self.lock = threading.RLock()
         self._start()
 
     def _start(self) -> None:
@@ -117,16 +143,23 @@ class ClassRewriter:
         if self._patches != changes():
             self._start()
 
+    @_one_at_a_time
     def refresh(self) -> None:
         """Bring the globals of rewritten functions up to date."""
         self.rebuilder.refresh()
         self.qualified.refresh()
 
-    def files(self) -> Iterator[SourceFile]:
+    @_one_at_a_time
+    def files(self) -> list[SourceFile]:
         """Every file that was searched."""
-        yield from self.rebuilder.files.values()
-        yield from self.qualified.files.values()
+        return [*self.rebuilder.files.values(), *self.qualified.files.values()]
 
+    @_one_at_a_time
+    def holds_sites(self, value: Any) -> bool:
+        """Whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
+        return self.rebuilder.holds_sites(value)
+
+    @_one_at_a_time
     def reachable(self, model: nn.Module, original: Callable[[nn.Module], type], kept: Iterable[str]) -> frozenset[str]:
         """Names of the functions that a forward pass of ``model`` may run.
 
@@ -137,7 +170,7 @@ class ClassRewriter:
         self._renew()
         classes = {cls for module in model.modules() for cls in original(module).__mro__ if _is_ours(cls)}
         functions = [_functions(cls) for cls in classes]
-        names = {"forward", *kept} | {name for name in vars(original(model)) if not name.startswith("_")}
+        names = {"forward", *_IMPLICIT, *kept} | {name for name in vars(original(model)) if not name.startswith("_")}
         reached: set[str] = set()
         while names - reached:
             name = (names - reached).pop()
@@ -154,6 +187,7 @@ class ClassRewriter:
             self.read[attribute] = self.rebuilder.names_read(attribute)
         return self.read[attribute]
 
+    @_one_at_a_time
     def rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
         """The generated class of a module class, with those of its functions rewritten that are ``reachable``."""
         self._renew()

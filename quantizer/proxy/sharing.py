@@ -1,18 +1,32 @@
 """What a proxy shares with the user's model, and how it stops sharing before a cast would change the model too.
 
-A proxy in training never stops: what is done to its tensors is done to the model's.
+A proxy in training never stops: what is done to its tensors is done to the model's. One that calibrates, measures or is
+frozen shares no buffers: a forward pass may write into them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import nn
 
-__all__ = ["Sharing", "Twin", "end_sharing", "hand_back", "hand_back_buffers", "share", "share_for_good", "take_small"]
+__all__ = [
+    "OwnBuffers",
+    "Sharing",
+    "Twin",
+    "end_sharing",
+    "hand_back",
+    "hand_back_buffers",
+    "share",
+    "share_for_good",
+    "take_small",
+]
 
 _MARK = "_quantizer_shares"
 _TWIN = "_quantizer_twin"
@@ -65,6 +79,69 @@ def share_for_good(proxy: nn.Module, model: nn.Module) -> None:
         vars(module).pop(_MARK, None)
         if path in twins:
             vars(module)[_TWIN] = Twin(twins[path])
+
+
+class OwnBuffers:
+    """Gives a new proxy copies of the model's buffers, and of the tensors that its modules keep as attributes.
+
+    The model's stay what they are, whatever a pass of the proxy writes; what shares memory with a parameter is shared.
+    """
+
+    def __init__(self, proxy: nn.Module, model: nn.Module) -> None:
+        modules = dict(proxy.named_modules())
+        # Weak: who calibrates a model does not keep it.
+        self._twins = [(modules[path], weakref.ref(twin)) for path, twin in model.named_modules()]
+        self._known: dict[int, list[tuple[str, Tensor, int]]] = {}
+        self.refresh()
+
+    @torch.inference_mode(mode=False)
+    def refresh(self) -> None:
+        """Take those anew that were changed in the model since, unless the proxy was cast meanwhile."""
+        memo: dict[int, Any] = {}
+        for place, (module, reference) in enumerate(self._twins):
+            twin = reference()
+            if twin is None or _MARK not in vars(module):
+                continue
+            # A normalization changes its statistics without telling torch, but counts its batches.
+            now = [(name, tensor, _version(tensor)) for name, tensor in _written_to(twin)]
+            if not _same(now, self._known.get(place, [])):
+                self._known[place] = now
+                self._copy(module, twin, memo)
+
+    def _copy(self, module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
+        owners = (other for one, _ in self._twins for other in one._parameters.values())
+        parameters = {_memory(owner) for owner in owners if owner is not None}
+        for name, tensor in _written_to(twin):
+            if _memory(tensor) not in parameters:
+                holder = module._buffers if name in twin._buffers else module.__dict__
+                # What shares memory goes on to share it: the memo knows what was copied.
+                holder[name] = copy.deepcopy(tensor.detach(), memo)
+
+
+def _same(now: list[tuple[str, Tensor, int]], then: list[tuple[str, Tensor, int]]) -> bool:
+    return len(now) == len(then) and all(
+        name == other and tensor is known and version == before
+        for (name, tensor, version), (other, known, before) in zip(now, then, strict=True)
+    )
+
+
+def _written_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a pass may write into beside parameters."""
+    for name, value in (*module._buffers.items(), *vars(module).items()):
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            yield name, value
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tells the memory of a tensor; that of its object where it has none of its own kind."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+        return id(tensor)
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 def hand_back(module: nn.Module) -> None:

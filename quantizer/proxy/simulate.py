@@ -6,7 +6,7 @@ fifteen times slower.
 
 from __future__ import annotations
 
-from functools import cache
+import math
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantizer.proxy.mask_taint import MaskTaint
 from quantizer.proxy.products import product_name
-from quantizer.proxy.regions import MASK
+from quantizer.proxy.regions import LARGEST_HALF
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.regions import convert_floats
 
@@ -76,30 +77,32 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-_CONSTANTS = ("aten::lift_fresh", "aten::_to_copy")
-
-
 class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes products of half tensors as a target does, and clamps mask constants as the export does."""
+    """Computes products of half tensors as a target does, and takes low numbers for masks where the export does."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._dtype = dtype
+        self._masks = MaskTaint() if dtype is torch.float16 else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._masks is not None:
+            # Also where a softmax is wide: what it reads was half before.
+            args, kwargs = self._masks.read(func, args, kwargs)
         if not self._in_half((*args, *kwargs.values())):
             return func(*args, **kwargs)
-        product, constant = _known_of(func)
-        if product:
+        if product_name(func) is not None:
             args, kwargs = _pytree.tree_map(lambda value: _cast(value, torch.float32), (args, kwargs))
             return _pytree.tree_map(lambda value: _cast(value, self._dtype), func(*args, **kwargs))
-        if self._dtype is torch.float16:
-            args, kwargs = tuple(map(_clamped, args)), {name: _clamped(value) for name, value in kwargs.items()}
+        if self._masks is None:
+            return func(*args, **kwargs)
+        args, kwargs = tuple(map(_held, args)), {name: _held(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
-        return result.clamp(min=MASK) if constant and result.dim() == 0 and result.dtype is torch.float16 else result
+        self._masks.follow(func, args, kwargs, result)
+        return result
 
     def _in_half(self, values: Any) -> bool:
         """Whether an operation reads or makes half tensors."""
@@ -108,11 +111,6 @@ class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _clamped(value: Any) -> Any:
-    return MASK if isinstance(value, float) and value < MASK else value
-
-
-@cache
-def _known_of(func: Any) -> tuple[bool, bool]:
-    """Whether an operation is a product, and whether it makes constants of numbers."""
-    return product_name(func) is not None, func.name().partition(".")[0] in _CONSTANTS
+def _held(value: Any) -> Any:
+    """A number as half holds it: torch refuses to fill with what is beyond."""
+    return max(value, -LARGEST_HALF) if isinstance(value, float) and value != -math.inf else value

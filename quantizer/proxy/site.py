@@ -143,7 +143,7 @@ class Site(nn.Module):
         if not self.source.in_place:
             return self.rounded(function, args, keywords)
         target = args[0]
-        self._round(args, keywords)
+        self._round(args, keywords, kept=torch.is_grad_enabled())
         if args[0] is not target and self.operation.name == "add":
             # Other names for the tensor must see the sum, and its rounded copy has no other name.
             return target.copy_(torch.add(*args, **keywords))
@@ -156,14 +156,22 @@ class Site(nn.Module):
             if (index := operand.index) is not None
         ]
 
-    def _round(self, args: list[Any], keywords: dict[str, Any]) -> None:
-        """Replace the operands in place by what their quantizers make of them."""
+    def _round(self, args: list[Any], keywords: dict[str, Any], kept: bool = False) -> None:
+        """Replace the operands in place by what their quantizers make of them.
+
+        ``kept``: gradients of scales are computed from the operands, and the call will write into one of them.
+        """
         for position, operand in enumerate(self.operation.operands):
             quantizer = self.quantizer(position)
+            place: tuple[Any, Any] | None = None
             if operand.index is not None and operand.index < len(args):
-                args[operand.index] = quantizer(args[operand.index])
+                place = args, operand.index
             elif operand.keyword is not None and operand.keyword in keywords:
-                keywords[operand.keyword] = quantizer(keywords[operand.keyword])
+                place = keywords, operand.keyword
+            if place is not None:
+                holder, key = place
+                needed = kept and quantizer.change is not None and isinstance(holder[key], Tensor)
+                holder[key] = quantizer(holder[key].clone() if needed else holder[key])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle of the site has: nobody watches it."""

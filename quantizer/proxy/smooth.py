@@ -29,7 +29,6 @@ from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.freeze import apply_site_plan
-from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.range_group import ChannelRange
 from quantizer.proxy.range_group import Migration
@@ -38,6 +37,7 @@ from quantizer.proxy.range_group import RangeGroup
 from quantizer.proxy.ranks import ranks
 from quantizer.proxy.replay import SiteCall
 from quantizer.proxy.replay import replay
+from quantizer.proxy.seen import Seen
 
 __all__ = ["ALPHAS", "migrate", "migration_factors"]
 
@@ -90,7 +90,7 @@ class _Readers:
 
 def migrate(
     proxy: nn.Module,
-    observation: Observation,
+    observation: Seen,
     decided: Callable[[], Plan],
     *,
     alphas: Sequence[float],
@@ -140,7 +140,7 @@ def migrate(
         _choose(proxy, reached, observation, plan, decided, alphas)
 
 
-def _readers(plan: Plan, observation: Observation) -> Iterator[_Readers]:
+def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
     """The tensors that linears alone read in low precision; the others are given their reason."""
     members: dict[RangeGroup, list[tuple[str, str, OperandRecord]]] = defaultdict(list)
     for path, entry in plan.items():
@@ -174,7 +174,7 @@ def _readers(plan: Plan, observation: Observation) -> Iterator[_Readers]:
         )
 
 
-def _weight(observation: Observation, path: str) -> OperandRecord:
+def _weight(observation: Seen, path: str) -> OperandRecord:
     return next(record for record in observation.records[path].operands.values() if record.weight is not None)
 
 
@@ -190,7 +190,7 @@ def _by_site(found: Sequence[_Readers]) -> dict[str, _Readers]:
     return {path: readers for readers in found for path in readers.sites}
 
 
-def _estimate(proxy: nn.Module, found: Sequence[_Readers], observation: Observation) -> None:
+def _estimate(proxy: nn.Module, found: Sequence[_Readers], observation: Seen) -> None:
     """Show x / s on the kept batches to the calibrators, and the bounds that it has in all of calibration."""
     by_site = _by_site(found)
 
@@ -218,7 +218,7 @@ def _factors(group: RangeGroup) -> Tensor:
 def _choose(
     proxy: nn.Module,
     found: Sequence[_Readers],
-    observation: Observation,
+    observation: Seen,
     plan: Plan,
     decided: Callable[[], Plan],
     alphas: Sequence[float],

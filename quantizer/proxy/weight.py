@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch import nn
 
-__all__ = ["Weight", "WeightView", "Weights", "is_transformed"]
+from quantizer.calibrators.histogram import in_memory_order
+
+__all__ = ["Weight", "WeightView", "Weights", "is_transformed", "non_finite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Weights:
         """Return the paths of the parameters whose memory a tensor shows, also where it shows only some of it."""
         if isinstance(value, nn.Parameter):
             return [self._paths[id(value)]] if id(value) in self._paths else []
-        if value.layout != torch.strided:
+        if is_transformed(value) or value.layout != torch.strided:
             return []
         return [self._paths[id(parameter)] for parameter in self._owners.get(_storage(value), ())]
 
@@ -86,6 +88,21 @@ class Weights:
 def is_transformed(value: object) -> bool:
     """Whether a tensor stands for others inside ``torch.vmap`` or a transform of ``torch.func``: it has no memory."""
     return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def non_finite(value: Tensor) -> str | None:
+    """What a weight [*] has that no step can hold: ``NaN``, ``inf`` or, if it has no other such, ``-inf``; or None."""
+    if value.is_meta or value.layout != torch.strided or value.numel() == 0 or not value.is_floating_point():
+        return None
+    # Of floats of 8 bits torch knows no extremes.
+    low, high = (float(bound) for bound in torch.aminmax(_wide(in_memory_order(value.detach()))))
+    if math.isnan(low) or math.isnan(high):
+        return "NaN"
+    return None if math.isfinite(low) and math.isfinite(high) else "-inf" if high != math.inf else "inf"
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.float() if value.dtype.itemsize == 1 else value
 
 
 def _storage(value: Tensor) -> int:

@@ -22,7 +22,10 @@ from quantizer.numerics.qtype import qtype
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 
-__all__ = ["beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
+__all__ = ["ONE_SCALE", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
+
+ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
+"""What is noted of the weight of a transposed convolution whose output channels no axis tells apart."""
 
 
 def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, steps: int | None = None) -> Tensor:
@@ -65,6 +68,7 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, s
             "sound checkpoint, or train with a lower rate"
         )
     scale = scale_of(amax, kind, scale_dtype, steps)
+    notes = [_note(scale, scale_dtype), ONE_SCALE if ONE_SCALE in (operand.note or "") else None]
     reason = beyond(float(amax.max()), scale, scale_dtype)
     return replace(
         operand,
@@ -74,7 +78,7 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, s
         scale=scale,
         minimum=float(values.min()),
         maximum=float(values.max()),
-        note=_note(scale, scale_dtype),
+        note="; ".join(text for text in notes if text is not None) or None,
     )
 
 
@@ -83,7 +87,7 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
 
     Raises:
         CalibrationError: the model has such a weight of another shape, one with NaN, or one that the target's float
-            type holds no scale of.
+            type holds no scale of; or a scale that was given makes more steps than the target can add.
     """
     result: Plan = {}
     for path, entry in plan.items():
@@ -95,9 +99,34 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
                 operand = operand if weight is None else scaled_for(operand, weight, scale_dtype, steps)
                 if not operand.quantized:
                     raise CalibrationError(f"{operand.parameter}: {operand.reason}; calibrate the model again")
+            elif operand.role == "weight" and operand.quantized and steps is not None:
+                weight = _weight(model, operand)
+                if weight is not None:
+                    _check_steps(f"{path}.{operand.name}", operand, weight, steps)
             operands.append(operand)
         result[path] = replace(entry, operands=tuple(operands))
     return result
+
+
+def _check_steps(name: str, operand: OperandPlan, weight: Tensor, steps: int) -> None:
+    """Refuse a scale that was given, where the weight has larger steps with it than the target adds without an error.
+
+    Raises:
+        CalibrationError: it has.
+    """
+    if operand.scale is None or qtype(operand.dtype) != INT8:
+        return
+    values = weight.detach().float()
+    if operand.smooth is not None and operand.smooth_axis is not None:
+        after = values.dim() - 1 - operand.smooth_axis
+        values = values * operand.smooth.to(values.device).reshape([-1] + [1] * after)
+    most = float((_amax(values, operand.axis, operand.block_size).cpu() / operand.scale.cpu()).max())
+    if most > steps + 0.5:
+        raise CalibrationError(
+            f"{name}: with the scale that it was given the weight has steps up to {min(round(most), INT8.qmax)}, and "
+            f"the target sums products of bytes in 16 bits, which saturate beyond steps of {steps}: give a scale of "
+            f"the weight's largest magnitude / {steps}, or leave it out"
+        )
 
 
 def _amax(values: Tensor, axis: int | None, block_size: int | None) -> Tensor:

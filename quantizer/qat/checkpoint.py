@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from collections.abc import Mapping
 from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,53 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch import nn
 
+from quantizer.digest import tensors_digest
 from quantizer.errors import TrainingError
+from quantizer.files import checked_file
 from quantizer.files import whole_file
+from quantizer.plain import json_values
 
-__all__ = ["read_checkpoint", "read_facts", "write_checkpoint"]
+__all__ = [
+    "BEST",
+    "LAST",
+    "check_checkpoints",
+    "read_checkpoint",
+    "read_facts",
+    "remove_checkpoints",
+    "write_checkpoint",
+]
+
+LAST = "last.safetensors"
+BEST = "best.safetensors"
+"""The files of a training, in a folder that may hold others beside them."""
 
 _FACTS = "training"
+_SUM = "sha256"
+
+
+def check_checkpoints(folder: Path) -> None:
+    """Say before a training that its checkpoints cannot be written into a folder that stands there.
+
+    Raises:
+        TrainingError: it is no folder, a file there has the name of a checkpoint and is none, or the system refuses.
+    """
+    if folder.is_dir():
+        for path in (folder / LAST, folder / BEST):
+            checked_file(path, TrainingError)
+            if path.exists():
+                read_facts(path)
+    elif os.path.lexists(folder):
+        raise TrainingError(
+            f"{folder} is no folder, and checkpoints are to be kept there; choose another output folder"
+        )
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a training, and their folder where it holds nothing else."""
+    with suppress(OSError):
+        for name in (LAST, BEST):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def write_checkpoint(
@@ -43,7 +86,8 @@ def write_checkpoint(
     for number, entry in (optimizer.state_dict()["state"] if optimizer is not None else {}).items():
         tensors |= {f"optimizer.{number}.{name}": value.detach().clone() for name, value in entry.items()}
     with whole_file(path, TrainingError) as part:
-        save_file(tensors, part, metadata={_FACTS: json.dumps(facts)})
+        text = json.dumps(facts)
+        save_file(tensors, part, metadata={_FACTS: text, _SUM: tensors_digest(tensors, text)})
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -53,7 +97,10 @@ def read_facts(path: Path) -> dict[str, Any]:
         TrainingError: it is no such file, or damaged.
     """
     with _opened(path) as file:
-        return dict(json.loads(file.metadata()[_FACTS]))
+        facts = json_values(file.metadata()[_FACTS])
+        if not isinstance(facts, dict):
+            raise ValueError("its facts are no object")
+        return facts
 
 
 def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -64,6 +111,10 @@ def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimiz
     """
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        told = file.metadata()
+        # One from before there was a sum has nothing to compare.
+        if told.get(_SUM, "") not in ("", tensors_digest(tensors, told[_FACTS])):
+            raise ValueError("its SHA-256 is not that of its tensors")
     model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     try:
         proxy.load_state_dict(model)
@@ -85,5 +136,7 @@ def _opened(path: Path) -> Iterator[Any]:
             if _FACTS not in (file.metadata() or {}):
                 raise KeyError(_FACTS)
             yield file
-    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
-        raise TrainingError(f"{path} is no checkpoint of a training, or damaged: {error}") from error
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise TrainingError(
+            f"{path} is no checkpoint of a training, or damaged: {error}; remove it to begin the training anew"
+        ) from error

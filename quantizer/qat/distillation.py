@@ -5,13 +5,14 @@ Legend: z the proxy's and y the teacher's logits [.., C], T the temperature; h_l
     loss = T^2 KL(softmax(y / T) || softmax(z / T)) + hidden * mean over l of |h_l - g_l|^2 / |g_l|^2
 
 (Hinton et al. 2015, arXiv:1503.02531; the factor T^2 keeps the gradient's size.) Of several logits (``start_logits``
-and ``end_logits``, where an answer begins and ends) it is the mean. An output without any is compared as a hidden state
-is. Padding of tokens [B, S, ..], where the inputs hold an ``attention_mask`` [B, S], is left out.
+and ``end_logits``, where an answer begins and ends) it is the mean. Without any, every tensor of the output is compared
+as a hidden state is, but for those from on the way (``hidden_states``, ``attentions``, ``past_key_values``). Padding of
+tokens [B, S, ..], where an ``attention_mask`` [B, S] certainly says what it is, is left out.
 """
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,10 +23,14 @@ from torch import nn
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import own_copy
 from quantizer.proxy.padding import output_without_padding
-from quantizer.proxy.padding import padding_mask
+from quantizer.proxy.padding import read_mask
 
 __all__ = ["Distillation"]
+
+# What the layers before gave, and what the labels say: no output to be held to.
+_ON_THE_WAY = ("hidden_states", "attentions", "past_key_values", "mems", "loss")
 
 
 class Distillation:
@@ -48,9 +53,10 @@ class Distillation:
             raise QuantizerError(f"temperature is {temperature}, expected a number above 0")
         if not 0 <= hidden < float("inf"):
             raise QuantizerError(f"hidden is {hidden}, expected a number of 0 or more")
-        self.teacher = copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+        self.teacher = own_copy(model).eval().requires_grad_(requires_grad=False)
         self._temperature = temperature
         self._hidden = hidden
+        self._doubted = False
 
     def __call__(self, output: Any, *args: Any, **keywords: Any) -> Tensor:
         """The loss [] of a proxy's output.
@@ -68,7 +74,10 @@ class Distillation:
             given["output_hidden_states"] = True
         with torch.no_grad():
             wanted = self.teacher(*args, **given)
-        mask = padding_mask(keywords)
+        mask, doubt = read_mask(keywords, args)
+        if doubt is not None and not self._doubted:
+            self._doubted = True
+            warnings.warn(doubt, stacklevel=2)
         loss = self._of_outputs(output, wanted, mask)
         if not self._hidden:
             return loss
@@ -76,11 +85,28 @@ class Distillation:
         return loss + self._hidden * sum(_relative(h, g, mask) for h, g in pairs) / len(pairs)
 
     def _of_outputs(self, output: Any, wanted: Any, mask: Tensor | None) -> Tensor:
-        found, known = _logits(output), _logits(wanted)
-        pairs = [(found[name], known[name]) for name in found if name in known]
-        if not pairs:
-            return _relative(_first_tensor(output), _first_tensor(wanted), mask)
-        return torch.stack([self._divergence(z, y, mask) for z, y in pairs]).mean()
+        found, known = _heads(output), _heads(wanted)
+        names = [name for name in found if name in known]
+        names = [name for name in names if _is_logits(name)] or names
+        if not names:
+            raise QuantizerError(
+                f"an output ({type(output).__name__}) holds no floating-point tensor to be compared with the teacher's "
+                f"({type(wanted).__name__})"
+            )
+        if not isinstance(output, Mapping) and len(found) != len(known):
+            raise QuantizerError(
+                f"the output holds {len(found)} floating-point tensors and the teacher's {len(known)}: give what the "
+                "proxy gave for this batch without labels"
+            )
+        return torch.stack([self._of_head(name, found[name], known[name], mask) for name in names]).mean()
+
+    def _of_head(self, name: str, found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
+        if found.shape != wanted.shape:
+            raise QuantizerError(
+                f"output {name} is of shape {tuple(found.shape)} and the teacher's {tuple(wanted.shape)}: give what "
+                "the proxy gave for this batch"
+            )
+        return self._divergence(found, wanted, mask) if _is_logits(name) else _relative(found, wanted, mask)
 
     def _divergence(self, z: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
         log_q, log_p = (
@@ -96,28 +122,28 @@ def _relative(found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
     return (found - wanted).square().sum() / wanted.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def _logits(output: Any) -> dict[str, Tensor]:
-    """What an output calls ``logits`` or ``.._logits``, by name."""
-    if not isinstance(output, Mapping):
-        found = getattr(output, "logits", None)
-        return {} if found is None else {"logits": found}
-    return {
-        name: value
-        for name, value in output.items()
-        if (name == "logits" or name.endswith("_logits")) and isinstance(value, Tensor)
-    }
+def _is_logits(name: str) -> bool:
+    return name == "logits" or name.endswith("_logits")
+
+
+def _heads(output: Any) -> dict[str, Tensor]:
+    """The floating-point tensors that a model gives, by name; by number where they have none."""
+    if not isinstance(output, Mapping) and isinstance(getattr(output, "logits", None), Tensor):
+        return {"logits": output.logits}
+    if isinstance(output, Mapping):
+        leaves = [
+            (f"{name}.{index}" if index else name, leaf)
+            for name, x in output.items()
+            if not name.endswith(_ON_THE_WAY)
+            for index, leaf in enumerate(torch.utils._pytree.tree_leaves(x))
+        ]
+    else:
+        leaves = [(str(index), leaf) for index, leaf in enumerate(torch.utils._pytree.tree_leaves(output))]
+    return {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
 
 
 def _entry(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-
-
-def _first_tensor(output: Any) -> Tensor:
-    leaves = torch.utils._pytree.tree_leaves(output)
-    found = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
-    if found is None:
-        raise QuantizerError(f"an output ({type(output).__name__}) holds no floating-point tensor to be compared")
-    return found
 
 
 def _hidden_states(output: Any, whose: str) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ Legend: x [*] the operand; s its scale [], [C] or in blocks; z its zero point (0
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.padding import padding_mask
+from quantizer.proxy.padding import read_mask
 from quantizer.proxy.padding import without_padding
 from quantizer.proxy.ranks import ranks
 
@@ -36,21 +37,32 @@ class Padding:
         mask: [B, S]; None: all of them.
     """
 
-    mask: Tensor | None = None
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None
+        self._doubted = False
+
+    def read(self, keywords: Mapping[str, Any], args: tuple[Any, ...]) -> None:
+        """Take the mask of a batch; where its meaning is doubtful none, and say so once."""
+        self.mask, doubt = read_mask(keywords, args)
+        if doubt is not None and not self._doubted:
+            self._doubted = True
+            warnings.warn(doubt, stacklevel=2)
 
     def keep(self, proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Take the mask of the batch that ``proxy`` is called with: a forward pre-hook of it.
 
         A method and no function inside of another: a copy of the proxy has a copy of this object.
         """
-        self.mask = padding_mask(keywords)
+        self.read(keywords, args)
 
 
 class MovingAverage:
     """Watches the operands that share one scale.
 
     What it sees adds up to the next ``step``, however often the same values are shown: layers that are computed again
-    for their gradients, and batches whose gradients are summed.
+    for their gradients, and batches whose gradients are summed. A pass counts where gradients are recorded, whatever
+    the mode of the model, because training in eval mode is training too: an evaluation belongs under
+    ``torch.no_grad()``.
 
     Args:
         padding: of the model that is trained.
@@ -67,6 +79,8 @@ class MovingAverage:
         if x.numel() == 0:
             return
         needed = least_scale(x, quantizer)
+        # An infinity, or no number, says nothing of a range that a scale can cover, and would stay in it for good.
+        needed = torch.where(needed.isfinite(), needed, 0)
         self._needed = needed if self._needed is None else torch.maximum(self._needed, needed)
 
     def step(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import TrainingError
+from quantizer.plain import json_values
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.qat.scales import ScaleKind
@@ -73,7 +74,7 @@ def _as_bytes(decisions: dict[str, str]) -> Tensor:
 
 def _from_bytes(stored: Tensor) -> dict[str, str]:
     try:
-        decisions = json.loads(stored.cpu().numpy().tobytes())
+        decisions = json_values(stored.cpu().numpy().tobytes())
     except ValueError as error:
         raise TrainingError(
             f"the checkpoint is damaged: its {_BUFFER} cannot be read ({error}); take an earlier one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quantizer.report.html import html_from_record
+from quantizer.report.html import require_html
 from quantizer.report.html import write_html
 from quantizer.report.json_file import read_record
 from quantizer.report.json_file import write_record
@@ -61,6 +62,7 @@ __all__ = [
     # files
     "html_from_record",
     "read_record",
+    "require_html",
     "write_html",
     "write_record",
     "write_text_atomic",

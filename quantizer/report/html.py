@@ -19,7 +19,7 @@ from quantizer.report.view import view_from_record
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["html_from_record", "write_html"]
+__all__ = ["html_from_record", "require_html", "write_html"]
 
 _FOLDER = Path(__file__).parent
 
@@ -42,6 +42,15 @@ def write_html(record: RunRecord, path: Path | str) -> Path:
         QuantizerError: the folder is missing or cannot be written.
     """
     return write_text_atomic(path, html_from_record(record))
+
+
+def require_html() -> None:
+    """Look for what a page needs.
+
+    Raises:
+        MissingDependencyError: jinja2 is not installed.
+    """
+    _environment()
 
 
 def _environment() -> jinja2.Environment:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from quantizer.errors import QuantizerError
+from quantizer.files import whole_file
+from quantizer.plain import json_values
 from quantizer.report.codec import mapping_from_record
 from quantizer.report.codec import record_from_mapping
 from quantizer.report.record import RunRecord
@@ -22,23 +23,9 @@ def write_text_atomic(path: Path | str, text: str) -> Path:
     Raises:
         QuantizerError: the folder is missing or cannot be written.
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise QuantizerError(
-            f"cannot write {path}: {error.strerror or error}; give a folder that exists and can be written"
-        ) from error
-    except BaseException:  # an interruption too must leave nothing half-written
-        temporary.unlink(missing_ok=True)
-        raise
-    return path
+    with whole_file(path) as part:
+        part.write_text(text, encoding="utf-8", newline="\n")
+    return Path(path)
 
 
 def write_record(record: RunRecord, path: Path | str) -> Path:
@@ -59,15 +46,11 @@ def read_record(path: Path | str) -> RunRecord:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        values = json_values(path.read_bytes())
     except FileNotFoundError as error:
         raise QuantizerError(f"{path}: no such file; give the folder of a finished run") from error
     except (OSError, UnicodeDecodeError) as error:
         raise QuantizerError(f"{path}: cannot be read: {error}") from error
-    try:
-        values = json.loads(text)
     except ValueError as error:
         raise QuantizerError(f"{path}: not a JSON file ({error}); it is broken: run the configuration again") from error
-    except RecursionError as error:
-        raise QuantizerError(f"{path}: nested too deep for a report; it is broken") from error
     return record_from_mapping(values, str(path))

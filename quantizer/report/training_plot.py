@@ -24,6 +24,8 @@ _LINE, _FLOAT, _PTQ = "#2f7fd6", "#1f8f6a", "#c26a12"
 _HEIGHT, _MARGIN, _LEFT, _RIGHT = 180, 12, 14, 98
 _POINTS = 200
 """A longer curve is drawn as means of neighbouring steps."""
+_LARGEST = 1e300
+"""What is beyond it is drawn there: the distance of two values has to be a number."""
 
 
 class _Axes:
@@ -31,7 +33,8 @@ class _Axes:
 
     def __init__(self, steps: int, values: Sequence[float]) -> None:
         self._steps = max(steps, 1)
-        low, high = min(values), max(values)
+        drawn = [_drawable(value) for value in values]
+        low, high = min(drawn), max(drawn)
         room = (high - low) * 0.08 or abs(high) * 0.01 or 1.0
         self.low, self.high = low - room, high + room
 
@@ -39,7 +42,7 @@ class _Axes:
         return f"{_LEFT + (_RIGHT - _LEFT) * step / self._steps:.2f}%"
 
     def y(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
+        share = (_drawable(value) - self.low) / (self.high - self.low)
         return round(_MARGIN + (_HEIGHT - 2 * _MARGIN) * (1 - share), 1)
 
     def grid(self) -> Iterator[str]:
@@ -52,6 +55,11 @@ class _Axes:
             yield svg_text(f"{_LEFT - 1.5}%", y + 4, f"{round(number * unit, 12):g}", "qz-value", "end")
         for step, anchor in ((0, "start"), (self._steps, "end")):
             yield svg_text(self.x(step), _HEIGHT + 6, f"{step:,}", "qz-value", anchor)
+
+
+def _drawable(value: float) -> float:
+    """The value, within what distances between values can be computed for; NaN is drawn as 0."""
+    return 0.0 if math.isnan(value) else max(-_LARGEST, min(_LARGEST, value))
 
 
 def loss_svg(training: TrainingRun) -> str:

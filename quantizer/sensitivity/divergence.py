@@ -3,8 +3,8 @@
 Legend: y the float output, z another, p and q the softmax of logits y and z, [.., C]. Of logits the divergence is the
 Kullback-Leibler divergence, the mean over positions of sum p (log p - log q); of any other output it is the inverse of
 the SQNR, |z - y|^2 / |y|^2 over all its floating tensors together. Both are relative, so that batches can be averaged.
-Where the inputs hold an ``attention_mask`` [B, S], the padding of outputs [B, S, ..] is left out: nobody reads it, and
-on short texts it can be most of the output.
+Where an ``attention_mask`` [B, S] certainly says what padding is, that of outputs [B, S, ..] is left out: nobody reads
+it, and on short texts it can be most of the output.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.errors import SensitivityError
+from quantizer.plain import decoded
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.rules import matches
 from quantizer.sensitivity.measurement import GroupError
@@ -78,17 +79,12 @@ class Fallback:
             SensitivityError: it is none.
         """
         try:
-            fields = dict(document)
-            evaluations = tuple(
-                Evaluation(**{**entry, "groups": tuple(entry["groups"])}) for entry in fields.pop("evaluations")
-            )
-            groups, ranks = tuple(fields.pop("groups")), tuple(fields.pop("ranks"))
-            asked = fields.pop("asked")
-            if not isinstance(asked, str):
-                raise TypeError("asked is no text")
-            return cls(groups=groups, ranks=ranks, asked=asked, evaluations=evaluations, **fields)
-        except (KeyError, TypeError, ValueError) as error:
+            made: Fallback = decoded(cls, document, "fallback")
+            if made.ranks and len(made.ranks) != len(made.groups):
+                raise ValueError(f"fallback.ranks: {len(made.ranks)} for {len(made.groups)} groups")
+        except ValueError as error:
             raise SensitivityError(f"the record of a fallback is damaged: {error}") from error
+        return made
 
     def pareto_front(self) -> tuple[Evaluation, ...]:
         """The evaluations that no other beats in both cost and drop, cheapest first."""

@@ -33,6 +33,7 @@ from quantizer.proxy.site import Site
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.divergence import Probe
 from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.passes import pass_of
 from quantizer.sensitivity.site_changes import watched
 
 __all__ = ["Loss", "gradient"]
@@ -57,7 +58,7 @@ def gradient(
     Raises:
         SensitivityError: the loss is no scalar that depends on the output, or the output holds no float.
     """
-    divergence = Divergence(result, padding_mask(keywords))
+    divergence = Divergence(result, padding_mask(keywords, args))
     costs: dict[str, float] = defaultdict(float)
     large: set[str] = set()
     anchor = torch.zeros((), requires_grad=True)
@@ -80,13 +81,19 @@ def gradient(
 
     with torch.enable_grad():
         with watched(groups, visit):
-            output = proxy.forward(*args, **keywords)
+            output = pass_of(proxy, args, keywords)
         probe = divergence.probe(output) if loss is None else _of_loss(loss, output)
         reached = [pair for pair in zip(probe.tensors, probe.directions, strict=True) if pair[0].requires_grad]
         if reached:
             # The gradient of the anchor is 0; on the way to it every site is passed, and no parameter's is taken.
             tensors, directions = zip(*reached, strict=True)
-            torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
+            try:
+                torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
+            except RuntimeError as error:
+                if loss is not None or "modified by an inplace operation" not in str(error):
+                    raise
+                # What the model changes in place leaves no gradient, in the model itself either.
+                return {}
     return {name: cost * probe.factor for name, cost in costs.items() if name not in large}
 
 

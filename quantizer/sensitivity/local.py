@@ -19,6 +19,7 @@ from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.padding import without_padding
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.passes import pass_of
 from quantizer.sensitivity.site_changes import watched
 
 __all__ = ["local"]
@@ -29,16 +30,17 @@ def local(
 ) -> dict[str, float]:
     """The error of each group on one batch, by name."""
     del result
-    mask = padding_mask(keywords)
+    mask = padding_mask(keywords, args)
     errors: dict[str, list[float]] = defaultdict(list)
 
     def visit(site: Site, output: Tensor, changes: dict[str, Tensor]) -> Tensor:
-        power = float(without_padding(output, mask).double().square().sum())
+        last = site.operation.name == "linear"
+        power = float(without_padding(output, mask, channels_last=last).double().square().sum())
         for name, change in changes.items():
-            error = float(without_padding(change, mask).double().square().sum())
+            error = float(without_padding(change, mask, channels_last=last).double().square().sum())
             errors[name].append(error / power if power > 0 else 0.0)
         return output
 
     with torch.no_grad(), watched(groups, visit):
-        proxy.forward(*args, **keywords)
+        pass_of(proxy, args, keywords)
     return {name: sum(values) / len(values) for name, values in errors.items()}

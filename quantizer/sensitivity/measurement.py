@@ -7,6 +7,7 @@ the averages depend neither on the order of batches nor on their size.
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -23,14 +24,18 @@ from tqdm.auto import tqdm
 
 from quantizer.errors import SensitivityError
 from quantizer.proxy.attention import as_recorded
+from quantizer.proxy.classes import called_through
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.ranks import summed
+from quantizer.proxy.unmoved import Held
+from quantizer.proxy.unmoved import unmoved
 from quantizer.sensitivity.gradient import Loss
 from quantizer.sensitivity.gradient import gradient
 from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.local import local
 from quantizer.sensitivity.metric import Metric
 from quantizer.sensitivity.output import output
+from quantizer.sensitivity.passes import copied
 
 __all__ = ["MEASURES", "GroupError", "Measurement"]
 
@@ -97,9 +102,13 @@ class Measurement:
         self._proxy = proxy
         self._metric = metric
         self._errors: dict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+        self._thread = 0
+        self._inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         if measure != "metric":
             self._of_batch = partial(gradient, loss=loss) if measure == "gradient" else _OF_A_BATCH[measure]
-            proxy.register_forward_hook(LocalHook(self._measure), with_kwargs=True)
+            proxy.register_forward_pre_hook(LocalHook(self._note), with_kwargs=True)
+            called_through(proxy, self._call)
 
     def ranking(self) -> list[GroupError]:
         """All groups, those that hurt most first; of several processes all must ask.
@@ -134,14 +143,40 @@ class Measurement:
             for rank, group in enumerate(ordered, start=1)
         ]
 
-    def _measure(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+    def _call(self, proxy: nn.Module, run: Callable[[], Any]) -> Any:
+        """Run the proxy once, and measure."""
+        if self._lock.locked() and self._thread == threading.get_ident():
+            # It calls itself.
+            return run()
+        # Measuring rounds in the sites, which a pass of another thread would meet.
+        with self._lock:
+            self._thread, self._inputs = threading.get_ident(), None
+            before = Held(proxy)
+            result = run()
+            if self._inputs is not None:
+                after = Held(proxy)
+                try:
+                    before.put_back()
+                    self._measure(proxy, *self._inputs, result)
+                finally:
+                    after.put_back()
+                    self._inputs = None
+            return result
+
+    def _note(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if self._inputs is None:
+            # As they are before the model changes any of them.
+            self._inputs = copied(args, keywords)
+
+    def _measure(self, proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> None:
         if proxy.training:
             raise SensitivityError("the proxy is in train mode, where dropout hides the errors; call .eval() first")
         # Inference mode may have been entered by the user, and what is made in it knows no gradients. What is measured
         # is the function that gave the result, whatever the measure does with gradients.
         with as_recorded(proxy, torch.is_grad_enabled()), torch.inference_mode(False):
             args, keywords = pytree.tree_map(_ordinary, (args, keywords))
-            errors = self._of_batch(proxy, self.groups, args, keywords, result)
+            with unmoved(proxy):
+                errors = self._of_batch(proxy, self.groups, args, keywords, result)
             unreached = [group for group in self.groups if group.name not in errors]
             if unreached:
                 errors |= output(proxy, unreached, args, keywords, result)
@@ -155,10 +190,11 @@ class Measurement:
 
     def _by_metric(self, metric: Metric) -> dict[str, float]:
         """How much worse the metric is with one group at a time rounded."""
-        float_score = metric.score(self._proxy, "the float model")
+        with unmoved(self._proxy):
+            float_score = metric.score(self._proxy, "the float model")
         drops = {}
         for group in tqdm(self.groups, "metric", unit="group", leave=False, disable=None):
-            with group.rounding():
+            with group.rounding(), unmoved(self._proxy):
                 drops[group.name] = metric.drop(float_score, metric.score(self._proxy, group.name))
         return drops
 

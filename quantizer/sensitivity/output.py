@@ -14,8 +14,10 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from quantizer.proxy.padding import padding_mask
+from quantizer.proxy.unmoved import unmoved
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.passes import pass_of
 from quantizer.sensitivity.reuse import Reuse
 
 __all__ = ["output"]
@@ -25,11 +27,12 @@ def output(
     proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
 ) -> dict[str, float]:
     """The divergence that each group makes on one batch, by name; ``result`` is the float output."""
-    divergence = Divergence(result, padding_mask(keywords))
+    divergence = Divergence(result, padding_mask(keywords, args))
     errors: dict[str, float] = {}
     with torch.no_grad(), Reuse(proxy) as reuse:
-        proxy.forward(*args, **keywords)
+        with unmoved(proxy):
+            pass_of(proxy, args, keywords)
         for group in tqdm(groups, "sensitivity", unit="group", leave=False, disable=None):
-            with group.rounding(), reuse.until(group.sites):
-                errors[group.name] = divergence.of(proxy.forward(*args, **keywords))
+            with group.rounding(), reuse.until(group.sites), unmoved(proxy):
+                errors[group.name] = divergence.of(pass_of(proxy, args, keywords))
     return errors

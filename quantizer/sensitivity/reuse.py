@@ -2,8 +2,8 @@
 
 Every module call of a first pass is recorded. In a later pass a call that ended before the first call of the changed
 sites gives what it gave, and what is inside it is not run at all. A call is never given again if it has effects that
-its output does not hold: an argument or output that is no tensor (a cache), an attribute of the module that it set, or
-an output that was changed in place later.
+its output does not hold: an argument or output that is no tensor (a cache), an argument that it changed in place, an
+attribute of the module that it set, or an output that was changed in place later.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ class Reuse:
         self._number[module] += 1
         inside: Counter[nn.Module] = Counter([module])
         usable = [_plain((args, keywords))]
-        before = _state(module)
+        before = _state(module), _versions((args, keywords))
         self._open.append((inside, usable))
         try:
             output = forward(*args, **keywords)
         finally:
             self._open.pop()
-        usable.append(_plain(output) and _state(module) == before)
+        usable.append(_plain(output) and (_state(module), _versions((args, keywords))) == before)
         if self._open:
             outer, outer_usable = self._open[-1]
             outer.update(inside)

@@ -7,16 +7,27 @@ import json
 import os
 from collections.abc import Callable
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType
 
 from quantizer.errors import SensitivityError
+from quantizer.files import checked_file
 from quantizer.files import whole_file
+from quantizer.plain import decoded
+from quantizer.plain import json_values
 from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.proxy.plan import SitePlan
 
-__all__ = ["ScoreCache", "fingerprint"]
+__all__ = ["ScoreCache", "check_scores", "fingerprint"]
+
+
+@dataclass(frozen=True)
+class _Document:
+    """What the file holds: the scores by what was float in them."""
+
+    scores: Mapping[str, float]
 
 
 class ScoreCache:
@@ -30,15 +41,19 @@ class ScoreCache:
         known: how many scores of this search there are.
 
     Raises:
-        SensitivityError: the file is none of ours.
+        SensitivityError: the file is none of ours, or cannot be written: a score may take minutes.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, search: str) -> None:
         self._path = None if path is None else Path(path)
         self._search = search
         self._scores: dict[str, float] = {}
-        if self._path is not None and self._path.exists():
-            self._scores = _read(self._path)
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise SensitivityError(f"{path} cannot be written: {error.strerror}; name another file") from error
+            self._scores = check_scores(self._path)
 
     @property
     def known(self) -> int:
@@ -50,10 +65,20 @@ class ScoreCache:
         if key not in self._scores:
             self._scores[key] = take()
             if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
                 with whole_file(self._path, SensitivityError) as part:
                     part.write_text(json.dumps({"scores": self._scores}, indent=1), encoding="utf-8")
         return self._scores[key]
+
+
+def check_scores(path: Path) -> dict[str, float]:
+    """The scores of all searches that use a file; none where there is no such file.
+
+    Raises:
+        SensitivityError: the file is none of ours, or cannot be written.
+    """
+    if path.parent.is_dir():
+        checked_file(path, SensitivityError)
+    return _read(path) if path.exists() else {}
 
 
 def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], weights: Fingerprint) -> str:
@@ -91,9 +116,9 @@ def _digest(parts: list[str]) -> str:
 
 def _read(path: Path) -> dict[str, float]:
     try:
-        scores = json.loads(path.read_text(encoding="utf-8"))["scores"]
-        return {str(key): float(value) for key, value in scores.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        document: _Document = decoded(_Document, json_values(path.read_bytes()), "the file")
+    except (OSError, ValueError) as error:
         raise SensitivityError(
-            f"{path} holds no scores of a search ({type(error).__name__}); remove it, or name another file"
+            f"{path} holds no scores of a search ({error}); remove it, or name another file"
         ) from error
+    return dict(document.scores)

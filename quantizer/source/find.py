@@ -23,6 +23,7 @@ from quantizer.source.found import SiteSource
 from quantizer.source.lend import LEND
 from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
+from quantizer.source.lend import WRITTEN_CLASS
 from quantizer.source.lend import function_source
 from quantizer.source.lend import hands_on
 from quantizer.source.live_names import live_edits
@@ -88,6 +89,8 @@ class _Finder(ast.NodeVisitor):
         blocked: why text at the current node cannot be rewritten (None: it can); set inside f-strings and where an
             inner function hides the host.
         known: ids of nodes that their parents have dealt with.
+        looked_into: ids of nodes of which an attribute is read: where that is a class, the generated one has the
+            rewritten functions.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class _Finder(ast.NodeVisitor):
         self.depth = 0
         self.blocked: str | None = None
         self.known: set[int] = set()
+        self.looked_into: set[int] = set()
         arguments = [*node.args.posonlyargs, *node.args.args]
         self._first = arguments[0].arg if owner is not None and arguments else source.host
 
@@ -170,6 +174,11 @@ class _Finder(ast.NodeVisitor):
                 self.source.values_read.add(names)
             if node.attr == "_modules" and isinstance(node.ctx, ast.Load):
                 self._hide_sites(node)
+        if isinstance(node.ctx, ast.Load):
+            if node.attr == "__class__":
+                self._name_written_class(node)
+            if not node.attr.startswith("__"):
+                self.looked_into.add(id(node.value))
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
@@ -182,6 +191,8 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         entry = operation_of(self._resolve(node.func))
+        if self._asks_for_type(node):
+            self._name_written_class(node)
         if entry is not None:
             self._record_call(node, entry)
         elif isinstance(node.func, ast.Attribute) and self._may_be_of_tensor(node, node.func):
@@ -198,6 +209,12 @@ class _Finder(ast.NodeVisitor):
             elif self.source.is_method and is_fast_path_switch(self._resolve(node.func)):
                 self._stay_in_python(node)
         self.generic_visit(node)
+
+    def _asks_for_type(self, node: ast.Call) -> bool:
+        """Whether a call is ``type(x)``."""
+        if not isinstance(node.func, ast.Name) or node.func.id != "type" or node.func.id in self.locals:
+            return False
+        return self.namespace.get("type", type) is type and len(node.args) == 1 and not node.keywords
 
     def _may_be_of_tensor(self, node: ast.Call, func: ast.Attribute) -> bool:
         """Whether a method of the catalogue is called, and not one of a module or a set by the same name."""
@@ -260,6 +277,12 @@ class _Finder(ast.NodeVisitor):
         """``self.children()`` becomes ``_quantizer_visible(self.children())``."""
         if self.blocked is None:
             opening = Edit.opening(self.index.start(node), f"{VISIBLE}(", self.depth)
+            self.source.views += [opening, Edit.closing(self.index.end(node), ")", self.depth)]
+
+    def _name_written_class(self, node: ast.expr) -> None:
+        """``type(x)`` becomes ``_quantizer_written_class(type(x))``, and so does ``x.__class__``."""
+        if self.blocked is None and id(node) not in self.looked_into:
+            opening = Edit.opening(self.index.start(node), f"{WRITTEN_CLASS}(", self.depth)
             self.source.views += [opening, Edit.closing(self.index.end(node), ")", self.depth)]
 
     def _stay_in_python(self, node: ast.Call) -> None:

@@ -84,13 +84,16 @@ def weighted(call: Call) -> Geometry:
 def transposed(call: Call) -> Geometry:
     """A transposed convolution: the weight is [channels in, channels out / groups, ...].
 
-    With groups, axis 1 holds channels of all groups at once, so no axis is the channels' own: per tensor.
+    With groups, axis 1 holds channels of all groups at once. Where each group has one input channel (depthwise), axis 0
+    counts the groups, and all that a channel out is made of stands in one row of it. Elsewhere no axis is the channels'
+    own: per tensor.
     """
     source, weight = call.operands
     width = call.result[len(call.result) - len(weight) + 1]
     per_input = math.prod(weight[1:])
     depth = weight[0] * per_input // width
-    axis = 1 if weight[1] == width else None
+    groups = width // weight[1]
+    axis = 1 if groups == 1 else 0 if groups == weight[0] else None
     return Geometry(depth=depth, width=width, multiply_adds=math.prod(source) * per_input, axis=axis)
 
 

@@ -33,8 +33,12 @@ __all__ = [
     "RECORDED",
     "TAKES_APART",
     "VISIBLE",
+    "WRITTEN",
+    "WRITTEN_CLASS",
     "Borrowers",
+    "as_written",
     "function_source",
+    "guarded",
     "hands_on",
     "lender",
     "takes_apart",
@@ -47,6 +51,10 @@ LEND = "_quantizer_lend"
 VISIBLE = "_quantizer_visible"
 TAKES_APART = "_quantizer_takes_apart"
 PADDED = "_quantizer_padded"
+WRITTEN_CLASS = "_quantizer_written_class"
+
+WRITTEN = "_quantizer_original_class"
+"""The attribute of a generated class that says which class its author wrote."""
 
 EAGER = "_quantizer_eager"
 """The attribute of a module whose fused paths run as separate products, so that their sites are met."""
@@ -94,6 +102,21 @@ def _bound(function: Callable[..., Any], host: Any, *first: Any) -> Callable[...
     return made
 
 
+def guarded(rewritten: types.FunctionType, original: types.FunctionType, host: str, mark: str) -> types.FunctionType:
+    """A helper with a module argument, for modules with its sites and without: those get what was written.
+
+    The name of an argument says that it is a module, and not whose code it is that calls: ``run(self.child, x)``.
+    """
+
+    @functools.wraps(rewritten)
+    def run(*args: Any, **keywords: Any) -> Any:
+        module = args[0] if args else keywords.get(host)
+        return (rewritten if mark in getattr(type(module), HOSTS, ()) else original)(*args, **keywords)
+
+    assert isinstance(run, types.FunctionType)
+    return run
+
+
 def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
     """The function that rewritten text calls ``_quantizer_visible``: children of a module without the ``hidden``."""
 
@@ -111,6 +134,12 @@ def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
         return children
 
     return visible
+
+
+def as_written(cls: Any) -> Any:
+    """What rewritten text calls ``_quantizer_written_class``: the class that an author wrote, of a generated one."""
+    original = getattr(cls, WRITTEN, None)
+    return cls if original is None else original
 
 
 def takes_apart(host: Any) -> bool:

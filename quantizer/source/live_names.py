@@ -48,7 +48,8 @@ def live_edits(
     """
     if str(namespace.get("__name__", "")).partition(".")[0] in _SHARED or why_not_live(node) is not None:
         return
-    hidden = {*bound_names(node), *free}
+    generic = {parameter.name for inner in ast.walk(node) for parameter in getattr(inner, "type_params", ())}
+    hidden = {*bound_names(node), *free, *generic}
     declared = _declared(node)
     for name in _names(node.body):
         if name.id in hidden:

@@ -29,6 +29,7 @@ from quantizer.source.found import FunctionSource
 from quantizer.source.found import HelperCall
 from quantizer.source.found import SiteSource
 from quantizer.source.keywords import hand_on_keywords
+from quantizer.source.lend import guarded
 from quantizer.source.synthetic import SyntheticModules
 from quantizer.source.text import Key
 from quantizer.source.text import SourceFile
@@ -298,7 +299,11 @@ class Rebuilder:
         if code.co_freevars != function.__code__.co_freevars:
             raise SourceError(f"{file.path}: {source.key[0]} has other closure variables once it is rewritten")
         result.key = (file.rewritten_name, source.key)
-        return transplant(function, code, self.modules.namespace(function.__globals__, replaced, borrowers))
+        made = transplant(function, code, self.modules.namespace(function.__globals__, replaced, borrowers))
+        mark = next((site.mark for site in source.sites if site.edits), None)
+        if mark is None or source.is_method or source.borrows or source.host is None:
+            return made
+        return guarded(made, function, source.host, mark)
 
     def _lend(
         self, function: types.FunctionType, file: SourceFile, source: FunctionSource, lent: Lent, result: Rebuilt

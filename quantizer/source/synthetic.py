@@ -15,7 +15,9 @@ from quantizer.source.lend import LEND
 from quantizer.source.lend import PADDED
 from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
+from quantizer.source.lend import WRITTEN_CLASS
 from quantizer.source.lend import Borrowers
+from quantizer.source.lend import as_written
 from quantizer.source.lend import lender
 from quantizer.source.lend import takes_apart
 from quantizer.source.lend import viewer
@@ -104,6 +106,7 @@ class SyntheticModules:
                 PADDED: padded,
                 TAKES_APART: takes_apart,
                 VISIBLE: viewer(self._hidden),
+                WRITTEN_CLASS: as_written,
             }
         )
         sys.modules[name] = made.module

@@ -20,13 +20,32 @@ from quantizer.tasks.metrics import sqnr_db
 if TYPE_CHECKING:
     from quantizer.tasks.task import Predictions
 
-__all__ = ["checked_logits", "class_names", "compare_classifiers", "largest_logit"]
+__all__ = ["checked_logits", "class_names", "compare_classifiers", "largest_logit", "require_one_label"]
 
 
 def class_names(config: Any) -> tuple[str, ...]:
     """The name of each class in the config of a model, by its number; none, where it is no classifier."""
     names = getattr(config, "id2label", None) or {}
     return tuple(str(names[index]) for index in sorted(names))
+
+
+def require_one_label(config: Any, task: str) -> None:
+    """Refuse a model whose output the largest logit does not decide, by its config.
+
+    Raises:
+        TaskError: it gives a score (regression), or several labels at once.
+    """
+    count, problem = len(class_names(config)), getattr(config, "problem_type", None)
+    if problem == "multi_label_classification":
+        what = "gives several labels at once (problem_type: multi_label_classification)"
+    elif problem == "regression" or count == 1:
+        what = "gives a score and no class (one label, or problem_type: regression)"
+    else:
+        return
+    raise TaskError(
+        f"task {task!r} takes the class of the largest logit for the answer, and the model {what}: quantize it with "
+        "the Quantizer, which needs no task, and score it with a metric of its own"
+    )
 
 
 def checked_logits(output: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ class EmbeddingClassification(Task):
     auto_class = "AutoModel"
     output_name = "last_hidden_state"
     metric_name = "accuracy"
+    packages = ("sklearn",)
     needs_head = True
     head: Any = None
     """The fitted ``sklearn.linear_model.LogisticRegression``, or ``None``."""

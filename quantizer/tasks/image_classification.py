@@ -14,8 +14,10 @@ from quantizer.tasks.classification import checked_logits
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.classification import compare_classifiers
 from quantizer.tasks.classification import largest_logit
+from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Row
+from quantizer.tasks.datasets.rows import class_number
 from quantizer.tasks.image_inputs import ImageInputs
 from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.inputs import Sample
@@ -46,6 +48,7 @@ class ImageClassification(Task):
     metric_name = "accuracy"
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
+        require_one_label(getattr(model, "config", None), self.name)
         self.classes = class_names(getattr(model, "config", None))
         return ImageInputs(model, processor)
 
@@ -76,11 +79,12 @@ class ImageClassification(Task):
         count = self.classes.count(row.label)
         if count == 1:
             return self.classes.index(row.label)
-        if not count and row.label.isascii() and row.label.isdecimal() and int(row.label) < len(self.classes):
-            return int(row.label)
+        number = class_number(row.label)
+        if not count and number is not None and number < len(self.classes):
+            return number
         shown = ", ".join(map(repr, self.classes[:_SHOWN])) + (", ..." if len(self.classes) > _SHOWN else "")
         raise TaskError(
-            f"{row.path}: the label {row.label!r} is "
+            f"{row.path}: the label {row.label[:60]!r} is "
             f"{f'the name of {count} classes' if count else 'no class'} of the model; expected one of its "
             f"{len(self.classes)} names ({shown}), or a number from 0 to {len(self.classes) - 1}"
         )

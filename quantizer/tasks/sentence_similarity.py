@@ -33,6 +33,7 @@ class SentenceSimilarity(Task):
     auto_class = "AutoModel"
     output_name = "last_hidden_state"
     metric_name = "spearman"
+    packages = ("scipy",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         return [text for row in rows_of_kind(rows, Pair, self.name) for text in (row.first, row.second)]

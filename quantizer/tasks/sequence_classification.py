@@ -13,8 +13,10 @@ from quantizer.errors import TaskError
 from quantizer.tasks.classification import checked_logits
 from quantizer.tasks.classification import compare_classifiers
 from quantizer.tasks.classification import largest_logit
+from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.inputs import Inputs
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.kinds import rows_of_kind
 from quantizer.tasks.metrics import accuracy
@@ -28,18 +30,34 @@ __all__ = ["SequenceClassification"]
 
 @tasks.add("sequence-classification")
 class SequenceClassification(Task):
-    """Texts in; logits [N x C] and labels [N] out; accuracy."""
+    """Texts in; logits [N x C] and labels [N] out; accuracy.
+
+    Attributes:
+        classes: how many the model has, from its config; None: it does not say.
+    """
 
     name = "sequence-classification"
     auto_class = "AutoModelForSequenceClassification"
     output_name = "logits"
     metric_name = "accuracy"
 
+    def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
+        require_one_label(getattr(model, "config", None), self.name)
+        self.classes: int | None = getattr(getattr(model, "config", None), "num_labels", None)
+        return super().make_inputs(model, processor, max_length, min_length)
+
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         return [row.text for row in rows_of_kind(rows, Text, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        return np.array([row.label for row in rows_of_kind(rows, Text, self.name)], dtype=np.int64)
+        """The class of each row [N].
+
+        Raises:
+            TaskError: rows of another kind, or with a label that the model has no class for.
+        """
+        labels = np.array([row.label for row in rows_of_kind(rows, Text, self.name)], dtype=np.int64)
+        _require_classes(labels, self.classes)
+        return labels
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         return checked_logits(output)
@@ -53,9 +71,7 @@ class SequenceClassification(Task):
         Raises:
             TaskError: rows with a label that the model has no class for.
         """
-        classes, highest = predictions.outputs.shape[1], int(self.targets(rows).max(initial=0))
-        if highest >= classes:
-            raise TaskError(f"the rows hold label {highest}, but the model has {classes} classes (0 to {classes - 1})")
+        _require_classes(self.targets(rows), predictions.outputs.shape[1])
         return super().score(predictions, rows)
 
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -63,3 +79,9 @@ class SequenceClassification(Task):
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         return compare_classifiers(float_predictions, other)
+
+
+def _require_classes(labels: npt.NDArray[Any], classes: int | None) -> None:
+    highest = int(labels.max(initial=0))
+    if classes is not None and highest >= classes:
+        raise TaskError(f"the rows hold label {highest}, but the model has {classes} classes (0 to {classes - 1})")

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 from typing import ClassVar
 from typing import Literal
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
 from quantizer.registry import Registry
 from quantizer.tasks.datasets.rows import Row
@@ -65,6 +67,7 @@ class Task(ABC):
 
     Raises:
         TaskError: lengths or a batch size that cannot be.
+        MissingDependencyError: a package is not installed that the score needs.
     """
 
     name: ClassVar[str]
@@ -75,6 +78,8 @@ class Task(ABC):
     output_name: ClassVar[str]
     metric_name: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ()
+    """What its score needs beside NumPy, by the name of the module; each is of the extra ``hf``."""
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
 
@@ -89,6 +94,9 @@ class Task(ABC):
     ) -> None:
         if batch_size < 1:
             raise TaskError(f"batch_size={batch_size}, expected at least 1")
+        for package in self.packages:
+            if find_spec(package) is None:
+                raise MissingDependencyError(package, "hf")
         self.inputs = self.make_inputs(model, processor, max_length, min_length)
         self.batch_size = batch_size
 

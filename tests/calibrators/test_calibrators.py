@@ -238,6 +238,14 @@ def test_percentile_100_is_max(values: list[float]) -> None:
     assert both[0].amax() == both[1].amax() == float(x.abs().max())
 
 
+def test_percentile_100_is_max_also_of_bounds_without_values() -> None:
+    found, largest = make_calibrator("percentile", percentile=100), make_calibrator("max")
+    for calibrator in (found, largest):
+        calibrator.observe(torch.linspace(-1, 1, 1001))
+        calibrator.widen(-7.0, 3.0)
+    assert found.amax() == largest.amax() == 7.0
+
+
 def test_percentile_never_exceeds_the_largest_value() -> None:
     calibrator = PercentileCalibrator(percentile=99.99)
     calibrator.observe(torch.full((10,), 1.2345))

@@ -18,6 +18,7 @@ from quantizer.calibrators import Calibrator
 from quantizer.calibrators import EntropyCalibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.calibrators.entropy import divergences
+from quantizer.calibrators.entropy import ranges
 from quantizer.calibrators.mse import squared_errors
 from quantizer.errors import CalibrationError
 
@@ -48,9 +49,9 @@ def values(shape: str) -> Tensor:
 
 def divergence_by_definition(counts: list[int], size: int, levels: int) -> float:
     """KL(P || Q) for the range of the first ``size`` bins, as the method is described."""
-    counts = [counts[1], *counts[1:]]
     p = [float(count) for count in counts[:size]]
     q = [0.0] * size
+    levels = min(levels, size)
     for level in range(levels):
         inside = [k for k in range(size) if k * levels // size == level and counts[k] > 0]
         for k in inside:
@@ -66,9 +67,26 @@ def divergence_by_definition(counts: list[int], size: int, levels: int) -> float
 @given(counts=COUNTS, levels=st.integers(2, 5))
 def test_divergences_by_definition(counts: list[int], levels: int) -> None:
     counts[1] += 1  # something must be there
-    found = divergences(torch.tensor(counts), levels)
-    expected = [divergence_by_definition(counts, size, levels) for size in range(levels, len(counts) + 1)]
+    counts[0] = counts[1]
+    sizes = list(range(2, len(counts) + 1))
+    found = divergences(torch.tensor(counts), levels, torch.tensor(sizes))
+    expected = [divergence_by_definition(counts, size, levels) for size in sizes]
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(counts=COUNTS, levels=st.integers(2, 5))
+def test_no_range_that_is_left_out_would_be_better(counts: list[int], levels: int) -> None:
+    """Beside the ranges of fewer bins than levels that clip more, which the method leaves out."""
+    counts[1] += 1
+    counts[0] = counts[1]
+    counts[-1] += 1
+    ends = ranges(torch.tensor(counts), levels).tolist()
+    assert ends[1:] == list(range(levels + 1, len(counts) + 1))
+    assert not any(counts[ends[0] : levels])
+    assert counts[ends[0] - 1]
+    if ends[0] < levels:
+        assert divergence_by_definition(counts, levels, levels) == math.inf
 
 
 @settings(max_examples=200, deadline=None)
@@ -84,8 +102,35 @@ def test_squared_errors_by_definition(counts: list[int], top: int) -> None:
 
 def test_counts_are_not_changed() -> None:
     counts = torch.tensor([5, 1, 2, 0, 3])
-    divergences(counts, 2)
+    divergences(counts, 2, ranges(counts, 2))
     assert counts.tolist() == [5, 1, 2, 0, 3]
+
+
+@pytest.mark.parametrize("outlier", [10.0, 20.0, 300.0])
+def test_entropy_leaves_a_lone_outlier_out(outlier: float) -> None:
+    """However few bins it leaves the others: they end within two of them."""
+    generator = torch.Generator().manual_seed(0)
+    bulk = torch.rand(100_000, generator=generator) * 0.8
+    calibrator = EntropyCalibrator()
+    calibrator.observe(torch.cat([bulk, torch.tensor([outlier])]))
+    histogram = calibrator.histogram
+    assert histogram is not None
+    assert histogram.exponent is not None
+    assert calibrator.amax() == pytest.approx(0.8, abs=2 * 2.0**histogram.exponent)
+
+
+def test_entropy_keeps_far_values_that_are_many() -> None:
+    generator = torch.Generator().manual_seed(0)
+    bulk = torch.rand(100_000, generator=generator) * 0.8
+    calibrator = EntropyCalibrator()
+    calibrator.observe(torch.cat([bulk, torch.full((10_000,), 30.0)]))
+    assert calibrator.amax() == 30.0
+
+
+def test_entropy_where_one_bin_holds_all_others() -> None:
+    calibrator = EntropyCalibrator()
+    calibrator.observe(torch.tensor([1e-6, 1e-5, 10.0]))
+    assert calibrator.amax() == 10.0
 
 
 def test_entropy_of_few_bins_clips_nothing() -> None:
@@ -143,9 +188,20 @@ def test_entropy_is_that_of_model_optimizer_to_one_bin(modelopt: Any, shape: str
     calibrator = ours("entropy", x)
     histogram = calibrator.histogram
     assert histogram is not None
-    found = divergences(histogram.counts, 128)[::8]
+    counts = histogram.counts.clone()
+    counts[0] = counts[1]
+    found = divergences(counts, 128, torch.arange(128, 2049, 8))
     assert (128 + 8 * (len(found) - 1 - int(found.flip(0).argmin()))) * BIN == pytest.approx(expected, abs=BIN * 1.001)
-    assert float(divergences(histogram.counts, 128).min()) <= float(found.min())
+    assert float(divergences(counts, 128, ranges(counts, 128)).min()) <= float(found.min())
+
+
+def test_entropy_of_a_lone_outlier_is_that_of_model_optimizer(modelopt: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.rand(100_000, generator=generator) * 0.8, torch.tensor([10.0])])
+    other = modelopt.HistogramCalibrator(8, None, False)
+    other.collect(x)
+    # Its bins are narrower, as 10 is no power of two.
+    assert ours("entropy", x).amax() == pytest.approx(float(other.compute_amax("entropy", stride=12)), abs=2 * 2**-7)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

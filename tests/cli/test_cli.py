@@ -293,3 +293,20 @@ def test_as_a_module(good: str) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.startswith("error: 4 problems")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")]
+)
+def test_too_little_memory_is_told_plainly(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("quantizer.cli.validate.Validate.__call__", fails)
+    assert main(["validate", "a.yaml"]) == 1
+    assert "error: there is too little memory: use smaller batches" in capsys.readouterr().err
+    monkeypatch.setattr("quantizer.cli.validate.Validate.__call__", lambda *_: [][1])
+    with pytest.raises(IndexError, match="list index"):
+        main(["validate", "a.yaml"])

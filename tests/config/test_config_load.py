@@ -17,6 +17,7 @@ from quantizer.config import SitesConfig
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
 from quantizer.config import quantizer_config
+from quantizer.config.data_section import DataConfig
 from quantizer.errors import ConfigError
 
 GOOD = """\
@@ -350,6 +351,7 @@ def test_problems_of_rows_and_budget_come_together(write: Write) -> None:
 SAME = "data.tuning: has rows of data.evaluation: "
 
 
+@pytest.mark.promise("on the rows of `data.tuning`, which may share none with `data.evaluation`.")
 @pytest.mark.parametrize(
     ("tuning", "evaluation", "shared"),
     [
@@ -397,6 +399,16 @@ def test_the_path_of_the_tuning_rows_is_made_absolute(write: Write, tmp_path: Pa
     run = load_run(write(TUNING), ["amp.measure=metric", "data.tuning.path=dev.csv"])
     assert run.data.tuning is not None
     assert run.data.tuning.path == str(tmp_path / "dev.csv")
+
+
+def test_the_path_of_every_data_set_is_made_absolute(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of-nobody")
+    names = [name for name in DataConfig.model_fields if name not in ("batch_size", "max_length", "head")]
+    sources = [f"data.{name}={{name: text-csv, path: ~/{name}.csv, rows: 4}}" for name in names]
+    run = load_run(write(TUNING), ["~fallback", "amp.measure=metric", "qat.epochs=1", *sources])
+    paths = {name: getattr(run.data, name).path for name in names}
+    assert "training" in paths
+    assert paths == {name: f"/home/of-nobody/{name}.csv" for name in names}
 
 
 @pytest.mark.parametrize(

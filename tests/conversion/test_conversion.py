@@ -15,6 +15,7 @@ import torch
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.errors import QuantizerError
+from quantizer.files import MARKER
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
@@ -126,8 +127,17 @@ def _read(path: Path) -> dict[str, Any]:
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "quantizes for both engines from that one calibration, builds them, holds their outputs to PyTorch's at "
+    "three shapes, times them, and writes `converted/my-model`."
+)
 def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
-    assert {path.name for path in place.done.iterdir()} == {*BACKENDS, "quantizer", "conversion.json"}
+    assert {path.name for path in place.done.iterdir()} == {
+        *BACKENDS,
+        "quantizer",
+        "conversion.json",
+        MARKER,
+    }
     assert not list(place.folder.glob("*.search.json"))
     for backend in BACKENDS:
         folder = place.done / backend
@@ -148,6 +158,10 @@ def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
         assert config["verified"].startswith("outputs agree with PyTorch's: SQNR of 30 dB or more, or at most 3 dB")
 
 
+@pytest.mark.promise(
+    "quantizes for both engines from that one calibration, builds them, holds their outputs to PyTorch's at "
+    "three shapes, times them, and writes `converted/my-model`."
+)
 def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None:
     record = _read(place.done / "conversion.json")
     assert [entry["backend"] for entry in record["backends"]] == list(BACKENDS)
@@ -205,8 +219,9 @@ def test_a_folder_that_is_none_of_ours(place: Place, tmp_path: Path) -> None:
         load_converted(tmp_path / "later")
 
 
+@pytest.mark.promise("Without data it stops and says so; without `--quantization` it converts the float model.")
 def test_a_float_model_needs_no_data(place: Place) -> None:
-    assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json"}
+    assert {path.name for path in place.float.iterdir()} == {"openvino", "conversion.json", MARKER}
     config = _read(place.float / "openvino" / "config.json")
     assert config["quantization"] is None
     assert all(check["sqnr_db"] is None or check["sqnr_db"] > 60 for check in config["checks"])
@@ -218,7 +233,7 @@ def test_a_folder_has_a_name_of_its_own(convert: Callable[..., tuple[int, str]],
     assert (tmp_path / "converted" / "model" / "openvino" / "model.engine").is_file()
     assert _read(tmp_path / "converted" / "model" / "openvino" / "config.json")["name"] == "model"
     code, said = convert(*SIZES)
-    assert (code, "exists already; choose another -o, or replace it with --force" in said) == (1, True)
+    assert (code, "exists already; choose another folder, or replace it with --force" in said) == (1, True)
 
 
 def test_the_usual_sizes_are_lowered_to_the_positions(convert: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
@@ -254,6 +269,10 @@ def test_what_cannot_run_here_is_not_called_verified(
     assert exports == [torch.float16]
 
 
+@pytest.mark.promise(
+    "an engine's outputs are at least 30 dB from those of the frozen model in PyTorch, or at most 3 dB further "
+    "from the float model than these"
+)
 @pytest.mark.parametrize(
     ("sqnr", "to_float", "of_proxy", "right"),
     [
@@ -294,6 +313,7 @@ def _with_a_wrong_scale(build: Callable[..., Any]) -> Callable[..., Any]:
     return built
 
 
+@pytest.mark.promise("What fails is not written.")
 def test_an_engine_that_computes_something_else_is_refused(
     place: Place, convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,11 +387,15 @@ BAD = {
         "--compute-capability: 'sm80' has no FP8",
     ),
     "threads": (("--threads", "0"), "--threads 0: expected 1 or more"),
-    "exists": (("-o", "texts.txt"), "texts.txt exists already; choose another -o, or replace it with --force"),
+    "exists": (("-o", "texts.txt"), "texts.txt cannot be written: it is no folder"),
+    "the current folder": (("-o", ".", "--force"), "is the current folder, or holds it"),
+    "no folder": (("-o", ""), "is the current folder, or holds it"),
+    "a long name": (("-o", "n" * 300), "File name too long"),
     "no model": (("-m", "./nowhere"), "there is no folder nowhere"),
 }
 
 
+@pytest.mark.promise("Without data it stops and says so; without `--quantization` it converts the float model.")
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_told_before_the_model_is_loaded(
     convert: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str

@@ -105,12 +105,12 @@ def test_onnx_file_damaged_inside(name: str, qdq: Any, tmp_path: Path) -> None:
 
 
 def test_output_folder_missing(name: str, qdq: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="is not an existing folder; make it first"):
+    with pytest.raises(EngineError, match="does not exist; make it first"):
         build_engine(name, qdq.path, tmp_path / "none" / "model.engine")
 
 
 def test_output_is_a_folder(name: str, qdq: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="it is a folder; give the name of a file"):
+    with pytest.raises(EngineError, match=r"is a folder; expected the name of a file, such as model\.onnx"):
         build_engine(name, qdq.path, tmp_path)
 
 
@@ -235,3 +235,29 @@ def test_a_disk_that_fills_up_during_a_build(name: str, write_qdq: Any, small_di
     with pytest.raises(EngineError, match=r"cannot write .*a\.engine: No space left on device"):
         build_engine(name, model.path, small_disk / "a.engine", options)
     assert [entry.read_bytes() for entry in small_disk.iterdir()] == [b"old"]
+
+
+def test_an_engine_does_not_replace_what_it_is_built_from(name: str, qdq: Any, tmp_path: Path) -> None:
+    before = qdq.path.read_bytes()
+    (tmp_path / "link.engine").symlink_to(qdq.path)
+    for path in (qdq.path, tmp_path / "link.engine"):
+        with pytest.raises(EngineError, match="is the file that the engine is built from"):
+            build_engine(name, qdq.path, path)
+    assert qdq.path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nowhere", "is a link to none, which does not exist"),
+        ("n" * 300, "File name too long"),
+        ("/dev/null", "is a device, a pipe or a socket"),
+    ],
+    ids=["dangling link", "long", "device"],
+)
+def test_where_no_engine_can_be_is_told_before_the_build(
+    name: str, qdq: Any, tmp_path: Path, place: str, message: str
+) -> None:
+    (tmp_path / "nowhere").symlink_to("none")
+    with pytest.raises(EngineError, match=message):
+        build_engine(name, qdq.path, tmp_path / place)

@@ -186,7 +186,7 @@ def test_an_openvino_engine_of_another_release(qdq: Any, tmp_path: Path) -> None
     assert release in content
     path.write_bytes(content.replace(b"ov=" + release, b"ov=" + b"1" * len(release), 1))
     with pytest.raises(EngineError, match="An engine belongs to the release and the kind of processor that built it"):
-        load_engine("openvino", path)
+        load_engine("openvino", path, verify=False)
 
 
 def test_a_refusal_names_node_module_and_what_to_do(name: str, write_qdq: Any, tmp_path: Path) -> None:
@@ -218,3 +218,17 @@ def test_the_input_has_the_name_of_the_file_where_a_node_behind_it_is_removed(na
         engine = load_engine(name, path)
         assert engine.input_names == ("x",)
         assert np.array_equal(engine({"x": np.full((2, 4), -1, np.float32)})["y"], np.zeros((2, 4)))
+
+
+def test_openvino_outputs_of_other_axes_are_refused() -> None:
+    ov = pytest.importorskip("openvino", reason="needs quantizer[openvino]")
+    from quantizer.engines.openvino import _check_outputs
+
+    def model(*sizes: int) -> Any:
+        input_ = ov.opset13.parameter(ov.PartialShape(list(sizes)), name="x")
+        return ov.Model([ov.opset13.relu(input_, name="y")], [input_])
+
+    _check_outputs(model(-1, 16), model(-1, 16), Path("m.onnx"))
+    _check_outputs(model(-1, 16), model(4, 16), Path("m.onnx"))
+    with pytest.raises(EngineError, match=r"compiles m.onnx wrongly: its output '.*' has the shape \[1,\?,16\]"):
+        _check_outputs(model(-1, 16), model(1, -1, 16), Path("m.onnx"))

@@ -118,6 +118,7 @@ def test_bad_sizes() -> None:
 # -- the rule ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("A run whose engine does less than half of the asked work in low precision fails.")
 def test_the_rule_is_one_half_of_what_the_graph_asks_for() -> None:
     graph = inspection_from_layers("onnx", [product(n) for n in "abcd"], verified=False, note="")
     half = [product("a"), product("b"), product("c", "fp32", nodes=("c",)), product("d", "fp32", nodes=("d",))]
@@ -239,6 +240,7 @@ def test_a_file_of_no_backend(tmp_path: Path) -> None:
         inspect_file(path)
 
 
+@pytest.mark.promise("what its ONNX file asks for is shown instead.")
 def test_an_engine_that_cannot_run_here_is_not_verified(
     qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,36 @@ def test_what_is_no_bias_of_its_own_stays(nodes: str, outputs: str, bias: Any, t
     np.testing.assert_allclose(engine({"x": X})["y"], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_number_added_to_a_product_of_two_activations_stays(tmp_path: Path) -> None:
+    # Neither has a shape in the file, and () would pass for the shape of a bias.
+    nodes = (
+        "u = Transpose <perm = [1, 0]> (d) k = Neg (u) kq = QuantizeLinear (k, s, o0) "
+        "kd = DequantizeLinear (kq, s, o0) p = MatMul (d, kd) y = Add (p, b)"
+    )
+    number = {"b": np.array(0.5, np.float32), "o0": np.array(0, np.int8)}
+    _, engine = built(nodes, tmp_path, "float[N,N] y", **number)
+    held = np.clip(np.rint(X / np.float32(0.05)), -128, 127) * 0.05
+    np.testing.assert_allclose(engine({"x": X})["y"], held @ -held.T + 0.5, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_added_to_a_stack_of_products_stays(tmp_path: Path) -> None:
+    nodes = "g = DequantizeLinear (vs, t0, o0) p = MatMul (d, g) y = Add (p, b)"
+    bias = np.arange(48, dtype=np.float32).reshape(8, 6)
+    x = np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)
+    _, engine = built(
+        nodes,
+        tmp_path,
+        "float[3,N,6] y",
+        b=bias,
+        vs=np.stack([WEIGHT] * 3),
+        t0=np.array(0.01, np.float32),
+        o0=np.array(0, np.int8),
+    )
+    steps = np.clip(np.rint(x / np.float32(0.05)), -128, 127)
+    expected = steps @ WEIGHT.astype(np.float64) * 0.05 * 0.01 + bias
+    np.testing.assert_allclose(engine({"x": x})["y"], np.stack([expected] * 3), rtol=1e-4, atol=1e-4)
+
+
 def test_the_second_of_two_biases_stays(tmp_path: Path) -> None:
     nodes = "p = MatMul (d, w) r = Add (p, b) n = Neg (r) m = Neg (n) y = Add (m, b)"
     operators, engine = built(nodes, tmp_path, b=BIAS)

@@ -86,9 +86,20 @@ def mask(*shape: int) -> Tensor:
     ids=["one token", "one token of one row", "one row", "mask", "mask of one row", "broadcast mask", "one prototype"],
 )
 def test_an_axis_of_length_1_is_fixed(
-    model: type[nn.Module], example: tuple[Tensor, ...], expected: dict[str, list[Any]], tmp_path: Path
+    model: type[nn.Module],
+    example: tuple[Tensor, ...],
+    expected: dict[str, list[Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert exported(model(), example, tmp_path / "net.onnx") == expected
+    with caplog.at_level(logging.WARNING, logger="quantizer"):
+        assert exported(model(), example, tmp_path / "net.onnx") == expected
+    said = {
+        name
+        for name in expected
+        if f"axis 1 of {name!r} is fixed at 1, as in the example; dynamic_axes=" in caplog.text
+    }
+    assert said == {name for name, shape in expected.items() if shape[1] == 1}
 
 
 def test_a_batch_of_one_row_serves_any_batch(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def mlp() -> Prepared:
     return quantizer, quantizer.quantize(model), x
 
 
+@pytest.mark.promise("`import quantizer` needs none of the extras; a step that needs one says which.")
 @pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_a_missing_library_names_the_extra(
     mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
@@ -60,7 +61,7 @@ def test_a_missing_folder(mlp: Prepared, tmp_path: Path) -> None:
 def test_a_file_in_the_place_of_the_folder(mlp: Prepared, tmp_path: Path) -> None:
     quantizer, frozen, x = mlp
     (tmp_path / "file").write_text("")
-    with pytest.raises(ExportError, match=r"the folder .*/file does not exist"):
+    with pytest.raises(ExportError, match=r"the folder .*/file is no folder"):
         quantizer.export(frozen, tmp_path / "file" / "m.onnx", x)
 
 
@@ -183,3 +184,36 @@ def test_a_float_model_that_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="Branching cannot be exported"):
         export_onnx(Branching().eval(), tmp_path / "m.onnx", torch.randn(4, 32), opset=20, dtype=torch.float32)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("", "the path to write to is empty|is a folder"),
+        ("nowhere", "is a link to none, which does not exist"),
+        ("n" * 300, "File name too long"),
+        ("/dev/null", "is a device, a pipe or a socket"),
+    ],
+    ids=["empty", "dangling link", "long", "device"],
+)
+def test_where_no_file_can_be_is_told_before_the_export(
+    mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, message: str
+) -> None:
+    quantizer, frozen, x = mlp
+    monkeypatch.setattr(onnx_file, "_export", lambda *_: pytest.fail("the model was exported"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nowhere").symlink_to("none")
+    with pytest.raises(ExportError, match=message):
+        quantizer.export(frozen, place, x)
+    assert [path.name for path in tmp_path.iterdir()] == ["nowhere"]
+
+
+def test_the_file_behind_a_link_is_replaced(mlp: Prepared, tmp_path: Path) -> None:
+    quantizer, frozen, x = mlp
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "m.onnx").write_text("before")
+    (tmp_path / "link.onnx").symlink_to("real/m.onnx")
+    quantizer.export(frozen, tmp_path / "link.onnx", x)
+    assert (tmp_path / "link.onnx").is_symlink()
+    assert (tmp_path / "real" / "m.onnx").read_bytes() != b"before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.onnx", "real"]

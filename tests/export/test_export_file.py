@@ -489,6 +489,19 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert types == {onnx.TensorProto.BFLOAT16, onnx.TensorProto.INT8}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_model_of_another_type_whose_weights_are_all_stored(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, x = nn.Linear(32, 32, bias=False).eval().to(dtype), torch.randn(4, 32).to(dtype)
+    quantizer = Quantizer(backend="onnxruntime")
+    quantizer.calibrate(model, [x])
+    frozen = quantizer.quantize(model)
+    assert not any(parameter.is_floating_point() for parameter in frozen.parameters())
+    path = quantizer.export(frozen, tmp_path / "m.onnx", x)
+    (result,) = _plain_session(path).run(None, {"input": x.float().numpy()})
+    with torch.no_grad():
+        assert sqnr_db(frozen(x).float().numpy(), result) > 30
+
+
 def test_a_float_model_for_comparison(mlp: Prepared, tmp_path: Path) -> None:
     _, model, _, x = mlp
     path = export_onnx(model, tmp_path / "float.onnx", x, opset=20, dtype=torch.float32)

@@ -245,6 +245,27 @@ def test_a_scale_that_stays(nodes: str, outputs: str, constants: dict[str, np.nd
     assert unchanged(attended(nodes, outputs, **constants), ScaleBeforeQuantize())
 
 
+@pytest.mark.parametrize("operator", ["Mul", "Div"])
+def test_a_factor_with_more_axes_than_the_scores_stays(operator: str) -> None:
+    nodes = SCORES + f"m = {operator} (p, c) y = Relu (m)"
+    wide = attended(nodes, "float[1,3,3] y", c=np.full((1, 1, 1), 0.25, np.float32))
+    assert unchanged(wide, ScaleBeforeQuantize())
+    assert run_attended(wide).shape == (1, 3, 3)
+    # With as many axes it changes nothing of the shape.
+    as_wide = attended(nodes, "float[3,3] y", c=np.full((1, 1), 0.25, np.float32))
+    expected = run_attended(as_wide)
+    assert not unchanged(as_wide, ScaleBeforeQuantize())
+    np.testing.assert_allclose(run_attended(as_wide), expected, rtol=1e-6)
+
+
+def test_a_factor_of_one_axis_stays_behind_a_number() -> None:
+    nodes = "n = Mul (x, w) m = Mul (n, f) q = QuantizeLinear (m, s, z) y = DequantizeLinear (q, s, z)"
+    constants = {"w": np.array(3, np.float32), "f": single(2.0), "s": single(0.02), "z": np.array(0, np.int8)}
+    model = graph("float x", "float[1] y", nodes, **{**constants, "f": np.array([2.0], np.float32)})
+    assert unchanged(model, FoldChannelFactors())
+    assert computed(model, x=np.array(0.5, np.float32))[0].shape == (1,)
+
+
 def test_the_scale_becomes_part_of_the_projection() -> None:
     nodes = (
         "w = DequantizeLinear <axis = 1> (q0, t) l = MatMul (x0, w) b = Add (l, b0) r = Reshape (b, shape) "
@@ -339,22 +360,70 @@ def test_quantizers_that_differ_stay_two(step: np.ndarray, zero: np.ndarray) -> 
 
 @pytest.mark.parametrize("added", [False, True], ids=["a bound", "a bound that is also a mask"])
 def test_a_bound_is_no_mask(added: bool) -> None:
-    nodes = f"c = Clip (x, low) y = Add (c, {'low' if added else 'x'})"
-    model = graph("float16[3] x", "float16[3] y", nodes, low=np.array(-40000, np.float16))
+    nodes = f"c = Clip (x, low) a = Add (x, {'low' if added else 'x'}) p = Softmax (a) y = Concat <axis = 0> (c, p)"
+    model = graph("float16[3] x", "float16[6] y", nodes, low=np.array(-40000, np.float16))
     run_passes(model, [ClampMasks()])
+    held = sorted(float(value.const_value.numpy()) for value in model.graph.initializers.values())
+    assert held == ([-40000, -30000] if added else [-40000])
     x = np.array([-32000, -31000, 1], np.float16)
-    (given,) = computed(model, x=np.maximum(x, -32000))
-    expected = x + (np.float16(-30000) if added else x)
-    np.testing.assert_array_equal(given, expected.astype(np.float16))
+    np.testing.assert_array_equal(computed(model, x=x)[0][:3], x)
+
+
+def _low_numbers(nodes: str, low: float = -np.inf, **tensors: np.ndarray) -> list[float]:
+    """The numbers below 0 that a graph of x [3, 3] and a condition holds after the pass."""
+    model = graph("float16[3,3] x, bool[3,3] c", "float16[3,3] y", nodes, low=np.array(low, np.float16), **tensors)
+    run_passes(model, [ClampMasks()])
+    held = [value.const_value.numpy() for value in model.graph.initializers.values()]
+    return sorted({float(number) for array in held for number in array.ravel() if number < 0})
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "y = Mul (x, low)",
+        "y = Div (x, low)",
+        "y = Where (c, x, low)",
+        "e = Equal (x, low) y = Where (e, zero, x)",
+        "y = Add (x, low)",
+        "f = Mul (x, low) y = Softmax (f)",
+        "s = Where (c, x, low) y = LogSoftmax (s)",
+        "s = Where (c, x, low) p = Softmax (s) e = Equal (s, low) y = Where (e, zero, p)",
+        "s = Where (c, x, low) p = Softmax (s) r = Relu (s) y = Add (p, r)",
+        "i = Cast <to = 7> (low) j = Cast <to = 10> (i) a = Add (x, j) y = Softmax (a)",
+    ],
+)
+def test_low_numbers_that_are_no_masks_stay(nodes: str) -> None:
+    assert _low_numbers(nodes, -40000.0, zero=np.array(0, np.float16)) == [-40000]
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "s = Where (c, x, low) y = Softmax (s)",
+        "m = Where (c, zero, low) a = Add (x, m) y = Softmax (a)",
+        "k = Cast <to = 10> (c) m = Mul (k, low) a = Add (m, x) y = Softmax (a)",
+        "l = Expand (low, size) t = Trilu (l) a = Add (x, t) y = Softmax (a)",
+        "s = Where (c, x, low) w = Cast <to = 1> (s) p = Softmax (w) y = Cast <to = 10> (p)",
+        "s = Where (c, x, low) b = Max (s, zero) y = Softmax (b)",
+        "m = Where (c, zero, low) a = Add (x, m) p = Softmax (a) b = Add (p, m) y = Softmax (b)",
+    ],
+)
+def test_low_numbers_that_a_softmax_alone_sees_are_raised(nodes: str) -> None:
+    assert _low_numbers(nodes, zero=np.array(0, np.float16), size=np.array([3, 3])) == [-30000]
+
+
+def test_a_number_that_is_a_mask_in_one_place_and_a_factor_in_another() -> None:
+    nodes = "s = Where (c, x, low) p = Softmax (s) f = Mul (x, low) y = Add (p, f)"
+    assert _low_numbers(nodes, -40000.0) == [-40000, -30000]
 
 
 def test_a_mask_of_several_numbers() -> None:
     mask = np.array([[0, -65504, -np.inf], [0, 0, -65504], [0, 0, 0]], np.float16)
-    model = graph("float16[3,3] x", "float16[3,3] y", "y = Add (x, mask)", mask=mask)
+    model = graph("float16[3,3] x", "float16[3,3] y", "a = Add (x, mask) y = Softmax (a)", mask=mask)
     run_passes(model, [ClampMasks()])
-    x = np.full((3, 3), -1000, np.float16)
-    (given,) = computed(model, x=x)
-    np.testing.assert_array_equal(given, x + np.where(mask < 0, np.float16(-30000), mask))
+    held = model.graph.initializers["mask"].const_value.numpy()
+    np.testing.assert_array_equal(held, np.where(mask < 0, np.float16(-30000), mask))
+    assert unchanged(graph("float16[3,3] x", "float16[3,3] y", "y = Add (x, mask)", mask=mask), ClampMasks())
     weights = graph("float16[3,3] x", "float16[3,3] y", "y = MatMul (x, mask)", mask=mask)
     assert unchanged(weights, ClampMasks())
     np.testing.assert_array_equal(weights.graph.initializers["mask"].const_value.numpy(), mask)

@@ -140,7 +140,8 @@ def masked(values: dict[str, np.ndarray], node_value: np.ndarray | None = None) 
     for source in sources:
         nodes.append(ir.Node("", "Add", [last, source], name=f"add{len(nodes)}"))
         last = nodes[-1].outputs[0]
-    return model_of([x], [last], nodes, initializers)
+    nodes.append(ir.Node("", "Softmax", [last], name="softmax"))
+    return model_of([x], [nodes[-1].outputs[0]], nodes, initializers)
 
 
 @pytest.mark.parametrize("value", [-65504.0, -np.inf, -40000.0])
@@ -330,6 +331,25 @@ def test_unsigned_storage_keeps_every_value(where: Any, unsigned: set[str]) -> N
     assert {name for name, dtype in storage(model).items() if dtype == "UINT8"} == unsigned
     assert np.array_equal(run(model), before)
     assert UnsignedActivations(where).run(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("reader", "outputs"),
+    [
+        ("", "float[2] y, int8[2] q"),
+        ("c = Cast <to = 1> (q)", "float[2] y, float[2] c"),
+        ("c = Identity (q)", "float[2] y, int8[2] c"),
+    ],
+    ids=["a result", "a cast", "a result behind another node"],
+)
+def test_steps_that_somebody_reads_stay_signed(reader: str, outputs: str) -> None:
+    onnx = pytest.importorskip("onnx")
+    text = f"""<ir_version: 10, opset_import: ["" : 20]> g (float[2] x) => ({outputs})
+    <float s = {{0.5}}, int8 z = {{0}}> {{ q = QuantizeLinear (x, s, z) {reader} y = DequantizeLinear (q, s, z) }}"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    run_passes(model, [UnsignedActivations("all")])
+    assert list(storage(model).values()) == ["INT8"]
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
 
 
 def test_no_activation_no_change() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.engines import load_engine
 from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
 from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
@@ -223,3 +224,60 @@ def test_a_linear_on_two_dimensions_runs_in_int8(tmp_path: Path) -> None:
     products = {share.precision: share.products for share in inspect_engine("onnxruntime", engine).shares}
     assert products["int8"] == 2
     assert not products.get("fp32")
+
+
+class Upsampling(nn.Module):
+    """A transposed convolution whose groups have one input channel each, of very different sizes."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.ConvTranspose2d(8, channels, 3, stride=2, groups=8, bias=False)
+        with torch.no_grad():
+            self.up.weight.mul_(10 ** torch.linspace(-2, 2, 8).reshape(8, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+
+@pytest.mark.parametrize("channels", [8, 24])
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
+def test_engines_take_the_scales_of_a_depthwise_transposed_convolution(
+    tmp_path: Path, backend: Any, channels: int
+) -> None:
+    pytest.importorskip(backend, reason=f"running the engine needs quantizer[{backend}]")
+    model, x = Upsampling(channels).eval(), torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(1))
+    q = Quantizer(backend=backend, activations={"calibrator": "max"})
+    q.calibrate(model, [x], progress=False)
+    frozen = q.quantize(model)
+    path = tmp_path / "up.onnx"
+    q.export(frozen, path, x)
+    graph = onnx.load(path).graph
+    scales = {item.name: onnx.numpy_helper.to_array(item).shape for item in graph.initializer}
+    (convolution,) = (node for node in graph.node if node.op_type == "ConvTranspose")
+    (weight,) = (node for node in graph.node if node.output[0] == convolution.input[1])
+    assert weight.op_type == "DequantizeLinear"
+    assert scales[weight.input[1]] == (8,)
+    assert next(item.i for item in weight.attribute if item.name == "axis") == 0
+    q.build(path, tmp_path / "up.engine")
+    engine = load_engine(backend, tmp_path / "up.engine")
+    (found,) = engine({engine.input_names[0]: x.numpy()}).values()
+    with torch.no_grad():
+        wanted, rounded = model(x), frozen(x)
+    noise, signal = (value.square().sum((0, 2, 3)) for value in (torch.from_numpy(found) - wanted, wanted))
+    assert bool((10 * torch.log10(signal / noise) > 35).all())
+    torch.testing.assert_close(torch.from_numpy(found), rounded, rtol=1e-4, atol=1e-4)
+
+
+def test_a_file_in_half_is_of_the_copy_also_where_a_forward_is_wrapped(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)).eval()
+    original = model[0].forward
+    model[0].forward = lambda x: original(x) * 2
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    q = Quantizer(backend="tensorrt")
+    q.calibrate(model, [x], progress=False)
+    frozen = q.quantize(model)
+    path = tmp_path / "half.onnx"
+    q.export(frozen, path, x)
+    constants = [onnx.numpy_helper.to_array(item) for item in onnx.load(path).graph.initializer]
+    assert not [value.shape for value in constants if value.dtype == np.float32]

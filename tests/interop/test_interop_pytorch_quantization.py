@@ -141,6 +141,31 @@ def test_default_descriptors() -> None:
     assert found["conv.site__conv_forward_conv1d_0._weight_quantizer"].axis == 0
 
 
+class Up(nn.Module):
+    """A transposed convolution, whose weight is [channels in, channels out, ..]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose1d(4, 6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+
+def test_a_transposed_convolution_has_a_range_for_each_output_channel() -> None:
+    quant_modules.initialize(Up)
+    model = Up().eval()
+    quant_modules.deactivate()
+    (weight,) = (m for name, m in model.named_modules() if name.endswith("_weight_quantizer"))
+    assert weight.axis == 1
+    weight.disable_quant()
+    weight.enable_calib()
+    model(X)
+    weight.load_calib_amax()
+    assert weight.scale is not None
+    assert weight.scale.shape == (6,)
+
+
 def test_a_histogram_takes_a_percentile() -> None:
     quant_nn.QuantLinear.set_default_quant_desc_input(QuantDescriptor(calib_method="histogram"))
     model = built()

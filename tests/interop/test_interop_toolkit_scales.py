@@ -177,6 +177,7 @@ UNMATCHED: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.promise("`unmatched` lists what was not taken")
 @pytest.mark.parametrize(("key", "amax", "reason"), UNMATCHED)
 def test_what_is_not_taken_is_listed(key: str, amax: Any, reason: str) -> None:
     _, q = _mlp()
@@ -233,6 +234,34 @@ def test_a_wrong_number_of_channels_is_refused_when_it_is_loaded() -> None:
     read = read_toolkit_scales({"up.weight_quantizer._amax": torch.ones(32, 1)}, q.plan)
     with pytest.raises(CalibrationError, match=r"shape \[32\], expected \[\] or \[64\]"):
         q.load_scales(read.scales)
+
+
+# -- targets with fewer steps ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["openvino-avx2", "onnxruntime-avx2"])
+def test_scales_of_weights_use_the_steps_of_the_target(backend: str) -> None:
+    model, x = Mlp().eval(), torch.randn(64, 32)
+    q = Quantizer(backend=backend, activations={"calibrator": "max"})
+    q.calibrate(model, [x], progress=False)
+    before = q.scales()
+    weight = model.get_submodule("up").weight.detach()
+    ranges = {
+        "up.weight_quantizer._amax": weight.abs().amax(1, keepdim=True),
+        "up.input_quantizer._amax": x.abs().max(),
+    }
+    read = read_toolkit_scales(ranges, q.plan).scales
+    torch.testing.assert_close(read[f"{UP}.weight"], before[f"{UP}.weight"])
+    torch.testing.assert_close(read[f"{UP}.input"], x.abs().max() / 127)
+    q.load_scales(read)
+    stored = [m.stored for m in q.quantize(model).modules() if getattr(m, "stored", None) is not None]
+    assert max(int(steps.abs().max()) for steps in stored) == 64
+    # The same by hand, as of a target that uses all steps.
+    q.load_scales({f"{UP}.weight": weight.abs().amax(1) / 127})
+    with pytest.raises(CalibrationError, match=rf"{UP}\.weight: .* steps up to 127.*saturate beyond steps of 64: give"):
+        q.quantize(model)
+    q.load_scales({f"{UP}.weight": before[f"{UP}.weight"]})
+    q.quantize(model)
 
 
 # -- files that are none -----------------------------------------------------------------------------------------------

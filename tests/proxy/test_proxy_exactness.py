@@ -60,6 +60,7 @@ def test_off_proxy_is_the_model(architecture: str, attention: str, dtype: torch.
     before.assert_unchanged(model)
 
 
+@pytest.mark.promise("Attention runs as separate products while a model is calibrated or quantized")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("architecture", "attention", "padded"), CASES)
 def test_observing_proxy_is_the_eager_model(

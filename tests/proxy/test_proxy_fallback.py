@@ -277,6 +277,7 @@ def test_a_repeated_call_gives_the_same_answer() -> None:
     assert q.config is config
 
 
+@pytest.mark.promise("q.clear_fallback() undoes it")
 def test_clear_fallback_undoes_it() -> None:
     model, q, amp = _bert()
     inputs = batch("bert", padded=True)

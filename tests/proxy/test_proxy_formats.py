@@ -75,6 +75,7 @@ def sqnr(expected: Tensor, found: Tensor) -> float:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("The last rule that matches a site decides, and `q.coverage` names it.")
 def test_the_last_rule_that_matches_decides_and_coverage_names_it() -> None:
     quantizer = calibrated(
         Net().eval(),
@@ -190,6 +191,7 @@ def test_every_format_survives_freezing_and_saving(
         assert torch.equal(Quantizer.load(tmp_path / "saved").quantize(model)(DATA), found)
 
 
+@pytest.mark.promise("gives CPU engines a zero point of its own for each.")
 def test_an_asymmetric_range_uses_all_steps() -> None:
     model = Net().eval()
     options: dict[str, Any] = {"backend": "onnxruntime", "activations": {"calibrator": "max"}}

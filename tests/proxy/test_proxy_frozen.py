@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import warnings
@@ -22,6 +23,8 @@ from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
+from quantizer.files.temporary import OLD
+from quantizer.files.temporary import new_name
 from quantizer.numerics import ops
 from quantizer.numerics.qtype import QTYPES
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -255,6 +258,7 @@ assert (folder / "again/quantizer.yaml").read_bytes() == (folder / "state/quanti
 """
 
 
+@pytest.mark.promise("the same model, bit for bit")
 @pytest.mark.parametrize("fallback", [False, True])
 def test_a_reload_in_a_new_process_is_bit_identical(tmp_path: Path, fallback: bool) -> None:
     pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
@@ -270,7 +274,7 @@ def test_a_reload_in_a_new_process_is_bit_identical(tmp_path: Path, fallback: bo
         output = q.quantize(model)(**inputs)
     assert q.save(tmp_path / "state") == tmp_path / "state"
     files = sorted(path.name for path in (tmp_path / "state").iterdir())
-    assert files == ["observed.safetensors", "quantizer.yaml", "ranges.safetensors"]
+    assert files == [".quantizer.json", "observed.safetensors", "quantizer.yaml", "ranges.safetensors"]
     kept = {
         "inputs": inputs,
         "output": dict(output),
@@ -290,6 +294,74 @@ def test_saving_twice_replaces(tmp_path: Path) -> None:
     q.save(tmp_path / "state")
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     assert str(Quantizer.load(tmp_path / "state").ranges) == str(q.ranges)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (".", "is the current folder, or holds it; nothing was changed"),
+        ("", "the path to write to is empty"),
+        ("..", "is the current folder, or holds it"),
+        ("mine", "was not written by this quantizer .* it holds 'notes'"),
+        ("link", "was not written by this quantizer .* it holds 'notes'"),
+        ("nowhere", "is a link to none, which does not exist"),
+        ("n" * 300, "File name too long"),
+    ],
+)
+def test_saving_removes_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, message: str
+) -> None:
+    here = tmp_path / "here"
+    (here / "mine").mkdir(parents=True)
+    (here / "mine" / "notes").write_text("mine")
+    (here / "link").symlink_to("mine")
+    (here / "nowhere").symlink_to("none")
+    monkeypatch.chdir(here)
+    q, _ = _frozen(Mlp().eval(), torch.randn(8, 32))
+    with pytest.raises(QuantizerError, match=message):
+        q.save(place)
+    assert sorted(path.name for path in here.iterdir()) == ["link", "mine", "nowhere"]
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert (here / "mine" / "notes").read_text() == "mine"
+
+
+def test_saving_keeps_what_was_put_beside(tmp_path: Path) -> None:
+    q, _ = _frozen(Mlp().eval(), torch.randn(8, 32))
+    q.save(tmp_path / "state")
+    (tmp_path / "state" / "notes").write_text("mine")
+    with pytest.raises(QuantizerError, match="holds 'notes', which quantizer did not write"):
+        q.save(tmp_path / "state")
+    assert (tmp_path / "state" / "notes").read_text() == "mine"
+
+
+def test_all_saved_files_have_one_mode(tmp_path: Path) -> None:
+    q, _ = _frozen(Mlp().eval(), torch.randn(8, 32))
+    modes = {path.stat().st_mode for path in q.save(tmp_path / "state").iterdir()}
+    (tmp_path / "plain").write_text("")
+    assert modes == {(tmp_path / "plain").stat().st_mode}
+
+
+def test_saving_on_a_disk_that_is_full(tmp_path: Path) -> None:
+    q, _ = _frozen(Mlp().eval(), torch.randn(8, 32))
+    q.save(tmp_path / "state")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The system itself refuses to write more than this to one file, as it does where a disk is full.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(QuantizerError, match=r"nothing was written to .*state: .*File too large"):
+            q.save(tmp_path / "state")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_loading_puts_back_what_a_kill_left_aside(tmp_path: Path) -> None:
+    q, _ = _frozen(Mlp().eval(), torch.randn(8, 32))
+    q.save(tmp_path / "state").rename(new_name(tmp_path / "state").with_suffix(OLD))
+    assert str(Quantizer.load(tmp_path / "state").ranges) == str(q.ranges)
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -323,7 +395,7 @@ def test_saving_onto_a_file(tmp_path: Path) -> None:
         (lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: 5"), "damaged"),
         (
             lambda folder: (folder / "quantizer.yaml").write_text("format: 1\nsites: []"),
-            "config or fallback is missing",
+            "config and fallback missing",
         ),
     ],
 )

@@ -339,6 +339,10 @@ def _calls_gram() -> nn.Module:
 _OTHER_DECORATORS = (_fixed, _filtered, _strict, _dropped, _sometimes, _shown, _again)
 
 
+@pytest.mark.promise(
+    "A helper without a module argument stays float, with the reason in the coverage, where the text of a "
+    "decorator around it does not show that it hands all keyword arguments on."
+)
 @pytest.mark.parametrize("decorator", _OTHER_DECORATORS, ids=lambda decorator: decorator.__name__)
 def test_a_decorator_that_may_hand_no_module_on_is_reported(decorator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through such a one no module is lent: it would be dropped, or be an argument too many."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers import batch
 from helpers import tiny
 from torch import Tensor
@@ -65,6 +68,73 @@ class Stream(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class Normed(nn.Module):
+    """Adds what its wide child gives to what it has in half, and notes the types that it meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm()
+        self.types: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        total = x + normed
+        self.types += [x.dtype, normed.dtype, total.dtype]
+        return total
+
+
+class Framed(nn.Module):
+    """``Normed`` between linears, with values of some hundreds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 16)
+        self.inner = Normed()
+        self.last = nn.Linear(16, 16)
+        with torch.no_grad():
+            self.first.weight.mul_(1e3)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+class Masks(nn.Module):
+    """Squares large values, so it is wide; and makes the additive mask that another reads."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 1e3
+        mask = torch.zeros(keep.shape, dtype=x.dtype).masked_fill(~keep, torch.finfo(torch.float32).min)
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True)), mask
+
+
+class Attends(nn.Module):
+    """Reads a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.linear(x)
+        return (x @ x.mT + mask).softmax(-1) @ x
+
+
+class Masking(nn.Module):
+    """A wide module, and an additive mask of -3.4e38 that it hands to one in half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.masks = Masks()
+        self.attend = Attends()
+        self.eval()
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return self.attend(*self.masks(x, keep))
 
 
 class Shared(nn.Module):
@@ -219,6 +289,7 @@ def test_a_float32_target_is_simulated_by_the_frozen_proxy() -> None:
         assert torch.equal(quantizer.simulate(model)(x), quantizer.quantize(model)(x))
 
 
+@pytest.mark.promise("Modules whose values calibration saw beyond 65,504 stay FP32, in it and in the file.")
 def test_wide_modules_stay_float32_in_the_simulation() -> None:
     model, x = Stream(1e6), data()
     quantizer = calibrated(model, x)
@@ -237,6 +308,45 @@ def test_wide_modules_stay_float32_in_the_simulation() -> None:
     assert model.first.weight.dtype is torch.float32
 
 
+def test_what_a_wide_module_gives_is_half_for_its_caller() -> None:
+    model, x = Framed(), data()
+    quantizer = calibrated(model, x)
+    assert set(quantizer.coverage.regions.wide) == {"inner.norm"}
+    simulated = quantizer.simulate(model)
+    simulated.inner.types.clear()
+    with torch.no_grad():
+        found, expected = simulated(x), quantizer.quantize(model)(x)
+    assert simulated.inner.types == [torch.float16] * 3
+    assert sqnr_db(found, expected) > 30
+
+
+def test_masks_that_come_from_a_wide_module_are_clamped() -> None:
+    model, x = Masking(), torch.randn(4, 5, 16)
+    keep = torch.ones(4, 5, 5, dtype=torch.bool).tril()
+    keep[0, 2] = False  # a query that may look at nothing
+    quantizer = Quantizer(backend="tensorrt-rtx")
+    quantizer.calibrate(model, [(x, keep)], progress=False)
+    regions = quantizer.coverage.regions
+    assert set(regions.wide) == {"masks"}
+    assert "attend" in regions.masked
+    with torch.no_grad():
+        found, expected = quantizer.simulate(model)(x, keep), quantizer.quantize(model)(x, keep)
+    assert bool(found.isfinite().all())
+    assert sqnr_db(found, expected) > 30
+
+
+def test_a_file_from_before_regions_existed(tmp_path: Path) -> None:
+    model, x = Framed(), data()
+    folder = calibrated(model, x).save(tmp_path / "saved")
+    document = yaml.safe_load((folder / "quantizer.yaml").read_text(encoding="utf-8"))
+    assert document.pop("regions")["wide"]
+    (folder / "quantizer.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    loaded = Quantizer.load(folder)
+    assert loaded.coverage.regions == Regions()
+    with torch.no_grad():
+        assert loaded.simulate(model)(x).dtype is torch.float32
+
+
 def test_a_query_that_may_look_at_nothing_does_not_become_nan() -> None:
     model, inputs = tiny("bert"), dict(batch("bert"))
     quantizer = Quantizer(backend="tensorrt-rtx")
@@ -244,6 +354,61 @@ def test_a_query_that_may_look_at_nothing_does_not_become_nan() -> None:
     inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
     with torch.no_grad():
         assert not quantizer.simulate(model)(**inputs)[0].isnan().any()
+
+
+class _Low(nn.Module):
+    """Gives a function of a linear's output, [N, 32]."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute it."""
+        return self.function(self.linear(x))
+
+
+LOW = {
+    "factor": lambda s: (s * 1e-4 * -40000.0).relu() + 1,
+    "tensor": lambda s: s * 1e-4 * torch.tensor(-40000.0),
+    "divisor": lambda s: s * 1e4 / -50000.0,
+    "returned": lambda s: s.masked_fill(s > 0.2, -math.inf),
+    "compared": lambda s: (s.masked_fill(s > 0.2, -math.inf) == -math.inf).to(s.dtype) + s,
+    "bound": lambda s: (s * 2e4).clamp(min=-31000.0) * 1e-4,
+    "softmax": lambda s: s.masked_fill(s > 0.2, -math.inf).softmax(-1),
+    "added": lambda s: (s + (s > 0.2).to(s.dtype) * torch.finfo(torch.float32).min).softmax(-1),
+    "everywhere": lambda s: s.masked_fill(s > -9, torch.finfo(torch.float32).min).softmax(-1) + s,
+    "infinite": lambda s: torch.where(s > -9, -math.inf, s).softmax(-1) + s,
+}
+
+
+@pytest.mark.parametrize("which", LOW)
+def test_low_numbers_are_masks_where_a_softmax_alone_sees_them(which: str, tmp_path: Path) -> None:
+    ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    torch.manual_seed(0)
+    model, x = _Low(LOW[which]).eval(), torch.randn(16, 32)
+    quantizer = Quantizer(backend="tensorrt")
+    quantizer.calibrate(model, [x], progress=False)
+    with torch.no_grad():
+        proxy, simulated = quantizer.quantize(model)(x), quantizer.simulate(model)(x)
+    path = tmp_path / "model.onnx"
+    quantizer.export(quantizer.quantize(model), path, x)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    exported = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.half().numpy()})[0]).float()
+    for found in (simulated, exported):
+        assert not found.isnan().any()
+        infinite = found.isinf()
+        if which in ("everywhere", "infinite"):
+            assert sqnr_db(found, simulated) > 40
+            continue
+        # Half rounds what is compared: a value at the border may fall on the other side.
+        assert (infinite != proxy.isinf()).float().mean() < 0.02
+        both = ~(infinite | proxy.isinf())
+        assert sqnr_db(found[both], proxy[both]) > 20
 
 
 def test_a_pass_that_fails_leaves_nothing_behind() -> None:
@@ -278,6 +443,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Quantizer, nn.Mo
     return quantizer, model, path
 
 
+@pytest.mark.promise("Modules whose values calibration saw beyond 65,504 stay FP32, in it and in the file.")
 def test_the_file_is_half_but_for_the_wide_modules(exported: tuple[Quantizer, nn.Module, Path]) -> None:
     onnx = pytest.importorskip("onnx", reason="needs quantizer[onnx]")
     file = onnx.shape_inference.infer_shapes(onnx.load(exported[2]))

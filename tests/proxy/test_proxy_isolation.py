@@ -38,6 +38,7 @@ def _settled(architecture: str = "bert", attention: str = "sdpa") -> nn.Module:
 # -- the user's model ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Your model is never changed: same classes, same state dict, same outputs.")
 @pytest.mark.parametrize("architecture", ["bert-classification", "mpnet", "vit"])
 def test_every_call_leaves_the_model_as_it_was(architecture: str) -> None:
     model = _settled(architecture, "eager")

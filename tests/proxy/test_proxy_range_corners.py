@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_same
 from torch import Tensor
 from torch import nn
 
@@ -175,6 +176,30 @@ class Rare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.seldom(x) if x.abs().max() > 50 else self.often(x)
+
+
+class Doubles(nn.Module):
+    """Doubles what it is given, in place or not."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(32, 8)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mul_(2.0) if self.in_place else x * 2.0)
+
+
+def test_kept_batches_are_run_again_as_they_were_given() -> None:
+    found = []
+    for in_place in (False, True):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) ** 3
+        q = Quantizer(backend="openvino", activations={"calibrator": "auto", "smooth": "auto"})
+        model = Doubles(in_place=in_place).eval()
+        q.calibrate(model, [x])
+        found.append((q.scales(), q.for_backend("onnxruntime").scales()))
+    assert_same(*found)
 
 
 def test_where_no_kept_batch_gets_nothing_is_chosen() -> None:

@@ -168,6 +168,28 @@ def test_more_data_is_smoothed_again() -> None:
     assert not torch.equal(before, after)  # type: ignore[arg-type]
 
 
+def test_a_search_that_goes_on_is_one_over_all_data() -> None:
+    """It begins from what nothing was smoothed of, or the factors of the first data would stand for no smoothing."""
+    model = Outliers().eval()
+    settings: dict[str, Any] = {"calibrator": "max", "smooth": "auto"}
+    parts, whole = (Quantizer(backend="onnxruntime", sites=NO_RESIDUAL, activations=settings) for _ in range(2))
+    # Large values in the last batch alone, which is none of those that are run again.
+    large = data(1, seed=9)[0]
+    large[0] *= torch.linspace(1, 30, 32)
+    large[0, 20] = 400.0
+    first = data(12)
+    parts.calibrate(model, first)
+    assert "smooth 0." in parts.coverage.text() + str(parts.ranges)
+    parts.calibrate(model, [large], resume=True)
+    whole.calibrate(model, [*first, large])
+    for path, site in whole.plan.items():
+        for mine, other in zip(parts.plan[path].operands, site.operands, strict=True):
+            assert mine.smoothing == other.smoothing, path
+            assert torch.equal(mine.scale, other.scale)  # type: ignore[arg-type]
+    assert str(parts.ranges) == str(whole.ranges)
+    assert str(parts.coverage) == str(whole.coverage)
+
+
 # -- what is smoothed ----------------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,7 @@ def test_hidden_states_are_compared_relative_to_their_own_size() -> None:
     torch.testing.assert_close(Distillation(model, hidden=0.5)(output, data()), plain + 0.5 * extra)
 
 
+@pytest.mark.promise("with `hidden=` the hidden states; padding is left out.")
 def test_padding_and_labels_are_left_out() -> None:
     model = Classifier(tokens=True).eval()
     mask = torch.ones(8, 5, dtype=torch.long)
@@ -106,9 +107,22 @@ def test_several_logits_count_alike() -> None:
 def test_classes_are_no_tokens() -> None:
     model = Classifier().eval()
     mask = torch.tensor([[1, 1, 0, 0]]).expand(8, 4)  # as many tokens as there are classes
-    output = {"logits": model(data())["logits"].detach() + torch.tensor([0.0, 0, 0, 3])}
+    tokens = data()[:, :4]
+    output = {"logits": model(tokens)["logits"].detach() + torch.tensor([0.0, 0, 0, 3])}
     loss = Distillation(model)
-    assert loss(output, data(), attention_mask=mask).item() == loss(output, data()).item() > 0.01
+    assert loss(output, tokens, attention_mask=mask).item() == loss(output, tokens).item() > 0.01
+
+
+def test_a_mask_of_doubtful_meaning_leaves_nothing_out_and_is_told_once() -> None:
+    model = Classifier(tokens=True).eval()
+    mask = torch.ones(8, 5, dtype=torch.bool)
+    mask[:, 3:] = False
+    with torch.no_grad():
+        output = {"logits": model(data())["logits"] + mask[..., None] * torch.randn(8, 5, 4)}
+    loss = Distillation(model)
+    with pytest.warns(UserWarning, match=r"attention_mask \(bool \[8, 5\]\) is not certainly 1 for tokens"):
+        found = loss(output, data(), attention_mask=mask)
+    assert loss(output, data(), attention_mask=mask).item() == found.item() == loss(output, data()).item()
 
 
 def test_an_output_without_logits() -> None:
@@ -150,3 +164,57 @@ def test_what_it_refuses() -> None:
         Distillation(model, hidden=1)(model(data()), data())
     with pytest.raises(QuantizerError, match="holds no floating-point tensor"):
         Distillation(model)({"labels": torch.zeros(3, dtype=torch.long)}, data())
+
+
+class TwoHeads(nn.Module):
+    """Gives two tensors, in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.form = nn.Linear(16, 4), nn.Linear(16, 3), form
+
+    def forward(self, x: Tensor) -> Any:
+        a, b = self.first(x), self.second(x)
+        forms = {
+            "tuple": (a, b),
+            "nested": [a, {"inner": (b,)}],
+            "named": {"boxes": a, "scores": b, "hidden_states": (x,), "past_key_values": ((x,),)},
+        }
+        return forms[self.form]
+
+
+@pytest.mark.parametrize("form", ["tuple", "nested", "named"])
+def test_every_output_counts(form: str) -> None:
+    model, other = TwoHeads(form).eval(), TwoHeads(form).eval()
+    loss = Distillation(model)
+    assert loss(other(data()), data()).item() == 0
+    with torch.no_grad():
+        other.second.weight.mul_(0)
+        other.second.bias.mul_(0)
+    # Nothing of the second head is left: its error is as large as itself, and it counts half.
+    assert loss(other(data()), data()).item() == pytest.approx(0.5)
+    found = loss(other(data()), data())
+    found.backward()
+    assert other.second.weight.grad is not None
+    assert other.second.weight.grad.abs().max() > 0
+
+
+def test_an_output_of_another_form_than_the_teachers_is_refused() -> None:
+    model = TwoHeads("tuple").eval()
+    with pytest.raises(QuantizerError, match=r"holds 3 floating-point tensors and the teacher's 2"):
+        Distillation(model)((torch.zeros(()), *model(data())), data())
+    with pytest.raises(QuantizerError, match=r"output 0 is of shape \(4, 5, 4\) and the teacher's \(8, 5, 4\)"):
+        Distillation(model)(model(data()[:4]), data())
+
+
+def test_the_teacher_is_no_student_where_a_forward_is_wrapped() -> None:
+    model = nn.Linear(16, 8).eval()
+    original = model.forward
+    model.forward = lambda x: original(x) * 2  # type: ignore[method-assign]
+    loss = Distillation(model)
+    with torch.no_grad():
+        wanted = model(data())
+        model.weight.mul_(3)
+        torch.testing.assert_close(loss.teacher(data()), wanted)
+    assert loss(model(data()), data()).item() > 0.1

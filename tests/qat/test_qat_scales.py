@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from helpers import ConvNet
 from torch import Tensor
 from torch import nn
@@ -166,6 +167,7 @@ def test_kinds_that_cannot_be() -> None:
         Quantizer().qat(Residual(), scales="average")
 
 
+@pytest.mark.promise("scales are fixed after 80% of the steps, batch statistics after 50%")
 @pytest.mark.parametrize("scales", ["average", "learned"])
 def test_scales_are_fixed_late(scales: Any) -> None:
     model = Residual().train()
@@ -214,6 +216,7 @@ def test_asymmetric_formats_keep_their_zero_points() -> None:
     assert all(torch.equal(points[name], quantizers(frozen)[name].zero_point) for name in points)
 
 
+@pytest.mark.promise("scales are fixed after 80% of the steps, batch statistics after 50%")
 def test_batch_norms_are_frozen_by_schedule_and_folded_in_the_file(tmp_path: Any) -> None:
     onnx = pytest.importorskip("onnx", reason="needs quantizer[onnx]")
     model, x = ConvNet().train(), torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -260,3 +263,103 @@ def test_a_frozen_model_is_not_trained() -> None:
         frozen(data())
     with torch.no_grad():
         frozen(data())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_no_number_is_no_range(value: float) -> None:
+    model = Residual()
+    proxy = calibrated(model).qat(model, scales="average")
+    schedule = Schedule(proxy, steps=100)
+    before = {name: found.scale.clone() for name, found in quantizers(proxy).items() if found.scale is not None}
+    broken = data()
+    broken[0, 0, 0] = value
+    proxy(broken)
+    schedule.at(1)
+    proxy(data(size=2.0))
+    schedule.at(2)
+    for name, scale in before.items():
+        after = quantizers(proxy)[name].scale
+        assert after is not None
+        assert bool(torch.isfinite(after).all())
+        assert bool((after <= 2 * scale).all())
+    assert not torch.equal(
+        before["query.forward.linear_0.input"], quantizers(proxy)["query.forward.linear_0.input"].scale
+    )
+
+
+class InPlace(nn.Module):
+    """Adds in place, or in the ordinary way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.how = nn.Linear(16, 16), nn.Linear(16, 16), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y = self.second(x)
+        if self.how == "operator":
+            h += y
+        elif self.how == "method":
+            h.add_(y)
+        elif self.how == "itself":
+            h += h
+            h += y
+        elif self.how == "view":
+            part = h[:, :4]
+            part += y[:, :4]
+            part += y[:, :4]
+        elif self.how == "float itself":
+            h = h + h
+            h = h + y
+        elif self.how == "float view":
+            part = h[:, :4] + y[:, :4]
+            h = torch.cat([part + y[:, :4], h[:, 4:]], 1)
+        else:
+            h = h + y
+        return h * 2
+
+
+@pytest.mark.parametrize("scales", ["fixed", "average", "learned"])
+@pytest.mark.parametrize(
+    ("how", "plain"),
+    [("operator", "float"), ("method", "float"), ("itself", "float itself"), ("view", "float view")],
+)
+def test_sums_in_place_train_as_those_that_are_not(how: str, plain: str, scales: Any) -> None:
+    found = []
+    for kind in (how, plain):
+        model = InPlace(kind)
+        proxy = calibrated(model, activations={"calibrator": "max"}).qat(model, scales=scales)
+        x = data(2).requires_grad_()
+        output = proxy(x)
+        output.square().sum().backward()
+        gradients = [p.grad for p in proxy.parameters()]
+        assert all(g is not None and bool(torch.isfinite(g).all()) for g in gradients)
+        found.append((output.detach(), x.grad, *gradients))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("scales", ["fixed", "average", "learned"])
+def test_an_empty_batch_trains(scales: Any) -> None:
+    model = Residual()
+    proxy = calibrated(model).qat(model, scales=scales)
+    loss = proxy(data()[:0]).sum() + proxy(data()).square().mean()
+    loss.backward()
+    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in proxy.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("scales", ["fixed", "average", "learned"])
+def test_checkpointing_gives_the_same_gradients(scales: Any, reentrant: bool) -> None:
+    model = Residual()
+    gradients = []
+    for checkpointed in (False, True):
+        proxy = calibrated(model).qat(model, scales=scales, copy=True)
+        x = data().requires_grad_()
+        run = torch.utils.checkpoint.checkpoint
+        output = run(proxy, x, use_reentrant=reentrant) if checkpointed else proxy(x)
+        output.square().mean().backward()
+        gradients.append([x.grad, *(p.grad for p in proxy.parameters())])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -95,6 +95,8 @@ def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
         ({"scores": [{"which": "a", "value": 1, "metric": "m", "interval": [1]}]}, r"interval: expected a list of 2"),
         ({"machine": {"cpu": [1]}}, r"machine\.cpu: expected a string or a whole number or a number or null"),
         ({"versions": []}, r"\.versions: expected an object"),
+        ({"covered_share": 10**400}, r"\.covered_share: expected a number"),
+        ({"model": {"source": "a", "task": "b", "parameters": 2**63}}, r"\.parameters: .* that fits in 64 bits"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -114,8 +116,10 @@ def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], messa
         (b"\xff\xfe", "cannot be read"),
         (b'{"version": 5}', "missing field 'name', 'created', 'config', 'model'"),
         (b"[" * 200_000, "nested too deep|not a JSON file"),
+        (b'{"name": "\\ud800"}', "half a character"),
+        (b"9" * 5_000, "not a JSON file .Exceeds the limit"),
     ],
-    ids=["empty", "cut", "list", "binary", "version-only", "deep"],
+    ids=["empty", "cut", "list", "binary", "version-only", "deep", "surrogate", "digits"],
 )
 def test_a_broken_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "report.json"
@@ -147,7 +151,7 @@ def test_a_failed_write_leaves_what_was_there(
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(QuantizerError, match=r"cannot write .*report\.json: No such file or directory; give a folder"):
+    with pytest.raises(QuantizerError, match=r"report\.json: the folder .*/no does not exist; make it first"):
         write_record(bare_record(), tmp_path / "no" / "report.json")
 
 

@@ -53,3 +53,8 @@ def test_a_training_that_made_no_step() -> None:
     training = dataclasses.replace(sample_training(), losses=(), learning_rates=(), scores=sample_training().scores[:1])
     assert "No step was made." in loss_svg(training)
     ElementTree.fromstring(score_svg(training))
+
+
+@pytest.mark.parametrize("losses", [(1e308, -1e308), (math.inf, 1.0), (math.nan, 1.0)])
+def test_losses_beyond_all_measure_are_drawn(losses: tuple[float, ...]) -> None:
+    ElementTree.fromstring(loss_svg(dataclasses.replace(sample_training(), losses=losses)))

@@ -174,6 +174,52 @@ def test_what_no_gradient_reaches_is_measured_by_the_output() -> None:
     assert found["last.forward.linear_0"] > 0
 
 
+class Scaled(nn.Module):
+    """Doubles what it is given, in place or not, and an activation that is in place as well."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
+        self.act = nn.ReLU(inplace=in_place)
+        self.last = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x.mul_(2.0) if self.act.inplace else x * 2.0) + 0.0
+        z = self.act(y)
+        return self.last((y if self.act.inplace else z) + z)
+
+
+@pytest.mark.parametrize("measure", ["gradient", "output", "local"])
+def test_what_a_model_changes_in_place_is_given_to_no_other_pass(measure: str) -> None:
+    errors = []
+    for in_place in (False, True):
+        model, x = Scaled(in_place=in_place).eval(), torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+        quantizer = Quantizer(backend="openvino", sites={"residual_add": False})
+        quantizer.calibrate(model, [x.clone()])
+        given = x.clone()
+        errors.append(_errors(quantizer, model, [given], measure=measure))
+        assert torch.equal(given, x * 2 if in_place else x)  # as one call of the model leaves it
+    assert errors[0] == pytest.approx(errors[1])
+
+
+class Overwritten(Rounding):
+    """What a softmax keeps for its gradient is changed in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).softmax(-1)
+        y += x
+        return self.last(y)
+
+
+def test_what_is_overwritten_is_measured_by_the_output() -> None:
+    model, x = Overwritten().eval(), torch.randn(64, 32)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).sum().backward()
+    quantizer = _quantizer(model, [x])
+    assert _errors(quantizer, model, [x]) == _errors(quantizer, model, [x], measure="output")
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from quantizer.source.lend import HOST
 from quantizer.source.lend import LEND
 from quantizer.source.lend import TAKES_APART
 from quantizer.source.lend import VISIBLE
+from quantizer.source.lend import WRITTEN_CLASS
 from quantizer.source.live_names import LIVE
 from quantizer.source.live_names import NOW
 from quantizer.source.text import SourceFile
@@ -130,7 +131,7 @@ class _Strip(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         site = self._site(node)
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in (LEND, NOW, VISIBLE):
+        if isinstance(node.func, ast.Name) and node.func.id in (LEND, NOW, VISIBLE, WRITTEN_CLASS):
             return node.args[0]
         if site is None:
             return node

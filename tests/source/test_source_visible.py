@@ -522,6 +522,7 @@ class Executed(nn.Module):
 """
 
 
+@pytest.mark.promise("where the source of a module cannot be read, the coverage says so.")
 def test_a_class_without_source_is_reported_and_the_rest_works() -> None:
     namespace: dict[str, Any] = {"__name__": "sample_executed"}
     exec(compile(_EXECUTED, "<nowhere>", "exec"), namespace)

@@ -190,7 +190,7 @@ def test_vader_is_fetched_once(pip, tmp_path):
     first = vader_rows(split="head")
     assert vader_rows(split="head") == first
     assert len(pip) == 1
-    assert pip[0][1:4] == ["-m", "pip", "download"]
+    assert pip[0][1:5] == ["-P", "-m", "pip", "download"]
     assert [path.name for path in (tmp_path / "cache" / "quantizer").iterdir()] == [vader.ARCHIVE]
 
 

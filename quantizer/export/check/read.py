@@ -9,7 +9,10 @@ from typing import Any
 
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
+from quantizer.existing import is_file
+from quantizer.existing import is_folder
 from quantizer.export.check.subject import Subject
+from quantizer.onnx_structure import structural_fault
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import GraphRules
 
@@ -38,8 +41,8 @@ def _proto(path: Path) -> Any:
     import onnx
     from google.protobuf.message import DecodeError
 
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
+    if not is_file(path):
+        what = "is a folder" if is_folder(path) else "does not exist"
         raise ExportError(f"{path} {what}; expected an ONNX file")
     try:
         proto = onnx.load_model(path, load_external_data=False)
@@ -49,8 +52,15 @@ def _proto(path: Path) -> Any:
         ) from error
     except OSError as error:
         raise ExportError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ExportError(f"{path} is damaged: a name in it is no text; export or copy it again") from error
     if not proto.graph.node:
         raise ExportError(f"{path} is no ONNX file, or an empty one: it has no node; export or copy it again")
+    fault = structural_fault(onnx, proto)
+    if fault is not None:
+        raise ExportError(
+            f"{path} is damaged, or was written wrongly: {fault}; export it again, and hold it to onnx.checker"
+        )
     return proto
 
 
@@ -62,8 +72,8 @@ def _model(path: Path, proto: Any) -> Any:
 
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
-    # Rules that need a shape stay silent where there is none.
-    with suppress(onnx.shape_inference.InferenceError):
+    # Rules that need a shape stay silent where there is none. What ONNX says of it may quote bytes that are no text.
+    with suppress(onnx.shape_inference.InferenceError, UnicodeDecodeError):
         proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     try:
         return onnx_ir.from_proto(proto)
@@ -79,6 +89,8 @@ def _said_by_checker(path: Path, proto: Any) -> str:
         onnx.checker.check_model(path if _has_external_data(proto) else proto)
     except onnx.checker.ValidationError as error:
         return _first_line(error)
+    except UnicodeDecodeError:
+        return "a name in it is no text"
     return ""
 
 

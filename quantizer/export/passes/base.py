@@ -20,6 +20,7 @@ __all__ = [
     "floats",
     "insert_before",
     "is_dequantized",
+    "keeps_rank",
     "quantize_of",
     "replace_node",
     "run_passes",
@@ -141,6 +142,12 @@ def is_dequantized(value: Any) -> bool:
     """Whether a value comes from a DequantizeLinear."""
     producer = None if value is None else value.producer()
     return producer is not None and producer.op_type == "DequantizeLinear"
+
+
+def keeps_rank(value: Any, factor: Any) -> bool:
+    """Whether a value times a constant has the value's own rank: a factor [1, 1] gives a scalar two axes."""
+    held = floats(factor)
+    return held is not None and (held.ndim == 0 or (value.shape is not None and held.ndim <= len(value.shape)))
 
 
 def quantize_of(value: Any) -> tuple[Any, Any] | None:

@@ -20,6 +20,7 @@ from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
 from quantizer.export.passes.base import floats
 from quantizer.export.passes.base import insert_before
+from quantizer.export.passes.base import keeps_rank
 from quantizer.export.passes.base import quantize_of
 from quantizer.export.passes.base import scalar
 from quantizer.export.passes.base import smallest_normal
@@ -79,6 +80,8 @@ def _moved(node: Any) -> _Moved | None:
     if product is None or product.op_type != "MatMul" or len(list(scores.uses())) != 1 or scores.is_graph_output():
         return None
     constant = scalar(node.inputs[1 - place])
+    if not keeps_rank(scores, node.inputs[1 - place]):
+        return None
     pairs = [quantize_of(value) for value in product.inputs]
     if not constant or constant < 0 or any(pair is None for pair in pairs):
         return None

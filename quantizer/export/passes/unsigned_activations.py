@@ -24,7 +24,7 @@ _NAME = "quantizer_unsigned_zero_point"
 
 
 class UnsignedActivations:
-    """``Q(x, s, int8 0) -> DQ`` becomes ``Q(x, s, uint8 128) -> DQ(.., uint8 128)``.
+    """``Q(x, s, int8 0) -> DQ`` becomes ``Q(x, s, uint8 128) -> DQ(.., uint8 128)``; steps that are a result stay.
 
     Args:
         where: ``weighted``: only where the DQ feeds a product with a stored weight; ``all``: everywhere.
@@ -58,7 +58,7 @@ class UnsignedActivations:
         for node in model.graph:
             if node.op_type != "QuantizeLinear" or not _is_signed_scalar(node.inputs[2]):
                 continue
-            if self.where == "all" or _feeds_a_weighted_product(node):
+            if _is_read_as_a_value(node) and (self.where == "all" or _feeds_a_weighted_product(node)):
                 yield node
 
 
@@ -66,6 +66,13 @@ def _is_signed_scalar(zero_point: Any) -> bool:
     """It is of INT8, per tensor: no other format has its values in UINT8, and what is written is one number."""
     constant = zero_point.const_value
     return constant is not None and constant.dtype.name == INT8.onnx_type and len(constant.shape) == 0
+
+
+def _is_read_as_a_value(quantize: Any) -> bool:
+    """Nobody sees the steps themselves: they are no result, and all that reads them is a DQ."""
+    steps = quantize.outputs[0]
+    readers = [(reader.op_type, index) for reader, index in steps.uses()]
+    return not steps.is_graph_output() and all(reader == ("DequantizeLinear", 0) for reader in readers)
 
 
 def _set_zero_point(node: Any, zero: Any) -> None:

@@ -34,7 +34,7 @@ class HistogramCalibrator:
         if not self._seen.count:
             return None
         options = {"percentile": percentile} if method == "percentile" else {}
-        return torch.tensor(self._seen.seen_as(method, **options).amax())
+        return torch.tensor(self._seen.seen_as(method, **options).amax(), dtype=torch.float32)
 
 
 class MaxCalibrator:

@@ -17,7 +17,16 @@ from quantizer.numerics import ops
 from quantizer.numerics.qtype import INT8
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
-__all__ = ["QuantConv1d", "QuantConv2d", "QuantConv3d", "QuantLinear", "TensorQuantizer"]
+__all__ = [
+    "QuantConv1d",
+    "QuantConv2d",
+    "QuantConv3d",
+    "QuantConvTranspose1d",
+    "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
+    "QuantLinear",
+    "TensorQuantizer",
+]
 
 
 class TensorQuantizer(OperandQuantizer):
@@ -37,7 +46,7 @@ class TensorQuantizer(OperandQuantizer):
             HistogramCalibrator() if descriptor.calib_method == "histogram" else MaxCalibrator(self.axis)
         )
         if descriptor.amax is not None:
-            self._set_amax(torch.tensor(descriptor.amax))
+            self._set_amax(torch.tensor(descriptor.amax, dtype=torch.float32))
 
     def enable_calib(self) -> None:
         """Collect the values that pass."""
@@ -134,3 +143,21 @@ class QuantConv2d(_Defaults):
 
 class QuantConv3d(_Defaults):
     """Defaults of ``F.conv3d``."""
+
+
+class QuantConvTranspose1d(_Defaults):
+    """Defaults of ``F.conv_transpose1d``, whose weight has its output channels on axis 1."""
+
+    default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(1,))
+
+
+class QuantConvTranspose2d(_Defaults):
+    """Defaults of ``F.conv_transpose2d``, whose weight has its output channels on axis 1."""
+
+    default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(1,))
+
+
+class QuantConvTranspose3d(_Defaults):
+    """Defaults of ``F.conv_transpose3d``, whose weight has its output channels on axis 1."""
+
+    default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(1,))

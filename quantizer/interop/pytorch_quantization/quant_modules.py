@@ -11,6 +11,9 @@ from quantizer.errors import ProxyError
 from quantizer.interop.pytorch_quantization.nn import QuantConv1d
 from quantizer.interop.pytorch_quantization.nn import QuantConv2d
 from quantizer.interop.pytorch_quantization.nn import QuantConv3d
+from quantizer.interop.pytorch_quantization.nn import QuantConvTranspose1d
+from quantizer.interop.pytorch_quantization.nn import QuantConvTranspose2d
+from quantizer.interop.pytorch_quantization.nn import QuantConvTranspose3d
 from quantizer.interop.pytorch_quantization.nn import QuantLinear
 from quantizer.interop.pytorch_quantization.nn import TensorQuantizer
 from quantizer.proxy.attention import use_eager_attention
@@ -25,7 +28,14 @@ __all__ = ["deactivate", "initialize", "quantize_model"]
 logger = logging.getLogger(__name__)
 
 _KINDS = ("linear", "conv", "matmul")
-_DEFAULTS = {"conv1d": QuantConv1d, "conv2d": QuantConv2d, "conv3d": QuantConv3d}
+_DEFAULTS = {
+    "conv1d": QuantConv1d,
+    "conv2d": QuantConv2d,
+    "conv3d": QuantConv3d,
+    "conv_transpose1d": QuantConvTranspose1d,
+    "conv_transpose2d": QuantConvTranspose2d,
+    "conv_transpose3d": QuantConvTranspose3d,
+}
 _OPEN: list[patched] = []
 
 

@@ -6,10 +6,10 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from quantizer.errors import TaskError
+from quantizer.files import temporary_beside
 
 __all__ = ["cache_folder", "check_sha256", "fetch_sdist"]
 
@@ -56,9 +56,9 @@ def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Pa
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as scratch:
-            _pip_download(requirement, archive, folder, Path(scratch))
-            fetched = Path(scratch) / archive
+        with temporary_beside(target) as scratch:
+            _pip_download(requirement, archive, folder, scratch)
+            fetched = scratch / archive
             if not fetched.is_file():
                 raise TaskError(f"pip fetched {requirement} but gave no {archive}: {_by_hand(requirement, folder)}")
             check_sha256(fetched, sha256)
@@ -72,7 +72,8 @@ def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Pa
 
 def _pip_download(requirement: str, archive: str, folder: Path, scratch: Path) -> None:
     name = requirement.partition("==")[0]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+    # -P: a pip.py in the current folder is not pip.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--no-binary", name, "--dest", str(scratch), requirement]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)

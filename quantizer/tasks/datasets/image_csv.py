@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantizer.errors import TaskError
+from quantizer.existing import is_file
 from quantizer.tasks.datasets.columns import read_columns
 from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Row
@@ -37,7 +38,7 @@ def read_image_csv(path: Path | None, split: str | None, subset: str | None) -> 
 
 
 def _image(path: Path, label: str, where: str) -> Image:
-    if not path.is_file():
+    if not is_file(path):
         raise TaskError(f"{where}: there is no image {path} (a relative path starts at the file's own folder)")
     if not label:
         raise TaskError(f"{where}: the label is empty, expected the name of a class or its number from 0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from quantizer.errors import TaskError
@@ -30,7 +31,27 @@ def read_images(path: Path) -> list[Path]:
 def image_paths(folder: Path) -> list[Path]:
     """The images below a folder, by the hash of their names: the first ones are then a fair sample.
 
-    Names are sorted by class in most folders, so that the first hundred by name would be of a few classes only.
+    Names are sorted by class in most folders, so that the first hundred by name would be of a few classes only. Links
+    to folders are followed. What begins with a dot is hidden, and no image: programs keep copies of their own there.
+
+    Raises:
+        TaskError: a link leads nowhere, or to a folder that it lies in.
     """
-    found = [path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_FILES and path.is_file()]
+    found = list(_below(folder, ()))
     return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest())
+
+
+def _below(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """The images of a folder and of those in it; ``above``: the real paths of the folders that it lies in."""
+    above = (*above, folder.resolve())
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            if path.resolve() in above:
+                raise TaskError(f"{path} leads to a folder that it lies in: remove the link")
+            yield from _below(path, above)
+        elif path.suffix.lower() in IMAGE_FILES:
+            if not path.exists():
+                raise TaskError(f"{path} leads to a file that is not there: mend the link, or remove it")
+            yield path

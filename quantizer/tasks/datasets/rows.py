@@ -10,15 +10,31 @@ It reads every row; ``load_rows`` cuts out the part that a run asks for.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from quantizer.errors import TaskError
+from quantizer.existing import is_file
+from quantizer.existing import is_folder
 from quantizer.registry import Registry
 
-__all__ = ["Image", "Pair", "Row", "Text", "datasets", "read_lines", "refuse_options", "require_file", "require_folder"]
+__all__ = [
+    "Image",
+    "Pair",
+    "Row",
+    "Text",
+    "class_number",
+    "content_of",
+    "datasets",
+    "read_lines",
+    "refuse_options",
+    "require_file",
+    "require_folder",
+]
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,33 @@ class Image:
     label: str
 
 
+_MOST_DIGITS = 9
+"""Of the number of a class: what has more is no class of any model, and may not fit in 64 bits."""
+
 Row: TypeAlias = Image | Pair | Text
+
+
+def content_of(rows: Sequence[Row]) -> str:
+    """Return a hash of all that rows hold: of an image what is in its file, which may be another under its name.
+
+    Raises:
+        TaskError: a file cannot be read.
+    """
+    whole = hashlib.sha256()
+    for row in rows:
+        whole.update(repr(row).encode())
+        if isinstance(row, Image):
+            whole.update(_file_digest(row.path))
+    return whole.hexdigest()
+
+
+def _file_digest(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").digest()
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read: {error.strerror or error}") from error
+
 
 datasets: Registry[Callable[[Path | None, str | None, str | None], list[Row]]] = Registry("data set")
 
@@ -83,12 +125,19 @@ def _required(name: str, path: Path | None, kind: str, other: str) -> Path:
     if path is None:
         raise TaskError(f"data set {name!r} reads a {kind} of yours, but no path was given: set 'path'")
     path = path.expanduser()
-    is_kind = {"file": path.is_file, "folder": path.is_dir}
-    if is_kind[other]():
+    is_kind = {"file": is_file, "folder": is_folder}
+    if is_kind[other](path):
         raise TaskError(f"data set {name!r}: {path} is a {other}, expected a {kind}")
-    if not is_kind[kind]():
+    if not is_kind[kind](path):
         raise TaskError(f"data set {name!r}: there is no {kind} {path} (a relative path starts at {Path.cwd()})")
     return path
+
+
+def class_number(label: str) -> int | None:
+    """The class that a label names by its number; None where it is no whole number from 0, or beyond any count."""
+    # isdecimal alone also accepts digits of other scripts, which no label file holds on purpose.
+    digits = label.lstrip("0") or label[:1]
+    return int(digits) if label.isascii() and label.isdecimal() and len(digits) <= _MOST_DIGITS else None
 
 
 def read_lines(name: str, path: Path) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from quantizer.errors import TaskError
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.datasets.rows import class_number
 from quantizer.tasks.datasets.rows import datasets
 from quantizer.tasks.datasets.rows import read_lines
 from quantizer.tasks.datasets.rows import refuse_options
@@ -32,8 +33,8 @@ def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[
         if not line.strip():
             continue
         label, _, text = line.strip().partition(" ")
-        # isdecimal alone also accepts digits of other scripts, which no label file holds on purpose.
-        if not (label.isascii() and label.isdecimal()) or not text.strip():
+        number_of_class = class_number(label)
+        if number_of_class is None or not text.strip():
             raise TaskError(f"{file}:{number}: {line.strip()[:60]!r}, expected an integer label, a space and a text")
-        rows.append(Text(text.strip(), int(label)))
+        rows.append(Text(text.strip(), number_of_class))
     return rows

@@ -14,6 +14,7 @@ from quantizer.errors import TaskError
 from quantizer.tasks.datasets.columns import read_columns
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.datasets.rows import Text
+from quantizer.tasks.datasets.rows import class_number
 from quantizer.tasks.datasets.rows import datasets
 from quantizer.tasks.datasets.rows import refuse_options
 from quantizer.tasks.datasets.rows import require_file
@@ -37,6 +38,7 @@ def read_text_csv(path: Path | None, split: str | None, subset: str | None) -> l
 def _text(text: str, label: str, where: str) -> Text:
     if not text:
         raise TaskError(f"{where}: the text is empty")
-    if not (label.isascii() and label.isdecimal()):
-        raise TaskError(f"{where}: the label is {label!r}, expected an integer from 0 (number your classes)")
-    return Text(text, int(label))
+    number = class_number(label)
+    if number is None:
+        raise TaskError(f"{where}: the label is {label[:60]!r}, expected an integer from 0 (number your classes)")
+    return Text(text, number)

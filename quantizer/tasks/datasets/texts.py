@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from quantizer.errors import TaskError
+from quantizer.plain import json_values
 from quantizer.tasks.datasets.rows import read_lines
 from quantizer.tasks.datasets.rows import require_file
 
@@ -57,7 +57,7 @@ def _from_jsonl(file: Path, column: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json_values(line)
         except ValueError as error:
             raise TaskError(f"{file}:{number}: not JSON ({error})") from error
         text = row.get(column) if isinstance(row, dict) else None

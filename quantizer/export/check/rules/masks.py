@@ -13,26 +13,23 @@ from quantizer.export.check.graph import name_of
 from quantizer.export.check.graph import readers
 from quantizer.export.check.rule import rules
 from quantizer.export.check.subject import Subject
+from quantizer.export.masks import masks_only
 from quantizer.proxy.regions import MASK
 
 __all__ = ["mask_range"]
-
-# What only bounds other values (Clip, Max) is no mask.
-_ADDED = ("Add", "Sub", "Where", "Mul", "Cast", "Expand", "ConstantOfShape", "CastLike")
 
 
 @rules.add("mask-range")
 def mask_range(subject: Subject) -> Iterator[Fault]:
     """A mask's constant fits FP16, with room for the scores that are added to it."""
     for node in subject.nodes:
-        if node.op_type not in _ADDED:
-            continue
-        for value in node.inputs:
+        for index, value in enumerate(node.inputs):
             held = constant(value)
             if held is None or not held.size or str(held.dtype) not in ("float16", "float32"):
                 continue
             lowest = float(np.min(held))
-            if lowest < MASK and (held.dtype == np.float16 or (lowest < _LOWEST and _becomes_half(node))):
+            low = lowest < MASK and (held.dtype == np.float16 or (lowest < _LOWEST and _becomes_half(node)))
+            if low and masks_only(node, index):
                 problem = (
                     f"the constant {lowest:.5g} in half precision: added to a score it is -inf, and a row of -inf is "
                     "NaN after softmax"

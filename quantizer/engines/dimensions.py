@@ -1,0 +1,105 @@
+"""The names of dimensions: axes of one name have one size, in every input and in every call.
+
+An ONNX file says so, and its libraries do not hold to it. OpenVINO, given two sizes, may return what it computed in a
+call before, and go on doing so; an engine file of it has no names left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+from typing import TypeAlias
+
+__all__ = ["dimension_sizes", "input_dimensions"]
+
+# Numbers of fields in ONNX's protobuf messages: graph of a model; inputs of a graph; name and type of an input; tensor
+# of a type; its shape; dimensions of a shape; the name of a dimension.
+_GRAPH = 7
+_INPUT = 11
+_NAME, _TYPE = 1, 2
+_TENSOR = 1
+_SHAPE = 2
+_DIMENSION = 1
+_DIMENSION_NAME = 2
+# How a field is written: a number of any length, a message or string after its length, or so many bytes.
+_NUMBER, _MESSAGE = 0, 2
+_FIXED = {1: 8, 5: 4}
+
+Place: TypeAlias = tuple[int, int]
+"""Where a message begins and ends."""
+
+
+def input_dimensions(path: Path) -> dict[str, tuple[str, ...]]:
+    """Return the name of each axis of each input of an ONNX file; an empty one where it has none.
+
+    Only frames are read, without the package onnx: a large file costs nothing, and a builder does not need it.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    with path.open("rb") as stream:
+        inputs = list(_below(stream, [(0, path.stat().st_size)], _GRAPH, _INPUT))
+        return {_text(stream, _below(stream, [place], _NAME)): _axes(stream, place) for place in inputs}
+
+
+def dimension_sizes(shapes: Iterable[Sequence[str]], batch: int, sequence: int) -> dict[str, int]:
+    """Return a size for each name of a dimension, for made-up inputs.
+
+    What is not called ``batch`` or ``sequence`` is taken for a batch where it is the first axis of every input that
+    has it: [b, s] gives b the batch's size and s the sequence's.
+    """
+    sizes: dict[str, int] = {}
+    for names in shapes:
+        for axis, name in enumerate(names):
+            if name and (axis > 0 or name not in sizes):
+                sizes[name] = sequence if axis > 0 else batch
+    return {**sizes, "batch": batch, "sequence": sequence}
+
+
+def _axes(stream: BinaryIO, place: Place) -> tuple[str, ...]:
+    dimensions = list(_below(stream, [place], _TYPE, _TENSOR, _SHAPE, _DIMENSION))
+    return tuple(_text(stream, _below(stream, [dimension], _DIMENSION_NAME)) for dimension in dimensions)
+
+
+def _text(stream: BinaryIO, places: Iterable[Place]) -> str:
+    start, end = next(iter(places), (0, 0))
+    stream.seek(start)
+    return stream.read(end - start).decode()
+
+
+def _below(stream: BinaryIO, places: Iterable[Place], *numbers: int) -> Iterator[Place]:
+    """Where the messages or strings lie that a way of field numbers leads to."""
+    if not numbers:
+        yield from places
+        return
+    inner = (part for start, end in places for part in _parts(stream, start, end, numbers[0]))
+    yield from _below(stream, inner, *numbers[1:])
+
+
+def _parts(stream: BinaryIO, start: int, end: int, wanted: int) -> Iterator[Place]:
+    while start < end:
+        stream.seek(start)
+        tag = _varint(stream)
+        wire = tag & 7
+        number = _varint(stream) if wire in (_NUMBER, _MESSAGE) else 0
+        length = number if wire == _MESSAGE else 0 if wire == _NUMBER else _FIXED.get(wire)
+        if length is None or stream.tell() + length > end:
+            raise ValueError(f"unexpected data at byte {start}")
+        start = stream.tell() + length
+        if wire == _MESSAGE and tag >> 3 == wanted:
+            yield start - length, start
+
+
+def _varint(stream: BinaryIO) -> int:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = stream.read(1)
+        if not byte:
+            raise ValueError("it ends in the middle of a number")
+        value |= (byte[0] & 0x7F) << shift
+        if byte[0] < 0x80:
+            return value
+    raise ValueError(f"a number at byte {stream.tell()} is too long")

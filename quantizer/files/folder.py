@@ -1,0 +1,209 @@
+"""A folder that is whole or absent, and what is replaced by it: a folder of ours, of the same kind, and nothing else.
+
+A new folder is filled beside its place, marked, written through to the disk, and takes its name in one step. A folder
+of ours that stands there changes places with it, so that a kill at any moment leaves one of the two in place, whole.
+Where the system cannot do that the former one is moved aside first; what a kill leaves then is put back by whoever
+reads or writes that folder next.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextlib import suppress
+from pathlib import Path
+
+from quantizer.errors import QuantizerError
+from quantizer.files import exchange
+from quantizer.files.marker import MARKER
+from quantizer.files.marker import discard
+from quantizer.files.marker import foreign
+from quantizer.files.marker import read_marker
+from quantizer.files.marker import write_marker
+from quantizer.files.place import probe
+from quantizer.files.place import protected_reason
+from quantizer.files.place import real_place
+from quantizer.files.place import said_plainly
+from quantizer.files.place import settle
+from quantizer.files.place import sync_folder
+from quantizer.files.place import system_error
+from quantizer.files.temporary import NEW
+from quantizer.files.temporary import OLD
+from quantizer.files.temporary import leftovers
+from quantizer.files.temporary import new_name
+from quantizer.files.temporary import remove_leftovers
+
+__all__ = ["checked_folder", "restore_folder", "said_complete", "write_folder"]
+
+_SHOWN = 3
+
+
+def checked_folder(folder: str | os.PathLike[str], kind: str, *, replace: bool) -> Path:
+    """The real place of a folder, when a folder of this kind may be written there: asked before the work.
+
+    Args:
+        folder: where it is to be.
+        kind: what it is, such as "run".
+        replace: an empty folder, or one of the same kind that holds nothing else, may stand there.
+
+    Raises:
+        QuantizerError: something stands there that is kept.
+    """
+    place = real_place(folder)
+    with said_plainly(folder):
+        if not place.exists():
+            return place
+        if not place.is_dir():
+            raise QuantizerError(f"{folder} cannot be written: it is no folder; choose another folder")
+        reason = protected_reason(place) or _kept_reason(place, kind)
+    if reason is not None:
+        raise QuantizerError(f"{folder} {reason}; nothing was changed: choose another folder")
+    if not replace:
+        raise QuantizerError(f"{folder} exists already; choose another folder, or replace it with --force")
+    return place
+
+
+def write_folder(
+    folder: str | os.PathLike[str], fill: Callable[[Path], object], *, kind: str, replace: bool = True
+) -> Path:
+    """Make a folder that appears at once: ``fill(path)`` writes into a temporary one beside it.
+
+    A folder of the same kind that stands there is replaced when the new one is complete. After an error nothing is left
+    behind, the parent folders that were made for it included. Where something stands there at the end that may not be
+    replaced, the new folder is kept beside it, and the error says where.
+
+    Args:
+        folder: where it is to be.
+        fill: writes what is to be in it.
+        kind: what it is, such as "run".
+        replace: see ``checked_folder``.
+
+    Raises:
+        QuantizerError: the folder cannot be made there, or ``fill`` met an error of the operating system.
+    """
+    restore_folder(folder)
+    place = checked_folder(folder, kind, replace=replace)
+    made = [parent for parent in place.parents if not parent.exists()]
+    new = new_name(place)
+    try:
+        with said_plainly(folder):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(place)
+            new.mkdir()
+            probe(new)
+        _filled(new, fill, kind, folder)
+        try:
+            checked_folder(folder, kind, replace=replace)
+            with said_plainly(folder):
+                _put_in_place(new, place, kind)
+        except QuantizerError as refused:
+            raise _kept_beside(new, place, refused) from refused
+        with said_plainly(folder), said_complete(folder):
+            sync_folder(place.parent)
+            _clear(new, place)
+    finally:
+        _clear(new, place)
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+    return Path(folder).absolute()
+
+
+@contextmanager
+def said_complete(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """An interruption of the block, which comes after the work, says that the folder is complete."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise type(stop)(f"{Path(folder).absolute()} is complete") from stop
+
+
+def restore_folder(folder: str | os.PathLike[str]) -> None:
+    """Put a folder in its place where a kill left it aside: the new one if it is complete, and else the former one."""
+    with suppress(OSError, ValueError):
+        place = Path(os.path.realpath(folder))
+        for old in leftovers(place, OLD):
+            if not os.path.lexists(place):
+                new = old.with_suffix(NEW)
+                os.rename(new if (new / MARKER).exists() else old, place)
+
+
+def _kept_reason(place: Path, kind: str) -> str | None:
+    """Why a folder is kept for what lies in it; None where there is nothing, or nothing but what was written here."""
+    names = sorted(os.listdir(place))
+    if not names:
+        return None
+    marker = read_marker(place)
+    if marker is None:
+        what = "cannot be read" if MARKER in names else "is missing"
+        return (
+            f"was not written by this quantizer ({MARKER} {what} in it): it holds {_some(names)}. Remove it yourself "
+            "if nothing in it is needed"
+        )
+    if marker.kind != kind:
+        return f"holds a {marker.kind}, which a {kind} does not replace"
+    others = foreign(place, marker)
+    if others:
+        return f"holds {_some(others)}, which quantizer did not write: move that elsewhere"
+    return None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:_SHOWN])) + (" and more" if len(names) > _SHOWN else "")
+
+
+def _filled(new: Path, fill: Callable[[Path], object], kind: str, folder: object) -> None:
+    """Fill a new folder, mark it and see it onto the disk."""
+    try:
+        fill(new)
+        write_marker(new, kind)
+        settle(new)
+    except QuantizerError:
+        raise
+    except Exception as error:
+        refused = system_error(error)
+        if refused is None:
+            raise
+        raise QuantizerError(f"nothing was written to {folder}: {refused}") from error
+
+
+def _put_in_place(new: Path, place: Path, kind: str) -> None:
+    if not place.exists() or not os.listdir(place):
+        # The system puts a folder in the place of an empty one, and of nothing else.
+        os.rename(new, place)
+        return
+    if not (place / MARKER).exists():
+        # Of an earlier version: its removal, too, goes by a list.
+        write_marker(place, kind)
+    shutil.copymode(place, new)
+    if exchange.exchange(new, place):
+        return
+    old = new.with_suffix(OLD)
+    try:
+        os.rename(place, old)
+        os.rename(new, place)
+    finally:
+        if os.path.lexists(old) and not os.path.lexists(place):
+            os.rename(old, place)
+
+
+def _clear(new: Path, place: Path) -> None:
+    """Remove the new folder where it did not get its place, and the former one where it lost it."""
+    discard(new)
+    if os.path.lexists(place):
+        discard(new.with_suffix(OLD))
+
+
+def _kept_beside(new: Path, place: Path, refused: QuantizerError) -> QuantizerError:
+    """Keep a new folder that did not get its place, which may have taken hours to make; the error that says where."""
+    number = 1
+    while os.path.lexists(kept := place.with_name(f"{place.name}.new{number}")):
+        number += 1
+    try:
+        os.rename(new, kept)
+    except OSError:
+        return refused
+    return QuantizerError(f"{refused}. What was made is kept in {kept}")

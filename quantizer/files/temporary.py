@@ -1,0 +1,134 @@
+"""Folders to write into, beside what they become, each with its owner in its name.
+
+``.NAME.MACHINE-OWNER-START-TOKEN.part``: a kill leaves such a folder, and whoever writes NAME next removes it, unless
+its owner is alive: a thread by its number in the system, which for the first of a process is that of the process. A
+thread that begins to write NAME is at no other folder for it, so that what is its own was left by an interruption. A
+folder of another machine, or from before a restart, goes when it has not changed for a week: whether its owner is alive
+cannot be told.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextlib import suppress
+from pathlib import Path
+
+from quantizer.files.marker import discard
+
+__all__ = ["NEW", "OLD", "leftovers", "new_name", "remove_leftovers", "temporary_beside"]
+
+NEW = ".part"
+OLD = ".old"
+_UNCHANGED_S = 7 * 24 * 3600
+_LONGEST_NAME = 150
+_ENDED = ("Z", "X")
+_THREADS = sys.platform == "linux"
+
+
+@contextmanager
+def temporary_beside(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside ``target``; at the end it is gone, with all that is still in it."""
+    remove_leftovers(target)
+    folder = new_name(target)
+    try:
+        folder.mkdir()
+        yield folder
+    finally:
+        discard(folder)
+
+
+def new_name(target: Path) -> Path:
+    """A name beside ``target`` that nothing has, and that says whose it is."""
+    owner = f"{_machine()}-{_this()}-{_started(_this()) or 0}"
+    return target.with_name(f".{_stem(target)}.{owner}-{secrets.token_hex(4)}{NEW}")
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what kills left beside ``target``; what was put aside goes only where ``target`` stands."""
+    for folder in leftovers(target, NEW):
+        discard(folder)
+    if os.path.lexists(target):
+        for folder in leftovers(target, OLD):
+            discard(folder)
+
+
+def leftovers(target: Path, ending: str) -> list[Path]:
+    """The folders beside ``target`` whose owners are gone."""
+    pattern = re.compile(
+        re.escape(f".{_stem(target)}.")
+        + r"(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}"
+        + re.escape(ending)
+    )
+    found = []
+    with suppress(OSError), os.scandir(target.parent) as scan:
+        for entry in scan:
+            match = pattern.fullmatch(entry.name)
+            if match is not None and entry.is_dir(follow_symlinks=False) and _is_left(Path(entry.path), match):
+                found.append(Path(entry.path))
+    return found
+
+
+def _is_left(folder: Path, name: re.Match[str]) -> bool:
+    if name["machine"] != _machine():
+        return time.time() - _changed(folder) > _UNCHANGED_S
+    if int(name["owner"]) == _this():
+        return _THREADS
+    started = _started(int(name["owner"]))
+    return started is None or started not in (int(name["start"]), 0)
+
+
+def _this() -> int:
+    """The number of this thread; that of the process, where the system has no table of threads."""
+    return threading.get_native_id() if _THREADS else os.getpid()
+
+
+def _started(owner: int) -> int | None:
+    """When a thread of this machine began, in the kernel's ticks; 0 where that cannot be told, None: it has ended."""
+    try:
+        os.kill(owner, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass  # another user's
+    try:
+        # The name of the program stands in brackets, and may hold any character.
+        fields = Path(f"/proc/{owner}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in _ENDED else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+@functools.cache
+def _machine() -> str:
+    """Tells this machine since its start, and this container, from those where a number means another process."""
+    parts = [platform.node()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+
+
+def _stem(target: Path) -> str:
+    """The name, or what stands for one that leaves no room for more."""
+    name = os.fsencode(target.name)
+    return target.name if len(name) <= _LONGEST_NAME else hashlib.sha256(name).hexdigest()
+
+
+def _changed(folder: Path) -> float:
+    """When something in a folder was changed last."""
+    latest = folder.lstat().st_mtime
+    for root, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            with suppress(OSError):
+                latest = max(latest, os.lstat(os.path.join(root, name)).st_mtime)
+    return latest

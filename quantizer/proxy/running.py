@@ -1,0 +1,72 @@
+"""Telling those who follow a pass which modules run, in their own thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from typing import Protocol
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+__all__ = ["Follower", "follow", "leave"]
+
+
+class Follower(Protocol):
+    """Who is told of every module call of a thread."""
+
+    def enter(self, module: nn.Module) -> None:
+        """A module begins to run."""
+
+    def exit(self, module: nn.Module) -> None:
+        """A module ends, also by an exception."""
+
+
+class _Threads(threading.local):
+    """The followers of each thread."""
+
+    def __init__(self) -> None:
+        self.followers: list[Follower] = []
+
+
+_THREADS = _Threads()
+_LOCK = threading.Lock()
+_HANDLES: list[Any] = []
+_FOLLOWING: list[Follower] = []
+
+
+def follow(follower: Follower) -> None:
+    """Tell a follower of every module that this thread runs from now on, until ``leave``."""
+    # Hooks on the modules would turn off the fast paths of torch, so they are torch's global ones. Two for the whole
+    # process: torch calls those of every thread in every thread, and does not expect them to change meanwhile.
+    with _LOCK:
+        _FOLLOWING.append(follower)
+        if not _HANDLES:
+            _HANDLES.extend(
+                (register_module_forward_pre_hook(_enter), register_module_forward_hook(_exit, always_call=True))
+            )
+    _THREADS.followers.append(follower)
+
+
+def leave(follower: Follower) -> None:
+    """End what ``follow`` began, in the same thread; nothing where it did not begin."""
+    if follower in _THREADS.followers:
+        _THREADS.followers.remove(follower)
+    with _LOCK:
+        if follower in _FOLLOWING:
+            _FOLLOWING.remove(follower)
+        if not _FOLLOWING:
+            for handle in _HANDLES:
+                handle.remove()
+            _HANDLES.clear()
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    for follower in _THREADS.followers:
+        follower.enter(module)
+
+
+def _exit(module: nn.Module, args: Any, result: Any) -> None:
+    for follower in reversed(_THREADS.followers):
+        follower.exit(module)

@@ -1,0 +1,119 @@
+"""A damaged engine runs, and gives other outputs: so its file has a checksum, which loading compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantizer.engines import BuildOptions
+from quantizer.engines import backend_of
+from quantizer.engines import benchmark
+from quantizer.engines import build_engine
+from quantizer.engines import inspect_engine
+from quantizer.engines import load_engine
+from quantizer.engines import peak_memory_mib
+from quantizer.engines.files import checked_onnx
+from quantizer.engines.files import read_engine
+from quantizer.engines.files import write_engine
+from quantizer.errors import EngineError
+
+
+@pytest.fixture(params=["openvino", "onnxruntime"])
+def built(request: pytest.FixtureRequest, qdq: Any, tmp_path: Path) -> tuple[str, Path]:
+    name = str(request.param)
+    pytest.importorskip(name)
+    build_engine(name, qdq.path, tmp_path / "model.engine", BuildOptions())
+    return name, tmp_path / "model.engine"
+
+
+def _damaged(path: Path) -> bytes:
+    """A file of which one bit of a weight is another, where the library does not see it."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    return bytes(content)
+
+
+def test_a_flipped_bit_is_refused(built: tuple[str, Path]) -> None:
+    name, path = built
+    _damaged(path)
+    with pytest.raises(EngineError, match=r"model\.engine is damaged: .*SHA-256 differs.*build it again"):
+        load_engine(name, path)
+    with pytest.raises(EngineError, match=r"model\.engine is damaged: .*SHA-256 differs"):
+        inspect_engine(name, path)
+
+
+def test_an_engine_that_is_whole_loads_with_and_without_a_look(built: tuple[str, Path], qdq: Any) -> None:
+    name, path = built
+    checked, trusted = load_engine(name, path), load_engine(name, path, verify=False)
+    inputs = {spec.name: np.ones([size or 2 for size in spec.shape], spec.dtype) for spec in checked.inputs}
+    for key, value in checked(inputs).items():
+        assert np.array_equal(value, trusted(inputs)[key])
+
+
+def test_an_engine_of_onnxruntime_is_still_an_onnx_file(qdq: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    onnx = pytest.importorskip("onnx")
+    build_engine("onnxruntime", qdq.path, tmp_path / "model.engine", BuildOptions())
+    model = onnx.load(str(tmp_path / "model.engine"))
+    assert [entry.key for entry in model.metadata_props][-1] == "quantizer.sha256"
+    onnx.checker.check_model(model, full_check=False)
+
+
+@pytest.mark.parametrize("note", ["", "inference_precision float32"])
+def test_what_is_written_is_read_with_its_note(note: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.engine"
+    write_engine(path, memoryview(b"what a library built"), note)
+    assert read_engine(path) == (b"what a library built", note)
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(EngineError, match="SHA-256 differs"):
+        read_engine(path)
+    assert read_engine(path, verify=False)[1] == note
+
+
+def test_a_file_from_before_there_were_checksums_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"what a library built\nquantizer: inference_precision float32\n")
+    assert read_engine(path) == (b"what a library built", "inference_precision float32")
+
+
+def test_modules_of_the_current_folder_are_not_imported(
+    qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that measures memory starts where the user stands, and what lies there is none of its libraries."""
+    pytest.importorskip("onnxruntime")
+    for name in ("onnxruntime", "numpy", "quantizer"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this ran')\n")
+    monkeypatch.chdir(tmp_path)
+    assert peak_memory_mib(qdq.path, "onnxruntime", batch=2, sequence=4).peak_mib > 0
+
+
+def test_every_process_of_ours_is_started_with_safe_paths() -> None:
+    package = Path(benchmark.__file__).parents[1]
+    starts = [
+        (file, line)
+        for file in package.rglob("*.py")
+        for line in file.read_text(encoding="utf-8").replace("\n", " ").split("sys.executable")[1:]
+        if line.lstrip(" ,").startswith(('"', "#"))
+    ]
+    assert len(starts) == 2
+    for file, line in starts:
+        assert '"-P"' in line[:120], f"{file} starts Python without -P: it would import from the current folder"
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Permission bits do not stop root, who often runs tests.
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"anything")
+    monkeypatch.setattr(Path, "open", refuse)
+    for read in (backend_of, checked_onnx):
+        with pytest.raises(EngineError, match=r"model\.engine cannot be read: Permission denied"):
+            read(path)

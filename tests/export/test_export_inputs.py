@@ -1,0 +1,132 @@
+"""Inputs and outputs of unusual forms: ``*args``, dictionaries and lists of tensors, keys that are no names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils import _pytree
+
+from quantizer import Quantizer
+from quantizer.errors import ExportError
+
+pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+ort = pytest.importorskip("onnxruntime", reason="running ONNX needs quantizer[onnxruntime]")
+
+
+# In half a value at a border may be rounded to the next step.
+_BOUNDS = {False: {"rtol": 1e-5, "atol": 1e-5}, True: {"rtol": 0.1, "atol": 0.1}}
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(16, 16)
+
+
+class Several(_Net):
+    """Takes any number of tensors."""
+
+    def forward(self, x: Tensor, *others: Tensor, flag: bool = True) -> Tensor:
+        """Add them."""
+        return self.linear(x) + sum(others)
+
+
+class All(_Net):
+    """Takes nothing by name."""
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        """Add them."""
+        return self.linear(xs[0]) + xs[1]
+
+
+class Nested(_Net):
+    """Takes a dictionary with a list in it."""
+
+    def forward(self, x: dict[str, Any]) -> Tensor:
+        """Add them."""
+        return self.linear(x["a"]) + x["b"][0]
+
+
+class Last(_Net):
+    """Takes a dictionary in the last place."""
+
+    def forward(self, y: Tensor, x: dict[str, Tensor]) -> Tensor:
+        """Add them."""
+        return self.linear(x["a"]) + y
+
+
+class Keyed(_Net):
+    """Gives a dictionary."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        self.keys = first, second
+
+    def forward(self, x: Tensor) -> dict[Any, Tensor]:
+        """Compute both."""
+        return {self.keys[0]: self.linear(x), self.keys[1]: x * 2}
+
+
+def a(rows: int = 6) -> Tensor:
+    return torch.randn(rows, 16)
+
+
+def _agrees(model: nn.Module, example: tuple[Any, ...], others: tuple[Any, ...], folder: Path, backend: str) -> Any:
+    """Export at one batch and compare at two; the session."""
+    quantizer, path = Quantizer(backend=backend), folder / "model.onnx"
+    quantizer.calibrate(model.eval(), [example], progress=False)
+    proxy = quantizer.quantize(model)
+    quantizer.export(proxy, path, example)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    half = backend == "tensorrt"
+    for inputs in (example, others):
+        leaves = [leaf.half() if half else leaf for leaf in _pytree.tree_leaves(inputs)]
+        fed = {node.name: leaf.numpy() for node, leaf in zip(session.get_inputs(), leaves, strict=True)}
+        with torch.no_grad():
+            expected = _pytree.tree_leaves(proxy(*inputs))
+        for found, right in zip(session.run(None, fed), expected, strict=True):
+            np.testing.assert_allclose(found, right.numpy(), **_BOUNDS[half])
+    return session
+
+
+@pytest.mark.parametrize("backend", ["openvino", "tensorrt"])
+@pytest.mark.parametrize(
+    ("make", "inputs", "names"),
+    [
+        (Several, lambda rows: (a(rows), a(rows), a(rows)), ["x", "others_0", "others_1"]),
+        (All, lambda rows: (a(rows), a(rows)), ["xs_0", "xs_1"]),
+        (Nested, lambda rows: ({"a": a(rows), "b": [a(rows)]},), None),
+        (Last, lambda rows: (a(rows), {"a": a(rows)}), None),
+    ],
+    ids=["args", "args alone", "nested", "a dictionary last"],
+)
+def test_inputs(make: Any, inputs: Callable[[int], Any], names: list[str] | None, backend: str, tmp_path: Path) -> None:
+    session = _agrees(make(), inputs(6), inputs(3), tmp_path, backend)
+    if names is not None:
+        assert [node.name for node in session.get_inputs()] == names
+    assert {node.shape[0] for node in session.get_inputs()} == {"batch"}
+
+
+@pytest.mark.parametrize("keys", [(0, 1), ((1, "a"), "y"), ("z", "y")])
+def test_outputs_are_named_by_their_keys(keys: Any, tmp_path: Path) -> None:
+    session = _agrees(Keyed(*keys), (a(),), (a(3),), tmp_path, "openvino")
+    assert [node.name for node in session.get_outputs()] == [str(key) for key in keys]
+
+
+@pytest.mark.parametrize(("keys", "what"), [(("x", "y"), "'x' has the name of an input"), ((1, "1"), "of another out")])
+def test_names_that_a_graph_cannot_tell_apart(keys: Any, what: str, tmp_path: Path) -> None:
+    model, quantizer = Keyed(*keys).eval(), Quantizer(backend="openvino")
+    quantizer.calibrate(model, [a()], progress=False)
+    with pytest.raises(ExportError, match=rf"the model's output .*{what}.*: give its dictionary another key"):
+        quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", a())
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,173 @@
+"""The README promises nothing that no test holds.
+
+A test that holds a sentence carries it: ``@pytest.mark.promise("A run's folder is complete or absent.")``. Most of them
+stand where the thing is tested; here are those that stood nowhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ConvNet
+from helpers import Mlp
+from helpers import Snapshot
+from readme_promises import README
+from readme_promises import marked_promises
+from readme_promises import plain
+from readme_promises import promising_sentences
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+
+NO_PROMISES = {
+    "without it transformers warns of an unknown quantization type": "what transformers does without us",
+    "a table of latencies left out:": "of a printed output",
+    "is a stub that only warns": "of a package of others",
+    "the streaming calibrators in `quantizer/calibrators/` instead of its own": "of a package of others",
+    "TensorRT-RTX 1.7 refuses to build such an engine without a GPU.": "of a library of others",
+    "has no recipe of its own yet": "a limitation",
+    "FP8 and INT4 engines for TensorRT were built, never run": "a limitation",
+    "Proxy and engine agree in score, not bit for bit": "a limitation; how far apart they may be is promised elsewhere",
+    "what is written into them is lost without an error": "a limitation",
+    "replacing a line of a model that a target refuses": "the title of a page",
+}
+"""What has one of the promising words and promises nothing, with the reason; as much of it as tells it apart."""
+
+MARKED = marked_promises()
+
+
+@pytest.mark.parametrize("quotation", MARKED)
+def test_a_marked_sentence_is_in_the_readme(quotation: str) -> None:
+    assert quotation in plain(README), f"the README has changed: see {', '.join(MARKED[quotation])}"
+
+
+@pytest.mark.parametrize("sentence", promising_sentences())
+def test_a_promising_sentence_has_a_test(sentence: str) -> None:
+    held = [quotation for quotation in MARKED if quotation in sentence or sentence in quotation]
+    assert held or any(part in sentence for part in NO_PROMISES), (
+        "mark the test that holds this sentence with @pytest.mark.promise, or say in NO_PROMISES why it is none"
+    )
+
+
+@pytest.mark.parametrize("part", NO_PROMISES)
+def test_what_is_no_promise_is_still_there(part: str) -> None:
+    assert any(part in sentence for sentence in promising_sentences())
+    assert not any(part in quotation for quotation in MARKED)
+
+
+def _error(calibrator: str, model: nn.Module, batches: list[Tensor]) -> float:
+    """The error that a calibrator leaves in the output of a model with one site, relative row by row."""
+    q = Quantizer(backend="openvino", activations={"calibrator": calibrator})
+    q.calibrate(model, batches)
+    quantized = q.quantize(model)
+    with torch.no_grad():
+        pairs = [(quantized(batch).double(), model(batch).double()) for batch in batches]
+    return sum(float(((found - right).square().sum(-1) / right.square().sum(-1)).sum()) for found, right in pairs)
+
+
+@pytest.mark.promise(
+    "`auto`, which tries them all on each operand and keeps the range with which its site's output comes out best."
+)
+@pytest.mark.parametrize("outlier", [0.0, 6.0, 40.0, 4000.0])
+def test_auto_is_as_good_as_the_best_of_all(outlier: float) -> None:
+    model = nn.Linear(32, 16).eval()
+    batches = [torch.randn(256, 32) for _ in range(2)]
+    batches[1][7, 5] += outlier
+    others = {name: _error(name, model, batches) for name in ("max", "percentile", "mse", "entropy")}
+    # The range was chosen while the weight was not yet rounded.
+    assert _error("auto", model, batches) <= min(others.values()) * 1.01
+    assert outlier == 0.0 or max(others.values()) > 1.01 * min(others.values())  # there was something to choose
+
+
+class _Pooled(nn.Module):
+    """[B, S, 16] under a mask [B, S]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        weights = attention_mask[:, :, None].to(hidden.dtype)
+        return (self.layer(hidden) * weights).sum(1) / weights.sum(1)
+
+
+@pytest.mark.promise("Padding is left out of ranges only where `attention_mask` is passed by keyword.")
+def test_padding_is_left_out_where_the_mask_is_named() -> None:
+    model, hidden = _Pooled().eval(), torch.randn(4, 6, 16)
+    mask = torch.ones(4, 6, dtype=torch.long)
+    mask[1:, 4:] = 0
+    hidden[mask == 0] = 100.0
+
+    def amax(batch: dict[str, Tensor] | tuple[Tensor, ...]) -> float | None:
+        q = Quantizer(backend="openvino", activations={"calibrator": "max"})
+        q.calibrate(model, [batch])
+        return q.plan["layer.forward.linear_0"].operands[0].largest_amax
+
+    assert amax({"hidden": hidden, "attention_mask": mask}) == hidden[mask == 1].abs().max()
+    assert amax((hidden, mask)) == 100.0
+
+
+@pytest.mark.promise(
+    "Its vocabulary stays: the quantizers of a proxy are called `_input_quantizer` and `_weight_quantizer`, "
+    "and a range is an `amax`."
+)
+def test_the_vocabulary_of_the_former_toolkit() -> None:
+    model, q = Mlp().eval(), Quantizer(backend="openvino")
+    proxy = q.calibrate(model, [torch.randn(4, 32)])
+    names = {name.rpartition(".")[2] for name, _ in proxy.named_modules()}
+    assert {"_input_quantizer", "_weight_quantizer"} <= names
+    assert all(row.amax is not None for row in q.ranges)
+
+
+class _Counting(Mlp):
+    """Counts its calls, and follows the mean of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.mean()
+        return super().forward(x)
+
+
+@pytest.mark.promise("Your model is never changed: same classes, same state dict, same outputs.")
+@pytest.mark.parametrize("kind", [Mlp, _Counting, ConvNet])
+def test_a_model_is_what_it_was_after_every_stage(kind: type[nn.Module], tmp_path: Path) -> None:
+    model = kind().train()
+    x = torch.randn(4, 3, 16, 16) if kind is ConvNet else torch.randn(4, 32)
+    before = Snapshot.of(model)
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [x, x + 1])
+    before.assert_unchanged(model)
+    amp = q.amp(model)
+    amp(x)
+    q.fallback(amp, num=1)
+    before.assert_unchanged(model)
+    q.quantize(model)(x)
+    q.simulate(model)(x)
+    q.for_backend("tensorrt-rtx").quantize(model)(x)
+    q.save(tmp_path / "saved")
+    Quantizer.load(tmp_path / "saved").quantize(model)(x)
+    before.assert_unchanged(model)
+
+
+@pytest.mark.promise("frozen: ranges fixed, weights stored as INT8")
+@pytest.mark.parametrize("kind", [Mlp, ConvNet])
+def test_a_frozen_model_does_not_move_with_the_float_one(kind: type[nn.Module]) -> None:
+    model = kind().eval()
+    x = torch.randn(4, 3, 16, 16) if kind is ConvNet else torch.randn(4, 32)
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [x])
+    quantized = q.quantize(model)
+    with torch.no_grad():
+        expected = quantized(x)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point():
+                tensor.mul_(1.5).add_(0.25)
+        assert torch.equal(quantized(x), expected)

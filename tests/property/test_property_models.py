@@ -1,0 +1,55 @@
+"""Random small models, all of which keep what is promised of any model.
+
+``make property`` draws 2,000 of them with a seed of its own, which it prints.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from drawn_models import DrawnModel
+from drawn_models import drawn_models
+from hypothesis import HealthCheck
+from hypothesis import assume
+from hypothesis import given
+from hypothesis import settings
+from invariants import INVARIANTS
+from invariants import Invariant
+from invariants import engine_follows_the_frozen_proxy
+from invariants import is_finite
+
+NIGHTLY = settings.default == settings.get_profile("nightly")
+MODELS = settings.get_profile("nightly").max_examples if NIGHTLY else 50
+ENGINES = MODELS // 10  # exporting and building take seconds
+QUICK = settings(
+    max_examples=MODELS,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+
+# What is said of random data, such as that nothing was quantized, is no fault of a model.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def _hold(drawn: DrawnModel, *invariants: Invariant) -> None:
+    assume(is_finite(drawn))
+    for invariant in invariants:
+        with tempfile.TemporaryDirectory() as folder:
+            invariant(drawn, Path(folder))
+
+
+@QUICK
+@given(drawn_models())
+def test_every_invariant_holds(drawn: DrawnModel) -> None:
+    _hold(drawn, *INVARIANTS)
+
+
+@pytest.mark.usefixtures("exact_byte_products")
+@settings(QUICK, max_examples=ENGINES)
+@given(drawn_models())
+def test_an_engine_computes_what_the_frozen_proxy_computes(drawn: DrawnModel) -> None:
+    # Which expert gets a row is decided at a border, which any rounding may cross.
+    assume("Experts" not in drawn.text)
+    _hold(drawn, engine_follows_the_frozen_proxy)

@@ -1,0 +1,171 @@
+"""A model whose passes write into its buffers: it stays what it was, and proxies give what it would have given."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from helpers import Mlp
+from helpers import assert_same
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.proxy.sharing import OwnBuffers
+
+
+class Counts(nn.Module):
+    """What it gives depends on how often it ran, by buffers, a tensor and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.last = nn.Linear(32, 32)
+        self.register_buffer("cnt", torch.zeros(()))
+        self.register_buffer("memory", torch.zeros(32), persistent=False)
+        self.register_buffer("tail", self.memory[16:], persistent=False)
+        self.steps = torch.zeros(3)
+        self.number = 0
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cnt += 1
+        self.number += 1
+        self.steps.add_(1)
+        h = self.first(x)
+        self.memory.mul_(0.5).add_(h.detach().mean(0))
+        self.tail.add_(1)
+        found: Tensor = self.last(self.norm(h).relu() + self.memory) * self.cnt + self.steps.sum() + self.number
+        return found
+
+
+def state(model: nn.Module) -> list[Any]:
+    modules = list(model.modules())
+    values = [dict(module.named_buffers(recurse=False)) for module in modules]
+    return copy.deepcopy([dict(model.state_dict()), values, [vars(module).get("number") for module in modules]])
+
+
+def data(count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(8, 32, generator=generator) for _ in range(count)]
+
+
+def measured(q: Quantizer, model: nn.Module, kind: str) -> nn.Module:
+    if kind in ("gradient", "local", "output"):
+        return q.amp(model, measure=kind)
+    return {"calib": q.calib, "quantize": q.quantize}[kind](model)
+
+
+@pytest.mark.parametrize("kind", ["calib", "gradient", "local", "output"])
+def test_outputs_are_those_of_the_model_in_the_same_sequence(kind: str) -> None:
+    model = Counts().eval()
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, data())
+    before = state(model)
+    twin = copy.deepcopy(model)
+    proxy = measured(q, model, kind)
+    with torch.no_grad():
+        for x in data():
+            assert_same(proxy(x), twin(x))
+    assert_same(state(model), before)
+    assert_same(model.steps, torch.zeros(3))
+
+
+@pytest.mark.parametrize("options", [{"calibrator": "auto"}, {"calibrator": "percentile", "percentile": [99, 99.9]}])
+@pytest.mark.parametrize("smooth", [None, "auto"])
+def test_choosing_ranges_leaves_no_trace(options: dict[str, Any], smooth: str | None) -> None:
+    model = Counts().eval()
+    before = state(model)
+    twin = copy.deepcopy(model)
+    q = Quantizer(backend="openvino", activations={**options, "smooth": smooth})
+    proxy = q.calib(model)
+    with torch.no_grad():
+        for x in data():
+            assert_same(proxy(x), twin(x))
+            # It runs the kept batches again.
+            assert str(q.ranges)
+    assert_same(state(model), before)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "metric", "search"])
+def test_the_model_stays_what_it_was(kind: str) -> None:
+    model = Counts().eval()
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, data())
+    before = state(model)
+
+    def score(candidate: nn.Module) -> float:
+        with torch.no_grad():
+            return float(candidate(data()[0]).sum())
+
+    if kind == "frozen":
+        frozen = q.quantize(model)
+        with torch.no_grad():
+            assert not torch.equal(frozen(data()[0]), frozen(data()[0]))
+    elif kind == "metric":
+        amp = q.amp(model, measure="metric", metric=score)
+        assert str(q.sensitivity)
+        assert float(amp.cnt) == 0
+    else:
+        amp = q.amp(model)
+        amp(data()[0])
+        q.fallback(amp, max_drop=0.1, metric=score)
+    assert_same(state(model), before)
+
+
+def test_a_proxy_that_goes_on_follows_the_model() -> None:
+    """Between two parts of a calibration the model may be trained, and then its running statistics are others."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))
+    q = Quantizer(backend="openvino")
+    with torch.no_grad():
+        q.calibrate(model.eval(), data())
+        model.train()(data()[0] * 5)
+        model[1].register_buffer("running_var", model[1].running_var * 2)
+        proxy = q.calib(model, resume=True)
+        assert_same(proxy(data()[0]), model.eval()(data()[0]))
+
+
+def test_what_shares_memory_goes_on_to_share_it() -> None:
+    model = Counts().eval()
+    twin = copy.deepcopy(model)
+    memory, tail = model.memory, model.tail
+    assert isinstance(memory, Tensor)
+    assert isinstance(tail, Tensor)
+    OwnBuffers(twin, model)
+    proxy: Any = Quantizer().calib(model)
+    assert proxy.tail.untyped_storage().data_ptr() == proxy.memory.untyped_storage().data_ptr()
+    assert proxy.memory.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr()
+
+
+def test_a_measuring_proxy_is_called_by_threads() -> None:
+    model = Mlp().eval()
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [torch.randn(8, 32)])
+    batches = [torch.randn(8, 32) for _ in range(12)]
+    alone = q.amp(model)
+    for x in batches:
+        alone(x)
+    expected = {row.group: row.error for row in q.sensitivity}
+    proxy = q.amp(model)
+    with torch.no_grad():
+        outputs = [model(x) for x in batches]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(proxy, batches))
+    assert all(torch.equal(mine, other) for mine, other in zip(found, outputs, strict=True))
+    assert {row.group: row.error for row in q.sensitivity} == pytest.approx(expected)
+
+
+def test_a_copy_of_a_measuring_proxy_measures_nothing() -> None:
+    model, x = Mlp().eval(), torch.randn(8, 32)
+    q = Quantizer(backend="openvino")
+    q.calibrate(model, [x])
+    proxy = q.amp(model)
+    proxy(x)
+    expected = str(q.sensitivity)
+    for twin in (copy.deepcopy(proxy), pickle.loads(pickle.dumps(proxy))):
+        assert_same(twin(x * 3), model(x * 3))
+    assert str(q.sensitivity) == expected

@@ -1,0 +1,121 @@
+"""Corners of following magnitudes: empty tensors, fused attention, and what is written in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+from torch.nn import functional
+
+from quantizer import Quantizer
+
+
+def wide(model: nn.Module, *inputs: Tensor) -> set[str]:
+    q = Quantizer(backend="tensorrt-rtx", sites={"residual_add": False})
+    q.calibrate(model.eval(), [inputs], progress=False)
+    return set(q.coverage.regions.wide)
+
+
+class Experts(nn.Module):
+    """Each token goes to one expert; the large ones make a normalization look at what it computes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(3)])
+        self.attend = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            result[chosen == number] = expert(x[chosen == number])
+            mine = self.attend(x[chosen == number])[None, None]
+            functional.scaled_dot_product_attention(mine, mine, mine)
+        return result
+
+
+@pytest.mark.parametrize("tokens", [8, 0])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_experts_without_tokens_and_empty_batches(tokens: int, mode: type) -> None:
+    torch.manual_seed(0)
+    model = Experts()
+    q = Quantizer(backend="openvino")
+    x = torch.randn(tokens, 16) * 1e4
+    with mode():
+        q.calib(model.eval())(x, torch.zeros(tokens, dtype=torch.long))
+    assert q.coverage.text()
+
+
+def test_weights_without_columns() -> None:
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 0))
+            self.kernel = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight).sum(-1, keepdim=True) + x @ self.kernel
+
+    assert wide(Nothing(), torch.randn(4, 16)) == set()
+
+
+class Attention(nn.Module):
+    """Its scores are beyond float16 where ``factor`` is large; what it is given and gives is not."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.inner = Fused()
+        with torch.no_grad():
+            self.query.weight.mul_(factor)
+            self.key.weight.mul_(factor)
+            self.value.weight.mul_(0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(self.query(x), self.key(x), self.value(x))
+        return found
+
+
+class Fused(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, set()), (300.0, {"inner"})])
+def test_large_queries_and_keys_with_small_values(factor: float, expected: set[str]) -> None:
+    x = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(1))
+    model = Attention(factor)
+    with torch.no_grad():
+        query, key = model.query(x), model.key(x)
+    assert max(float(query.abs().max()), float(key.abs().max())) < 65504
+    assert (float((query @ key.transpose(-1, -2)).abs().max()) > 65504) == bool(expected)
+    assert wide(model, x) == expected
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :4] + x[..., 4:8]
+
+
+class Writes(nn.Module):
+    """Writes huge values into a tensor that has another name, beside one that has nothing to do with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.of_small, self.of_view = Halves(), Halves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        small, large = self.first(x), self.second(x)
+        view = large.unflatten(-1, (2, 8))
+        large.mul_(1e6)
+        return self.of_small(small).sum(-1) + self.of_view(view).sum((-1, -2)) * 1e-12
+
+
+def test_what_is_written_in_place_is_in_all_that_share_its_memory_and_in_nothing_else() -> None:
+    found = wide(Writes(), torch.randn(4, 16))
+    assert "of_view" in found
+    assert "of_small" not in found
+    assert "first" not in found

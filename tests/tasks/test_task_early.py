@@ -1,0 +1,211 @@
+"""What is told before anything runs: code of others, labels, files and packages."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_run import tiny_run
+
+from quantizer.errors import ConfigError
+from quantizer.errors import EngineError
+from quantizer.errors import MissingDependencyError
+from quantizer.errors import TaskError
+from quantizer.tasks import Image
+from quantizer.tasks import Text
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_rows
+from quantizer.tasks import load_tokenizer
+from quantizer.tasks import read_checkpoint
+from quantizer.tasks import read_texts
+
+pytest.importorskip("transformers", reason="the tasks are of transformers models: install quantizer[hf]")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    tiny_run(folder)
+    return folder
+
+
+@pytest.fixture
+def with_code(made: Path, tmp_path: Path) -> Path:
+    """A checkpoint that brings a Python file, which says so if it runs."""
+    folder = Path(shutil.copytree(made / "model", tmp_path / "model"))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokens = json.loads((folder / "tokenizer_config.json").read_text())
+    tokens |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    return folder
+
+
+def test_code_of_a_checkpoint_never_runs_and_nobody_is_asked(
+    with_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtins, "input", lambda *_: "yes")
+    for read in (read_checkpoint, lambda source: load_model(source, "sequence-classification")):
+        with pytest.raises(TaskError, match=r"config\.json has an auto_map, .* which is never run here"):
+            read(str(with_code))
+    with pytest.raises(TaskError, match="cannot load the tokenizer"):
+        load_tokenizer(str(with_code))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_beside_a_known_architecture_is_refused_too(with_code: Path) -> None:
+    """transformers would read such a checkpoint by its own class, which may not be what it was trained as."""
+    config = json.loads((with_code / "config.json").read_text())
+    (with_code / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    with pytest.raises(TaskError, match="has an auto_map"):
+        read_checkpoint(str(with_code))
+
+
+def test_a_label_beyond_the_classes_is_told_before_anything_runs(made: Path) -> None:
+    model = load_model(str(made / "model"), "sequence-classification")
+    task = build_task("sequence-classification", model, load_tokenizer(str(made / "model")), max_length=16)
+    assert np.array_equal(task.targets([Text("a", 1), Text("b", 0)]), [1, 0])
+    with pytest.raises(TaskError, match=r"the rows hold label 7, but the model has 2 classes \(0 to 1\)"):
+        task.targets([Text("a", 1), Text("b", 7)])
+
+
+@pytest.mark.parametrize("label", ["9" * 5_000, str(2**63), "-1", "1.0", "\u0663"], ids=lambda label: label[:6])
+def test_labels_that_are_no_number_of_a_class(label: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"text,label\ngood,{label}\n")
+    with pytest.raises(TaskError, match=r"a\.csv:2: the label is .*, expected an integer from 0"):
+        load_rows("text-csv", path=tmp_path / "a.csv")
+    (tmp_path / "a.txt").write_text(f"{label} good\n")
+    with pytest.raises(TaskError, match=r"a\.txt:1: .*, expected an integer label, a space and a text"):
+        load_rows("sst2-text", path=tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 100_000, "nested too deep"),
+        ('{"text": "\\ud800"}', "half a character"),
+        ("9" * 5_000, "Exceeds the limit"),
+    ],
+    ids=["deep", "surrogate", "digits"],
+)
+def test_lines_of_json_that_cannot_be(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(line)
+    with pytest.raises(TaskError, match=rf"a\.jsonl:1: not JSON \(.*{message}"):
+        read_texts(tmp_path / "a.jsonl")
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"path,label\n{'x' * 300}.png,0\n")
+    with pytest.raises(TaskError, match=r"a\.csv:2: there is no image"):
+        load_rows("image-csv", path=tmp_path / "a.csv")
+    with pytest.raises(TaskError, match="there is no file"):
+        load_rows("text-csv", path=tmp_path / ("x" * 300))
+    with pytest.raises(TaskError, match="is no name of a folder or model"):
+        read_checkpoint("\0" + "x" * 300)
+
+
+def test_damage_that_transformers_raises_anything_for(made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made / "model", tmp_path / "model"))
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**tokens, "pre_tokenizer": {"type": "none such"}}))
+    with pytest.raises(TaskError, match="cannot load the tokenizer of model source"):
+        load_tokenizer(str(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    with pytest.raises(TaskError, match="cannot load the config of model source"):
+        read_checkpoint(str(folder))
+
+
+def _run_file(made: Path, tmp_path: Path, **changes: Any) -> Any:
+    from quantizer.config import load_run
+
+    run = {**tiny_run(tmp_path), **changes}
+    (tmp_path / "run.json").write_text(json.dumps(run))  # JSON is YAML
+    return load_run(tmp_path / "run.json")
+
+
+def _carried_out(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that may not begin to calibrate."""
+    from rich.console import Console
+
+    from quantizer import pipeline
+
+    def no_pass(*_: object, **__: object) -> None:
+        raise AssertionError("it calibrates, and the mistake was not told")
+
+    monkeypatch.setattr(pipeline.Quantizer, "calibrate", no_pass)
+    pipeline.run(config, tmp_path / "out", False, Console(quiet=True))
+
+
+def test_a_run_tells_of_labels_before_it_calibrates(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _run_file(made, tmp_path)
+    rows = (tmp_path / "evaluation.csv").read_text().splitlines()
+    (tmp_path / "evaluation.csv").write_text("\n".join([*rows, "the film,7"]))
+    with pytest.raises(TaskError, match="the rows hold label 7"):
+        _carried_out(config, tmp_path, monkeypatch)
+
+
+def test_a_run_tells_of_missing_packages_before_it_calibrates(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantizer.report import html
+
+    def missing() -> None:
+        raise MissingDependencyError("jinja2", "report")
+
+    monkeypatch.setattr(html, "_environment", missing)
+    with pytest.raises(MissingDependencyError, match="'jinja2' is not installed"):
+        _carried_out(_run_file(made, tmp_path), tmp_path, monkeypatch)
+
+
+def test_a_run_tells_of_a_missing_gpu_before_it_calibrates(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU to build on")
+    config = _run_file(made, tmp_path, quantizer={"backend": "tensorrt"})
+    with pytest.raises((EngineError, MissingDependencyError), match="tensorrt"):
+        _carried_out(config, tmp_path, monkeypatch)
+
+
+def test_a_run_tells_of_a_rule_that_matches_nothing_before_it_calibrates(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = [{"names": ["no_such_module"], "weights": "int8"}]
+    config = _run_file(made, tmp_path, quantizer={"backend": "openvino", "formats": formats})
+    with pytest.raises(ConfigError, match="no_such_module"):
+        _carried_out(config, tmp_path, monkeypatch)
+
+
+def test_a_run_tells_of_more_tokens_than_positions_before_it_calibrates(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _run_file(
+        made,
+        tmp_path,
+        export={"dynamic": {"batch": [1, 2, 8], "sequence": [16, 16, 128]}},
+        report={"latency_batch": 2, "latency_sequence": 100},
+    )
+    with pytest.raises(TaskError, match="sequence=100, but the model has 64 positions"):
+        _carried_out(config, tmp_path, monkeypatch)
+
+
+def test_a_file_that_is_no_image_is_told_before_anything_runs(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    from quantizer.tasks.image_inputs import ImageInputs
+
+    (tmp_path / "a.png").write_bytes(b"no image")
+    with pytest.raises(TaskError, match=r"a\.png cannot be read as an image"):
+        ImageInputs.check(object.__new__(ImageInputs), [Image(tmp_path / "a.png", "0").path])

@@ -1,0 +1,98 @@
+"""The harness that damages files: it finds what it is for, does the same from one seed, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torture import mutations
+from torture.runner import State
+
+TESTS = Path(__file__).parent
+
+
+def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    search = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    command = [sys.executable, "-m", "torture", "--folder", str(folder), *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONPATH": search}
+    )
+
+
+@pytest.mark.parametrize("damage", [mutations.raw, mutations.text, mutations.json_text, mutations.yaml_text])
+def test_a_seed_does_the_same_damage_again(damage: mutations.Mutation) -> None:
+    content = json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
+    first, again = (
+        [mutations.mutated(content, random.Random(f"kind/0/{n}"), (damage,)) for n in range(50)] for _ in "12"
+    )
+    assert first == again
+    assert content not in first
+    assert len(set(first)) > 25
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--kind", "jsonl", "scores", "--cases", "40", "--seed", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "jsonl, seed 7: 40 cases" in done.stdout
+    first = json.loads((tmp_path / "jsonl/state.json").read_text())
+    assert (first["seed"], first["done"]) == (7, 40)
+    assert 0 < first["refused"] < 40
+    assert "60 cases" in _run(tmp_path, "--kind", "jsonl", "--cases", "60", "--seed", "7").stdout
+    assert State.read(tmp_path / "jsonl/state.json", seed=7).done == 60
+    assert State.read(tmp_path / "jsonl/state.json", seed=8).done == 0
+
+
+_FAULTY = """
+import os, signal, sys, time
+from pathlib import Path
+from torture.kinds import Kind
+from torture.runner import run_kind
+from torture import kinds, runner
+from quantizer.errors import QuantizerError
+
+def read(folder):
+    content = (folder / "a").read_bytes()
+    if content != b"good":
+        match len(content) % 5:
+            case 0: os.kill(os.getpid(), signal.SIGSEGV)
+            case 1: raise KeyError("a traceback")
+            case 2: raise QuantizerError("refused")
+            case 3: time.sleep(60)
+    return content
+
+def longer(content, pick):
+    return content + bytes(pick.randrange(1, 6))
+
+runner._CASE_SECONDS = 1
+kinds.kind(Kind(name="faulty", make=lambda folder: (folder / "a").write_bytes(b"good"), files=("a",), how=(longer,),
+                read=read, exact=True))
+state = run_kind("faulty", 20, 0, Path(sys.argv[1]), None)
+print(state.done, state.refused)
+"""
+
+
+def test_what_it_is_for_is_found(tmp_path: Path) -> None:
+    """A crash, a traceback, an endless read and other outputs, each with its seed and its files."""
+    search = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    done = subprocess.run(
+        [sys.executable, "-c", _FAULTY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+        env={**os.environ, "PYTHONPATH": search},
+    )
+    crash, late = "the process died, exit code -11", "_TooLong 'more than 1 s'"
+    other = "was read, and gives other outputs"
+    for words in (crash, "KeyError", late, other):
+        assert f": {words}" in done.stdout, done.stdout
+    told = done.stdout.splitlines()
+    assert told[-1].split()[0] == "20"
+    found = sorted(path.name for path in (tmp_path / "faulty").glob("found-0-*"))
+    assert len(found) == len(told) - 1
+    assert all((tmp_path / "faulty" / name / "a").is_file() for name in found)

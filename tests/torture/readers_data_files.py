@@ -1,0 +1,69 @@
+"""Data sets: tables of texts, pairs and images, and plain texts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from quantizer.tasks import load_rows
+from quantizer.tasks import read_image
+from quantizer.tasks import read_texts
+from torture import mutations
+from torture.kinds import Kind
+from torture.kinds import kind
+
+_TEXTS = ("the film is good", "a bad, slow plot", "quite \u00e9tonnant", 'she said "no"')
+
+
+def _make(folder: Path) -> None:
+    import csv
+    import json
+
+    from PIL import Image
+
+    with (folder / "texts.csv").open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([("text", "label"), *((text, index % 2) for index, text in enumerate(_TEXTS))])
+    with (folder / "pairs.csv").open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows((text, text[::-1], index / 2) for index, text in enumerate(_TEXTS))
+    lines = [f"{index % 2} {text}" for index, text in enumerate(_TEXTS)]
+    (folder / "labelled.txt").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "plain.txt").write_text("\n".join(_TEXTS), encoding="utf-8")
+    (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in _TEXTS), encoding="utf-8")
+    for ending in ("png", "jpg"):
+        pixels = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"image.{ending}")
+    (folder / "images.csv").write_text("path,label\nimage.png,0\nimage.jpg,1\n")
+
+
+def _rows(name: str, file: str, folder: Path) -> None:
+    for row in load_rows(name, path=folder / file):
+        for text in vars(row).values():
+            str(text).encode()
+        if hasattr(row, "label") and isinstance(row.label, int):
+            np.array([row.label], dtype=np.int64)
+
+
+def _plain(file: str, folder: Path) -> None:
+    for text in read_texts(folder / file):
+        text.encode()
+
+
+def _image(folder: Path) -> None:
+    for ending in ("png", "jpg"):
+        read_image(folder / f"image.{ending}")
+
+
+_TABLE = (mutations.raw, mutations.text, mutations.cells, mutations.cells)
+
+for _name, _file, _read in (
+    ("text-csv", "texts.csv", partial(_rows, "text-csv", "texts.csv")),
+    ("stsb-csv", "pairs.csv", partial(_rows, "stsb-csv", "pairs.csv")),
+    ("sst2-text", "labelled.txt", partial(_rows, "sst2-text", "labelled.txt")),
+    ("image-csv", "images.csv", partial(_rows, "image-csv", "images.csv")),
+    ("txt", "plain.txt", partial(_plain, "plain.txt")),
+    ("jsonl", "plain.jsonl", partial(_plain, "plain.jsonl")),
+):
+    kind(Kind(name=_name, make=_make, files=(_file,), how=_TABLE, read=_read))
+kind(Kind(name="image", make=_make, files=("image.png", "image.jpg"), how=(mutations.raw,), read=_image))

@@ -1,0 +1,75 @@
+"""The files that runs and conversions leave: report.json, config.json of a conversion, and the scores of a search."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from report.report_samples import sample_record
+from rich.console import Console
+from tiny_run import tiny_run
+
+from quantizer.conversion import Conversion
+from quantizer.conversion import convert
+from quantizer.conversion import load_converted
+from quantizer.report import html_from_record
+from quantizer.report import print_summary
+from quantizer.report import read_record
+from quantizer.report import write_record
+from quantizer.sensitivity import ScoreCache
+from torture import mutations
+from torture.kinds import Kind
+from torture.kinds import kind
+
+_JSON = (mutations.raw, mutations.text, mutations.json_text, mutations.json_text)
+
+
+def _make_report(folder: Path) -> None:
+    write_record(sample_record(), folder / "report.json")
+
+
+def _read_report(folder: Path) -> None:
+    written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    print_summary(folder, Console(file=written))
+    written.flush()
+    html_from_record(read_record(folder / "report.json")).encode()
+
+
+def _make_scores(folder: Path) -> None:
+    cache = ScoreCache(folder / "scores.json", "a search")
+    for number in range(5):
+        cache.score((f"group {number}",), lambda value=number / 8: value)
+
+
+def _read_scores(folder: Path) -> float:
+    cache = ScoreCache(folder / "scores.json", "a search")
+    cache.score(("another",), lambda: 0.5)
+    return sum(cache.score((f"group {number}",), lambda: 0.0) for number in range(5))
+
+
+def _make_conversion(folder: Path) -> None:
+    (folder / "model").mkdir()
+    tiny_run(folder / "model")
+    asked = Conversion(
+        model=str(folder / "model/model"), output=folder / "out", batch_size=(1, 2, 4), seq_len=(8, 8, 16)
+    )
+    convert(asked, Console(file=io.StringIO()))
+
+
+def _read_conversion(folder: Path) -> list[str]:
+    converted = load_converted(folder / "out/openvino")
+    converted(["the film is good"])
+    return [label.encode().decode() for label in converted.labels(["the film is good", "a bad plot"])]
+
+
+kind(Kind(name="report", make=_make_report, files=("report.json",), how=_JSON, read=_read_report))
+kind(Kind(name="scores", make=_make_scores, files=("scores.json",), how=_JSON, read=_read_scores))
+kind(
+    Kind(
+        name="conversion",
+        make=_make_conversion,
+        files=("out/openvino/config.json",),
+        how=_JSON,
+        read=_read_conversion,
+    )
+)
