@@ -259,6 +259,13 @@ def test_a_restored_histogram_goes_on_as_the_one_that_it_was() -> None:
     assert Histogram.restored(torch.zeros(BINS, dtype=torch.int64), None, 4).total == 4
 
 
+def test_what_is_held_exactly_has_no_noise() -> None:
+    histogram = filled([1.0])
+    (centre,) = histogram.centres()[histogram.counts > 0].tolist()
+    assert histogram.sqnr_db(centre, "int8") == math.inf
+    assert math.isfinite(histogram.sqnr_db(centre * 0.4, "int8"))
+
+
 def test_bounds_without_values_widen_the_range_on_both_sides() -> None:
     calibrator = make_calibrator("max")
     calibrator.observe(torch.tensor([-1.0, 2.0]))
@@ -320,6 +327,25 @@ def test_percentile_out_of_bounds(percentile: float) -> None:
 
 
 # -- mse ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail", [3.0, 30.0])
+def test_mse_takes_the_edge_of_the_range_with_the_least_error(tail: float) -> None:
+    x = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    x[0] = tail * x.abs().max()
+    calibrator = MseCalibrator()
+    calibrator.observe(x)
+    histogram = calibrator.histogram
+    assert isinstance(histogram, Histogram)
+    assert histogram.exponent is not None
+    width, centres = 2.0**histogram.exponent, histogram.centres()
+    scales = (torch.arange(1, BINS + 1, dtype=torch.float64) * width / 127)[:, None]
+    rounded = (centres / scales).round().clamp(max=127) * scales
+    errors = (histogram.counts * (centres - rounded) ** 2).sum(1)
+    bins = calibrator.amax() / width
+    assert bins == int(bins)
+    assert float(errors[int(bins) - 1]) == pytest.approx(float(errors.min()), rel=1e-9)
+    assert float(errors[int(bins) - 2]) > float(errors.min()) * (1 + 1e-6)
 
 
 def rounding_error(x: Tensor, amax: float) -> float:
