@@ -266,6 +266,18 @@ def test_what_is_held_exactly_has_no_noise() -> None:
     assert math.isfinite(histogram.sqnr_db(centre * 0.4, "int8"))
 
 
+def test_torchs_default_type_moves_no_bin() -> None:
+    largest = 2.0 - 2.0**-40  # 2 in float32, as which it is counted
+    histogram = Histogram()
+    torch.set_default_dtype(torch.float64)
+    try:
+        histogram.add(torch.tensor([largest]), largest)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert histogram.exponent == -9
+    assert histogram.counts.shape == (BINS,)
+
+
 def test_bounds_without_values_widen_the_range_on_both_sides() -> None:
     calibrator = make_calibrator("max")
     calibrator.observe(torch.tensor([-1.0, 2.0]))
