@@ -68,6 +68,25 @@ def test_the_frozen_model_uses_them(per_channel: bool) -> None:
     assert str(q.ranges)
 
 
+def test_its_own_scales_can_be_loaded_where_a_row_is_tiny() -> None:
+    model = Mlp().eval()
+    with torch.no_grad():
+        model.up.weight[3] *= 1e-7  # its scale is no normal number of the target's float16
+    q = _calibrated(model, backend="tensorrt")
+    scales = q.scales()
+    assert float(scales[f"{LINEAR}.weight"][3]) < torch.finfo(torch.float16).smallest_normal
+    q.load_scales(scales)
+    assert all(torch.equal(q.scales()[name], scale) for name, scale in scales.items())
+
+
+def test_how_many_scales_an_operand_has() -> None:
+    q = _calibrated(Mlp().eval(), exclude={"sites": ["forward.add_0.lhs"]}, sites={"residual_add": True})
+    assert {operand.name: operand.scales for operand in q.plan[LINEAR].operands} == {"input": 1, "weight": 64}
+    left = next(operand for operand in q.plan["forward.add_0"].operands if operand.name == "lhs")
+    assert left.amax is None
+    assert left.scales == 1
+
+
 def test_what_was_measured_with_the_former_range_goes_with_it() -> None:
     q = _calibrated(Mlp().eval(), activations={"calibrator": "auto"})
     before = q.plan[LINEAR].operands

@@ -99,6 +99,7 @@ def test_an_add_beside_an_attention_that_stays_float_does_not() -> None:
     products = [entry for entry in quantizer.plan.values() if entry.kind == "matmul"]
     assert len(products) == 2
     assert all("tensorrt fuses no attention in int8 with it" in entry.reason for entry in products)
+    assert not any(operand.quantized for entry in products for operand in entry.operands)
     (add,) = [entry for entry in quantizer.plan.values() if entry.kind == "residual_add"]
     assert add.quantized
     assert all(operand.quantized for operand in add.operands)
