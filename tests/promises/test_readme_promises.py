@@ -95,7 +95,8 @@ class _Pooled(nn.Module):
 
 
 @pytest.mark.promise(
-    "Padding is left out of ranges only where an integer `attention_mask` that is certainly padding is passed by keyword."
+    "Padding is left out of ranges only where an integer `attention_mask` that is certainly padding is passed by "
+    "keyword."
 )
 def test_padding_is_left_out_where_the_mask_is_named() -> None:
     model, hidden = _Pooled().eval(), torch.randn(4, 6, 16)
