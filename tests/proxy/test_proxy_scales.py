@@ -13,6 +13,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
+from quantizer.proxy.weight_scales import ONE_SCALE
 from tests.helpers import Mlp
 
 BACKENDS = ("tensorrt", "openvino")
@@ -77,6 +78,19 @@ def test_its_own_scales_can_be_loaded_where_a_row_is_tiny() -> None:
     assert float(scales[f"{LINEAR}.weight"][3]) < torch.finfo(torch.float16).smallest_normal
     q.load_scales(scales)
     assert all(torch.equal(q.scales()[name], scale) for name, scale in scales.items())
+
+
+@pytest.mark.parametrize(
+    ("layer", "note"), [(nn.Conv2d(16, 16, 3), None), (nn.ConvTranspose2d(16, 16, 3, groups=2), ONE_SCALE)]
+)
+def test_a_convolution_says_where_one_scale_serves_all_channels(layer: nn.Module, note: str | None) -> None:
+    q = Quantizer(backend="openvino")
+    q.calibrate(nn.Sequential(layer).eval(), [torch.randn(2, 16, 8, 8)])
+    (site,) = [entry for entry in q.plan.values() if entry.multiply_adds]
+    weight = next(operand for operand in site.operands if operand.role == "weight")
+    assert weight.quantized
+    assert weight.scales == (16 if note is None else 1)
+    assert weight.note == note
 
 
 def test_how_many_scales_an_operand_has() -> None:

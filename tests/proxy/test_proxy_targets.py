@@ -105,6 +105,19 @@ def test_an_add_beside_an_attention_that_stays_float_does_not() -> None:
     assert all(operand.quantized for operand in add.operands)
 
 
+def test_the_products_of_each_attention_are_one_group() -> None:
+    quantizer = Quantizer(backend="openvino")
+    quantizer.calibrate(nn.Sequential(Attention(16), Attention(16)).eval(), [torch.randn(2, 32, 32)])
+    groups = {
+        path: {operand.group for operand in entry.operands}
+        for path, entry in quantizer.plan.items()
+        if entry.kind == "matmul" and entry.quantized
+    }
+    assert len(groups) == 4
+    assert groups["0.forward.matmul_0"] == groups["0.forward.matmul_1"] == {"0.forward.{matmul_0,matmul_1}"}
+    assert groups["1.forward.matmul_0"] == groups["1.forward.matmul_1"] == {"1.forward.{matmul_0,matmul_1}"}
+
+
 def test_a_product_of_two_activations_that_is_no_attention_has_no_head() -> None:
     class Product(nn.Module):
         def forward(self, x: Tensor, steps: int | None = None) -> Tensor:
