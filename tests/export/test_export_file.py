@@ -495,7 +495,7 @@ def test_a_model_of_another_type_whose_weights_are_all_stored(dtype: torch.dtype
     quantizer = Quantizer(backend="onnxruntime")
     quantizer.calibrate(model, [x])
     frozen = quantizer.quantize(model)
-    assert not any(parameter.is_floating_point() for parameter in frozen.parameters())
+    assert not any(parameter.is_floating_point() for _, parameter in frozen.named_parameters())
     path = quantizer.export(frozen, tmp_path / "m.onnx", x)
     (result,) = _plain_session(path).run(None, {"input": x.float().numpy()})
     with torch.no_grad():
