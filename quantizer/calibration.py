@@ -79,7 +79,9 @@ class Calibration:
         self._model = weakref.ref(model)
         self.fingerprint = fingerprint
         self._weights_noted = False
-        self.proxy.register_forward_pre_hook(LocalHook(self._note_weights))
+        self._pending: Fingerprint | None = None
+        self.proxy.register_forward_pre_hook(LocalHook(self._look_at_weights))
+        self.proxy.register_forward_hook(LocalHook(self._note_weights))
         self._config = config
         self._refused = refused_sites(config, self.proxy)
         self._observation = observation_of(config, self.proxy, self._refused, skipped)
@@ -122,12 +124,16 @@ class Calibration:
         now = dict(model.named_parameters())
         return all(now.get(path) is parameter for path, parameter in self.proxy.named_parameters())
 
-    def _note_weights(self, proxy: nn.Module, args: Any) -> None:
+    def _look_at_weights(self, proxy: nn.Module, args: Any) -> None:
         """At the first batch: later ones come with the same weights, and a checksum costs a pass over them."""
-        if self._weights_noted:
+        if not self._weights_noted:
+            self._pending = Fingerprint.of(proxy)
+
+    def _note_weights(self, proxy: nn.Module, args: Any, result: Any) -> None:
+        """Take note of the weights once a batch went through as a whole."""
+        if self._pending is None:
             return
-        self._weights_noted = True
-        now = Fingerprint.of(proxy)
+        now, self._pending, self._weights_noted = self._pending, None, True
         if self.fingerprint is not None:
             warn_of_other_weights(self.fingerprint, now)
         self.fingerprint = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -201,7 +202,7 @@ def test_a_full_disk_leaves_nothing(name: str, qdq: Any, tmp_path: Path, monkeyp
     def full(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(EngineError, match=r"cannot write .*model\.engine: No space left on device"):
         build_engine(name, qdq.path, old)
     assert old.read_bytes() == b"old"
