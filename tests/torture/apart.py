@@ -22,7 +22,7 @@ from typing import Any
 
 from quantizer.errors import QuantizerError
 
-__all__ = ["End", "Stop", "apart", "preload"]
+__all__ = ["End", "Stop", "apart", "mute", "preload"]
 
 _FORK = multiprocessing.get_context("fork")
 _PATIENCE = 120
@@ -106,6 +106,13 @@ def apart(function: Callable[[], Any], folder: Path, stop: Stop | None = None) -
         process.join()
 
 
+def mute() -> None:
+    """Let nothing come out of this process any more: libraries write past Python, or keep the stream that they had."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
 def preload(names: Iterable[str]) -> None:
     """Import what the commands import, so that the forks need not."""
     with warnings.catch_warnings(), open(os.devnull, "w") as nowhere:
@@ -125,10 +132,7 @@ def _id(process: Any) -> int:
 def _work(function: Callable[[], Any], folder: Path, stop: Stop, tell: Connection) -> None:
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Libraries write past Python.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    mute()
     said, crash, value, code = io.StringIO(), "", None, 1
     seen = _watch(str(folder), stop)
     tell.send("begun")

@@ -77,12 +77,15 @@ def run_fault(name: str, cases: int, seed: int, folder: Path, seconds: float | N
     """Run the cases of one fault that were not run yet; the arguments are those of ``run_kind``."""
     place = folder / name
     state = State.read(place / "state.json", seed)
+    if state.done >= cases:
+        return state
+    good = folder / f"of-{name.rpartition('-')[2]}"
+    facts = _facts(good, FAULTS[name][0])
+    place.mkdir(parents=True, exist_ok=True)
     ends = None if seconds is None else time.monotonic() + seconds
-    if state.done < cases:
-        facts = _facts(folder / f"of-{name.rpartition('-')[2]}", FAULTS[name][0])
-        place.mkdir(parents=True, exist_ok=True)
-    while state.done < cases and (ends is None or time.monotonic() < ends):
-        case = _Case(name, seed, state.done, place / "case", folder / f"of-{name.rpartition('-')[2]}", facts)
+    first = state.done
+    while state.done < cases and (ends is None or time.monotonic() < ends or state.done == first):
+        case = _Case(name, seed, state.done, place / "case", good, facts)
         problem = case.carry_out()
         if problem is not None:
             line = f"{name}, seed {seed}, case {state.done}: {problem}"
@@ -130,7 +133,7 @@ class _Case:
 
     def _once(self, stop: Stop, before: str) -> tuple[str, str | None]:
         """What is there after one attempt, and what is wrong with it."""
-        out = self.folder / "out"
+        out, there = self.folder / "out", {*os.listdir(self.folder)}
         end = apart(partial(self._victim.act, self._good, out, False), self.folder, stop)
         if end.crash:
             return before, end.crash
@@ -141,8 +144,9 @@ class _Case:
             return before, f"ended with {end.code}, and says {end.said[-300:]!r}"
         allowed = {"out", *(name.partition("/")[0] for name in _BESIDE)}
         if end.code != 0:
-            allowed |= self._victim.keeps
-        # A process that nothing could stop leaves what the next one removes.
+            # What an earlier kill left may stay as long as no process comes to write.
+            allowed |= self._victim.keeps | there
+        # A process that got no time leaves what the next one removes.
         if end.code is not None and (left := sorted({*os.listdir(self.folder)} - allowed)):
             return before, f"ended with {end.code}, and left {left}"
         if any((self.folder / name).read_bytes() != content for name, content in _BESIDE.items()):

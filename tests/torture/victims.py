@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -78,8 +79,8 @@ def _run(inputs: Path, out: Path, former: bool) -> int:
 
     _translate_once(inputs)
     # Seconds each, and no part of what is compared.
-    pipeline.peak_memory_mib = lambda *_, **__: SimpleNamespace(peak_mib=2.0, baseline_mib=1.0)  # type: ignore[assignment]
-    pipeline._LATENCY_ROUNDS = 1
+    memory = SimpleNamespace(peak_mib=2.0, baseline_mib=1.0)
+    mock.patch.multiple(pipeline, peak_memory_mib=lambda *_, **__: memory, _LATENCY_ROUNDS=1).start()
     words = ["run", str(inputs / "run.yaml"), "--output", str(out), "--force"]
     return main([*words, "quantizer.activations.percentile=99.0"] if former else words)
 
@@ -88,7 +89,7 @@ def _convert(inputs: Path, out: Path, former: bool) -> int:
     import quantizer.conversion.measure as measure
 
     _translate_once(inputs)
-    measure._SECONDS = 0.01
+    mock.patch.object(measure, "_SECONDS", 0.01).start()
     words = ["convert", "-m", str(inputs / "model"), "--quantization", "--rows", "8" if former else "12"]
     words += ["--calibration", f"text-csv:{inputs / 'calibration.csv'}", "--tolerance", "1"]
     sizes = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
@@ -114,7 +115,7 @@ def _translate_once(folder: Path) -> None:
             part.rename(file)
         return SimpleNamespace(model=onnx_ir.load(file))
 
-    onnx_file._export = known
+    mock.patch.object(onnx_file, "_export", known).start()
 
 
 def _digest(module: nn.Module, keywords: dict[str, torch.Tensor], opset: int) -> str:
@@ -125,7 +126,7 @@ def _digest(module: nn.Module, keywords: dict[str, torch.Tensor], opset: int) ->
         for attribute, value in sorted(held.items()):
             if isinstance(value, torch.Tensor):
                 found.update(f"{name}.{attribute} {value.dtype} {tuple(value.shape)}".encode())
-                found.update(value.detach().contiguous().flatten().view(torch.uint8).numpy())
+                found.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
