@@ -100,6 +100,27 @@ def test_an_edited_plan_is_told_by_its_place(
         Quantizer.load(_edited(folder, change))
 
 
+@pytest.mark.parametrize("verb", ["quantize", "amp"])
+@pytest.mark.parametrize(
+    ("site", "edit", "message"),
+    [
+        (0, {"axis": 1}, r"0\.weight has the shape \[24, 16\] here, which its scales do not fit"),
+        (1, {"axis": -1}, r"2\.weight has the shape \[8, 24\] here, which its scales do not fit"),
+        (0, {"parameter": "2.weight"}, r"2\.weight has the shape \[8, 24\] here, which its scales do not fit"),
+        (0, {"parameter": "0.weigh"}, r"another model, whose weight is '0\.weigh'; calibrate this model"),
+        (1, {"parameter": "tp.weight"}, r"another model, which has a weight 'tp\.weight' .*no attribute `tp`"),
+        (1, {"parameter": ".."}, r"another model, which has a weight '\.\.'"),
+    ],
+)
+def test_an_edited_weight_is_none_of_the_model(
+    folder: Path, verb: str, site: int, edit: dict[str, Any], message: str
+) -> None:
+    """What only the model can tell is told when there is one."""
+    q = Quantizer.load(_edited(folder, lambda d: d["sites"][site]["operands"][1].update(edit)))
+    with pytest.raises(QuantizerError, match=message):
+        getattr(q, verb)(_model())(torch.zeros(2, 16))
+
+
 def test_a_damaged_observation_changes_nothing(folder: Path) -> None:
     """Half of it would be worse than none: what was seen before counts alone."""
     _edited(folder, lambda document: document.pop("sha256"))
