@@ -58,6 +58,8 @@ def report(sessions: Sequence[tuple[str, Sequence[Path]]], tree: Path, least: fl
             left.append(f"{where} {mutation.operator_name} ({tests})\n  - {before}\n  + {after}")
     _print_row("all", total, 0)
     print("\n".join(left))
+    for file, before, _ in _stale(tree):
+        print(f"equivalent.toml explains what is no longer in {file}: {before}")
     return int(_score(total) < least)
 
 
@@ -77,6 +79,16 @@ def _done(sessions: Sequence[Path]) -> tuple[list[tuple[MutationSpec, WorkResult
 def _explained() -> set[tuple[str, str, str]]:
     entries = tomllib.loads(_EXPLAINED.read_text(encoding="utf-8")).get("equivalent", [])
     return {(entry["file"], entry["line"], entry["mutant"]) for entry in entries}
+
+
+def _stale(tree: Path) -> list[tuple[str, str, str]]:
+    """The explanations of lines that a file of the copy does not have; lines are joined as ``_change`` joins them."""
+    stale = []
+    for file, before, after in sorted(_explained()):
+        lines = (tree / file).read_text(encoding="utf-8").splitlines() if (tree / file).exists() else []
+        if before.strip() not in " ".join(line.strip() for line in lines):
+            stale.append((file, before, after))
+    return stale
 
 
 def _change(result: WorkResult) -> tuple[str, str, str]:

@@ -7,7 +7,6 @@ and is removed on any error or interruption.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from datetime import UTC
 from datetime import datetime
@@ -26,7 +25,6 @@ from quantizer.config import FallbackConfig
 from quantizer.config import QatConfig
 from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
-from quantizer.config.data_section import DatasetConfig
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
@@ -53,13 +51,11 @@ from quantizer.report import MemoryEntry
 from quantizer.report import ModelFacts
 from quantizer.report import RunRecord
 from quantizer.report import Score
-from quantizer.report import SizeEntry
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.report import latency_entries
 from quantizer.report import memory_entries
 from quantizer.report import print_record
-from quantizer.report import size_entries
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.from_plan import escaped_records
@@ -75,8 +71,10 @@ from quantizer.stages import Stages
 from quantizer.stages import bar
 from quantizer.stages import engine_inputs
 from quantizer.stages import parameter_bytes
+from quantizer.stages import rows_of
 from quantizer.stages import runner
 from quantizer.stages import score_record
+from quantizer.stages import sizes_of
 from quantizer.stages import work_kept
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
@@ -85,7 +83,6 @@ from quantizer.tasks import batch_shape
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_processor
-from quantizer.tasks import load_rows
 from quantizer.tasks.datasets.rows import content_of
 from quantizer.training import Course
 from quantizer.training import Training
@@ -167,8 +164,8 @@ class _Run:
         (self.target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         with self._stage("load model and data"):
             model, task = self._model_and_task()
-            calibration, evaluation = _rows(config.data.calibration), _rows(config.data.evaluation)
-            head, tuning, self.training = map(_rows, (config.data.head, config.data.tuning, config.data.training))
+            calibration, evaluation = rows_of(config.data.calibration), rows_of(config.data.evaluation)
+            head, tuning, self.training = map(rows_of, (config.data.head, config.data.tuning, config.data.training))
         quantizer = Quantizer(config.quantizer)
         self._check(task, [*evaluation, *tuning, *head], [*calibration, *self.training])
         if config.quantizer.formats:
@@ -202,7 +199,7 @@ class _Run:
                 self._score(which, task, predictions["float"], p, evaluation) for which, p in predictions.items()
             ),
             latency=self._latency(engines, task),
-            size=_sizes(built),
+            size=sizes_of(built),
             memory=self._memory(built) if engines else (),
             coverage=site_records(coverage, quantizer.plan),
             covered_share=coverage.share,
@@ -450,20 +447,3 @@ class _Run:
             build_seconds=built.seconds,
             verified=verified,
         )
-
-
-def _rows(dataset: DatasetConfig | None) -> list[Row]:
-    if dataset is None:
-        return []
-    return load_rows(
-        dataset.name,
-        path=dataset.path,
-        split=dataset.split,
-        subset=dataset.subset,
-        rows=dataset.rows,
-        offset=dataset.offset,
-    )
-
-
-def _sizes(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:
-    return size_entries({name: os.path.getsize(result.path) for name, result in built.items()})

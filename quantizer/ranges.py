@@ -23,6 +23,7 @@ from quantizer.proxy.decide import decide
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.kept_batches import Batch
+from quantizer.proxy.kept_batches import copied
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.operand_plans import judged_as
 from quantizer.proxy.padding import padding_mask
@@ -129,7 +130,7 @@ def _quantized(proxy: nn.Module, plan: Plan) -> Iterator[None]:
 
 
 def _output(proxy: nn.Module, batch: Batch) -> Tensor:
-    args, keywords = batch
+    args, keywords = copied(*batch)
     # Not the module itself: its hooks belong to calibration.
     with unmoved(proxy):
         return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords, args))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.config import DatasetConfig
 from quantizer.engines import Array
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
@@ -26,12 +29,15 @@ from quantizer.files import said_complete
 from quantizer.qat.checkpoint import check_checkpoints
 from quantizer.qat.checkpoint import remove_checkpoints
 from quantizer.report import Score
+from quantizer.report import SizeEntry
 from quantizer.report import Stage
+from quantizer.report import size_entries
 from quantizer.sensitivity.score_cache import check_scores
 from quantizer.tasks import Batch
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
+from quantizer.tasks import load_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,8 +48,10 @@ __all__ = [
     "bar",
     "engine_inputs",
     "parameter_bytes",
+    "rows_of",
     "runner",
     "score_record",
+    "sizes_of",
     "work_kept",
 ]
 
@@ -180,3 +188,22 @@ def work_kept(folder: Path, *, searches: bool, trains: bool) -> Iterator[Kept]:
             kept.scores.unlink(missing_ok=True)
         if trains:
             remove_checkpoints(kept.training)
+
+
+def rows_of(dataset: DatasetConfig | None) -> list[Row]:
+    """Return the rows of a data set that a configuration names; none of one that it does not have."""
+    if dataset is None:
+        return []
+    return load_rows(
+        dataset.name,
+        path=dataset.path,
+        split=dataset.split,
+        subset=dataset.subset,
+        rows=dataset.rows,
+        offset=dataset.offset,
+    )
+
+
+def sizes_of(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:
+    """Return the size of each engine file, and its ratio to the first."""
+    return size_entries({name: os.path.getsize(result.path) for name, result in built.items()})

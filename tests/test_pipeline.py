@@ -374,7 +374,7 @@ def test_an_engine_that_lacks_the_precision_ends_the_run(
 
 STAGES: dict[str, tuple[Any, str]] = {
     "load": (pipeline, "load_model"),
-    "data": (pipeline, "load_rows"),
+    "data": (pipeline, "rows_of"),
     "calibrate": (Quantizer, "calibrate"),
     "amp": (Quantizer, "amp"),
     "fallback": (Quantizer, "fallback"),

@@ -79,4 +79,4 @@ class QatConfig(Section):
     patience: int | None = Field(
         default=None, ge=1, description="Stop after so many scores that are none to keep; null: never."
     )
-    seed: int = Field(default=0, ge=0, lt=2**47, description="Decides the order of the rows.")
+    seed: int = Field(default=0, ge=0, lt=2**47, description="Decides the order of the rows; below 2^47.")

@@ -43,6 +43,7 @@ from quantizer.proxy.range_group import RangeGroup
 from quantizer.proxy.seen import Seen
 from quantizer.proxy.site import Site
 from quantizer.proxy.site_record import EMPTY
+from quantizer.proxy.site_record import NOT_TENSORS
 from quantizer.proxy.site_record import OF_PARAMETERS
 from quantizer.proxy.site_record import TRANSFORMED
 from quantizer.proxy.site_record import VARIES
@@ -57,7 +58,6 @@ from quantizer.source.geometry import Call
 
 __all__ = ["Pass", "Watched"]
 
-_NOT_TENSORS = "its operands are not floating-point tensors"
 _PRODUCT = 2  # operands of a product
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -126,6 +126,7 @@ class Pass:
         self._counter.start(proxy)
         self._magnitudes = Magnitudes(self._watched.measured, inputs)
         self._provenance = Provenance(self._counter, self._magnitudes, self._read)
+        self._provenance.mark_constants(proxy.buffers())
         self._provenance.__enter__()  # type: ignore[no-untyped-call]
 
     def _read(self, value: Tensor) -> None:
@@ -236,7 +237,7 @@ class Pass:
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return "an operand is a sparse tensor"
         if len(tensors) != len(values):
-            return _NOT_TENSORS
+            return NOT_TENSORS
         if any(tensor.numel() == 0 for tensor in tensors):
             return EMPTY
         if site.operation.kind == "residual_add":
@@ -304,7 +305,7 @@ class Pass:
 
     def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord) -> None:
         name = f"{site.path}.{operand}"
-        version = 0 if value.is_inference() else value._version
+        version = self._provenance.version(value)
         known = self._groups.get(value)
         residual = site.operation.kind == "residual_add"
         if known is not None and known[0] == version:

@@ -27,6 +27,7 @@ from quantizer.proxy.rules import by_kind
 from quantizer.proxy.seen import Seen
 from quantizer.proxy.site import Site
 from quantizer.proxy.site_record import EMPTY
+from quantizer.proxy.site_record import NOT_TENSORS
 from quantizer.proxy.site_record import TRANSFORMED
 from quantizer.proxy.site_record import SiteRecord
 from quantizer.targets import TargetProfile
@@ -104,12 +105,12 @@ def _refusal(
         return "this kind of site is switched off", off
     if record.calls == 0:
         return NEVER_RAN, None
-    # An empty batch among others says nothing about the site.
-    reasons = [reason for reason in record.reasons if reason != EMPTY or record.fit == 0]
-    if TRANSFORMED in reasons:
-        return TRANSFORMED, None
-    if reasons and (record.fit == 0 or kind != "residual_add"):
-        return reasons[0], None
+    # An empty batch among others says nothing about the site, and a number that is added is passed through: a sum that
+    # starts from 0 meets a tensor only in its later calls. Any other call would round what nobody has observed.
+    harmless = (EMPTY, NOT_TENSORS) if kind == "residual_add" else (EMPTY,)
+    reasons = [reason for reason in record.reasons if reason not in harmless or record.fit == 0]
+    if reasons:
+        return TRANSFORMED if TRANSFORMED in reasons else reasons[0], None
     if kind not in settings.profile.site_kinds:
         return f"{settings.profile.name} gains nothing from this kind of site", settings.profile.rule
     if kind not in ("residual_add", "embedding"):

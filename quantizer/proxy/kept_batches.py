@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from quantizer.proxy.ranks import gathered
 from quantizer.proxy.ranks import rank_number
 
-__all__ = ["Batch", "KeptBatches"]
+__all__ = ["Batch", "KeptBatches", "copied"]
 
 _KEPT = 2
 _PLAIN = (bool, int, float, str, type(None))
@@ -44,7 +44,7 @@ class KeptBatches:
         key = _hash((args, dict(keywords)))
         if key in self._kept or (len(self._kept) == _KEPT and key > max(self._kept)):
             return None
-        return key, _copied(args, keywords)
+        return key, copied(args, keywords)
 
     def keep(self, key: bytes, batch: Batch) -> None:
         """Keep what ``wanted`` gave."""
@@ -66,10 +66,10 @@ class KeptBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         # Copies, since a model may change what it is given, and they are run more than once.
-        return iter([_copied(*self._kept[key]) for key in sorted(self._kept)])
+        return iter([copied(*self._kept[key]) for key in sorted(self._kept)])
 
 
-def _copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
+def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
     """The inputs as they are now: a loader may fill the same tensors again, and a model may change what it is given."""
     leaves, structure = pytree.tree_flatten((args, dict(keywords)))
     own = [leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]

@@ -208,15 +208,16 @@ class Magnitudes:
     def _bound(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any], read: Sequence[_Seen]) -> float:
         """A bound for the first result of an operation; infinity where nothing is known of it."""
         bounds = [seen.bound for seen in read]
-        numbers = [abs(value) for value in args if isinstance(value, float) and not _is_mask(value)]
+        # Whole numbers too, which a mask may be filled with; an axis or an index among them only loosens the bound.
+        numbers = [abs(value) for value in args if type(value) in (int, float) and not _is_mask(value)]
         factors: list[float] = [abs(value) for value in args if type(value) in (int, float)]
         factor: float = max([1.0, *(abs(value) for value in keywords.values() if type(value) in (int, float))])
         if name in _ONES:
             return 1.0
         if not read:
             return math.inf
-        if name in _KEEP:
-            return max(bounds + numbers)
+        if name in _KEEP and not _divides_otherwise(name, args):
+            return float(max(bounds + numbers))
         if name in _SUMS:
             return factor * sum(bounds) + sum(factors)
         if name in ("aten::mul", "aten::mul_"):
@@ -333,6 +334,12 @@ def _inside(name: str, args: Sequence[Any], read: Sequence[_Seen], made: Sequenc
         if query.shape[-1] * read[0].bound * read[1].bound > LARGEST_HALF:
             return float(query.norm(dim=-1).max() * key.norm(dim=-1).max())
     return 0.0
+
+
+def _divides_otherwise(name: str, args: Sequence[Any]) -> bool:
+    """Whether a mean is none: it is divided by another number than that of what it sums."""
+    divisor = 6
+    return name == "aten::avg_pool2d" and len(args) > divisor and args[divisor] is not None
 
 
 def _beyond(bound: float) -> bool:

@@ -19,6 +19,7 @@ from quantizer.numerics.learning import learned
 from quantizer.numerics.learning import trained_scale
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.frozen_operand import FrozenOperand
+from quantizer.proxy.weight import laid_out
 
 __all__ = ["OperandQuantizer", "Watcher"]
 
@@ -195,7 +196,7 @@ class OperandQuantizer(nn.Module):
         if self.is_weight:
             # What ``store`` does: a weight is multiplied before it is rounded, and nobody computes that in half.
             rounded = self._rounded(x.float() if self.factor is not None else x).to(x.dtype)
-            return rounded.contiguous() if self.contiguous else rounded
+            return laid_out(rounded) if self.contiguous else rounded
         return self._rounded(x)
 
     def _rounded(self, x: Tensor) -> Tensor:

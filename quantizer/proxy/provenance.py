@@ -10,6 +10,7 @@ This runs for every operation of a pass, so it does little for each.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from quantizer.proxy.magnitudes import Magnitudes
 from quantizer.proxy.products import PRODUCTS
 from quantizer.proxy.products import is_composite
 from quantizer.proxy.products import product_name
+from quantizer.proxy.weight import is_transformed
 
 __all__ = ["Origin", "Provenance"]
 
@@ -83,6 +85,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # By id, with the tensor that had it: another may get the id of one that died. torch's WeakIdKeyDictionary does
         # the same, at the price of several Python calls.
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
+        self._constants: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._written: Counter[int] = Counter()
         self._counter = counter
         self._magnitudes = magnitudes
 
@@ -91,13 +95,30 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, Tensor):
             self._origins[id(value)] = (weakref.ref(value), origin)
 
+    def mark_constants(self, values: Iterable[Tensor]) -> None:
+        """Say of tensors that they are what they are whatever the model is given, until something writes into them."""
+        for value in values:
+            if value.is_floating_point() and (memory := _memory(value)) is not None:
+                self._constants[id(value)] = (weakref.ref(value), memory)
+
+    def version(self, value: Tensor) -> int:
+        """How often something was written into a tensor: torch counts that, but not under ``inference_mode``."""
+        if not value.is_inference():
+            return value._version
+        memory = _memory(value)
+        return 0 if memory is None else self._written[memory]
+
     def origin(self, value: Tensor) -> Origin | None:
         """The origin of a tensor; None where nothing is known of it."""
         # The first question spares most tensors the second, which is slow: a parameter is always of another type.
         if type(value) is not Tensor and isinstance(value, nn.Parameter):
             return _OF_PARAMETERS
         found = self._origins.get(id(value))
-        return found[1] if found is not None and found[0]() is value else None
+        if found is not None and found[0]() is value:
+            return found[1]
+        constant = self._constants.get(id(value))
+        unwritten = constant is not None and constant[0]() is value and not self._written[constant[1]]
+        return _OF_PARAMETERS if unwritten else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,6 +130,10 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
+        if _writes(func):
+            for tensor in _tensors((*args[:1], kwargs.get("out"))):
+                if (memory := _memory(tensor)) is not None:
+                    self._written[memory] += 1
         if product is not None:
             origins = map(self.origin, PRODUCTS[product].tensors(args))
             of_parameters = all(origin is not None and origin.kind == "parameter" for origin in origins)
@@ -143,6 +168,20 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 parameters = origin
         return None if others else parameters
+
+
+def _memory(value: Tensor) -> int | None:
+    """What tells the memory of a tensor from others; None where it has none of its own."""
+    if value.is_meta or value.layout is not torch.strided or value.is_nested or is_transformed(value):
+        return None
+    identity: int = value.untyped_storage()._cdata
+    return identity
+
+
+@cache
+def _writes(func: Any) -> bool:
+    """Whether an operation writes into what it is given."""
+    return bool(func._schema.is_mutable)
 
 
 @cache

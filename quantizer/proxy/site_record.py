@@ -9,10 +9,11 @@ from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.weight import Weight
 from quantizer.source.catalogue import Kind
 
-__all__ = ["EMPTY", "OF_PARAMETERS", "TRANSFORMED", "VARIES", "SiteRecord", "one_size", "same_weight"]
+__all__ = ["EMPTY", "OF_PARAMETERS", "NOT_TENSORS", "TRANSFORMED", "VARIES", "SiteRecord", "one_size", "same_weight"]
 
 EMPTY = "an operand was empty in every call"
 OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
+NOT_TENSORS = "its operands are not floating-point tensors"
 TRANSFORMED = "it runs inside torch.vmap or a transform of torch.func"
 VARIES = "an operand is a parameter in one call and something else in another"
 

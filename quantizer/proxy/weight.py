@@ -15,7 +15,7 @@ from torch import nn
 
 from quantizer.calibrators.histogram import in_memory_order
 
-__all__ = ["Weight", "WeightView", "Weights", "is_transformed", "non_finite"]
+__all__ = ["Weight", "WeightView", "Weights", "is_transformed", "laid_out", "non_finite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,13 @@ class WeightView:
     def of(self, parameter: Tensor) -> Tensor:
         """The operand, contiguous."""
         part = parameter.detach().flatten()[self.offset : self.offset + math.prod(self.shape)]
-        return part.reshape(self.shape).permute(self.order).contiguous()
+        return laid_out(part.reshape(self.shape).permute(self.order))
+
+
+def laid_out(value: Tensor) -> Tensor:
+    """Return a tensor with the strides of a new one: torch calls others contiguous too where an axis has one index, and
+    kernels go by them."""
+    return value.contiguous().reshape(-1).reshape(value.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from quantizer.errors import SensitivityError
 from quantizer.proxy.attention import as_recorded
 from quantizer.proxy.classes import called_through
+from quantizer.proxy.kept_batches import copied
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.ranks import summed
 from quantizer.proxy.unmoved import Held
@@ -35,7 +36,7 @@ from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.local import local
 from quantizer.sensitivity.metric import Metric
 from quantizer.sensitivity.output import output
-from quantizer.sensitivity.passes import copied
+from quantizer.sensitivity.passes import pass_of
 
 __all__ = ["MEASURES", "GroupError", "Measurement"]
 
@@ -175,6 +176,10 @@ class Measurement:
         # is the function that gave the result, whatever the measure does with gradients.
         with as_recorded(proxy, torch.is_grad_enabled()), torch.inference_mode(False):
             args, keywords = pytree.tree_map(_ordinary, (args, keywords))
+            if _has_hooks_of_others(proxy):
+                # The passes that measure run none of them, so what they are held to must not have gone through them.
+                with unmoved(proxy), torch.no_grad():
+                    result = pass_of(proxy, args, keywords)
             with unmoved(proxy):
                 errors = self._of_batch(proxy, self.groups, args, keywords, result)
             unreached = [group for group in self.groups if group.name not in errors]
@@ -197,6 +202,12 @@ class Measurement:
             with group.rounding(), unmoved(self._proxy):
                 drops[group.name] = metric.drop(float_score, metric.score(self._proxy, group.name))
         return drops
+
+
+def _has_hooks_of_others(proxy: nn.Module) -> bool:
+    """Whether hooks of the user's change what the model takes or gives as a whole."""
+    hooks = (*proxy._forward_pre_hooks.values(), *proxy._forward_hooks.values())
+    return not all(isinstance(hook, LocalHook) for hook in hooks)
 
 
 def _ordinary(value: Any) -> Any:

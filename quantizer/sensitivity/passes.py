@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
 from torch import nn
-from torch.utils import _pytree as pytree
 
-__all__ = ["copied", "pass_of"]
+from quantizer.proxy.kept_batches import copied
 
-
-def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs with tensors of their own: a model may change in place what it is given."""
-    own: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(Tensor, Tensor.clone, (args, dict(keywords)))
-    return own
+__all__ = ["pass_of"]
 
 
 def pass_of(proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:

@@ -20,11 +20,13 @@ from quantizer.calibrators import MseCalibrator
 from quantizer.calibrators import PercentileCalibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.calibrators.base import CALIBRATORS
+from quantizer.calibrators.candidates import estimates
 from quantizer.calibrators.histogram import BINS
 from quantizer.calibrators.histogram import Histogram
 from quantizer.calibrators.histogram import in_memory_order
 from quantizer.errors import CalibrationError
 from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import QTYPES
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 ORDINARY = st.floats(min_value=-1000, max_value=1000, width=32)
@@ -246,6 +248,84 @@ def test_percentile_100_is_max_also_of_bounds_without_values() -> None:
     assert found.amax() == largest.amax() == 7.0
 
 
+def test_a_restored_histogram_goes_on_as_the_one_that_it_was() -> None:
+    whole = filled([0.0, 0.0, 1.0, -3.0, 0.5], cuts=[2])
+    assert whole.zeros == 2
+    again = Histogram.restored(whole.counts, whole.exponent, whole.zeros)
+    for histogram in (whole, again):
+        histogram.add(torch.tensor([5.0, 0.25]), 5.0)
+    assert (again.exponent, again.zeros, again.total) == (whole.exponent, whole.zeros, whole.total) == (-8, 2, 7)
+    assert torch.equal(again.counts, whole.counts)
+    assert Histogram.restored(torch.zeros(BINS, dtype=torch.int64), None, 4).total == 4
+
+
+def test_what_is_held_exactly_has_no_noise() -> None:
+    histogram = filled([1.0])
+    (centre,) = histogram.centres()[histogram.counts > 0].tolist()
+    assert histogram.sqnr_db(centre, "int8") == math.inf
+    assert math.isfinite(histogram.sqnr_db(centre * 0.4, "int8"))
+
+
+def test_torchs_default_type_moves_no_bin() -> None:
+    largest = 2.0 - 2.0**-40  # 2 in float32, as which it is counted
+    histogram = Histogram()
+    torch.set_default_dtype(torch.float64)
+    try:
+        histogram.add(torch.tensor([largest]), largest)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert histogram.exponent == -9
+    assert histogram.counts.shape == (BINS,)
+
+
+def test_bounds_without_values_widen_the_range_on_both_sides() -> None:
+    calibrator = make_calibrator("max")
+    calibrator.observe(torch.tensor([-1.0, 2.0]))
+    seen = []
+    for low, high in ((-3.0, 1.0), (0.0, 5.0), (-0.5, 0.5)):
+        assert calibrator.amax() == calibrator.largest
+        calibrator.widen(low, high)
+        seen.append((calibrator.minimum, calibrator.maximum, calibrator.amax(), calibrator.count))
+    assert seen == [(-3.0, 2.0, 3.0, 2), (-3.0, 5.0, 5.0, 2), (-3.0, 5.0, 5.0, 2)]
+
+
+@pytest.mark.parametrize("values", [[-1.0, 1e300], [-1e300, 1.0]])
+def test_a_value_that_float32_does_not_hold_on_either_side(values: list[float]) -> None:
+    calibrator = make_calibrator("max")
+    with pytest.raises(CalibrationError, match=r"a value of 1e\+300 in its values, shape \(2,\), beyond what float32"):
+        calibrator.observe(torch.tensor(values, dtype=torch.float64))
+    assert calibrator.count == 0
+
+
+@pytest.mark.parametrize("name", ["mse", "entropy"])
+def test_an_estimate_for_another_format_is_that_of_the_format(name: str) -> None:
+    seen, other = make_calibrator(name), make_calibrator(name, dtype="int4")
+    for calibrator in (seen, other):
+        calibrator.observe(torch.randn(20_000, generator=torch.Generator().manual_seed(0)))
+    assert seen.for_format("int8") is seen
+    assert seen.for_format("int4").amax() == other.amax() != seen.amax()
+    assert seen.for_format("int4").for_format("int8").amax() == seen.amax()
+    assert make_calibrator("max").for_format("int4").amax() == 0.0
+
+
+def test_the_estimates_that_are_compared_are_those_of_the_calibrators() -> None:
+    seen = make_calibrator("max", histogram=True)
+    seen.observe(torch.randn(400_000, generator=torch.Generator().manual_seed(0)))
+    expected = {
+        "max": seen.largest,
+        "percentile 99.999": seen.seen_as("percentile", percentile=99.999).amax(),
+        "percentile 99.99": seen.seen_as("percentile", percentile=99.99).amax(),
+        "percentile 99.9": seen.seen_as("percentile", percentile=99.9).amax(),
+        "mse": seen.seen_as("mse", dtype="int4").amax(),
+        "entropy": seen.seen_as("entropy", dtype="int4").amax(),
+    }
+    assert dict(estimates(seen, QTYPES["int4"])) == expected
+    assert len(set(expected.values())) == len(expected)
+    of_fp8 = dict(estimates(seen, QTYPES["fp8"]))
+    assert of_fp8.keys() == expected.keys() - {"entropy"}
+    assert of_fp8["mse"] == seen.seen_as("mse", dtype="fp8").amax() != expected["mse"]
+
+
 def test_percentile_never_exceeds_the_largest_value() -> None:
     calibrator = PercentileCalibrator(percentile=99.99)
     calibrator.observe(torch.full((10,), 1.2345))
@@ -261,6 +341,25 @@ def test_percentile_out_of_bounds(percentile: float) -> None:
 # -- mse ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tail", [3.0, 30.0])
+def test_mse_takes_the_edge_of_the_range_with_the_least_error(tail: float) -> None:
+    x = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    x[0] = tail * x.abs().max()
+    calibrator = MseCalibrator()
+    calibrator.observe(x)
+    histogram = calibrator.histogram
+    assert isinstance(histogram, Histogram)
+    assert histogram.exponent is not None
+    width, centres = 2.0**histogram.exponent, histogram.centres()
+    scales = (torch.arange(1, BINS + 1, dtype=torch.float64) * width / 127)[:, None]
+    rounded = (centres / scales).round().clamp(max=127) * scales
+    errors = (histogram.counts * (centres - rounded) ** 2).sum(1)
+    bins = calibrator.amax() / width
+    assert bins == int(bins)
+    assert float(errors[int(bins) - 1]) == pytest.approx(float(errors.min()), rel=1e-9)
+    assert float(errors[int(bins) - 2]) > float(errors.min()) * (1 + 1e-6)
+
+
 def rounding_error(x: Tensor, amax: float) -> float:
     scale = amax / 127
     return float(((x / scale).round().clamp(-128, 127) * scale - x).double().square().sum())
@@ -272,7 +371,7 @@ def test_mse_is_as_good_as_trying_every_range_on_the_values_themselves(shape: st
     generator = torch.Generator().manual_seed(outliers)
     uniform = torch.rand(20_000, generator=generator) * 2 - 1
     x = {
-        "normal": torch.randn(20_000, generator=generator),
+        "normal": torch.randn(400_000, generator=generator),
         "laplace": -uniform.sign() * torch.log1p(-uniform.abs()),
         "uniform": uniform,
     }[shape]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 import quantizer.config as config
@@ -114,3 +115,10 @@ def test_defaults_of_a_measurement_and_a_search() -> None:
 @pytest.mark.parametrize("ratio", [0.001, 1])
 def test_ratio_in_range(ratio: float) -> None:
     assert config.FallbackConfig(ratio=ratio).ratio == ratio
+
+
+def test_a_seed_is_one_that_torch_takes() -> None:
+    largest = config.QatConfig(seed=2**47 - 1).seed
+    torch.Generator().manual_seed(largest * 2**16 + 2**16 - 1)
+    with pytest.raises(ValidationError, match="less than 140737488355328"):
+        config.QatConfig(seed=2**47)

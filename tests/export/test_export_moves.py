@@ -258,14 +258,6 @@ def test_a_factor_with_more_axes_than_the_scores_stays(operator: str) -> None:
     np.testing.assert_allclose(run_attended(as_wide), expected, rtol=1e-6)
 
 
-def test_a_factor_of_one_axis_stays_behind_a_number() -> None:
-    nodes = "n = Mul (x, w) m = Mul (n, f) q = QuantizeLinear (m, s, z) y = DequantizeLinear (q, s, z)"
-    constants = {"w": np.array(3, np.float32), "f": single(2.0), "s": single(0.02), "z": np.array(0, np.int8)}
-    model = graph("float x", "float[1] y", nodes, **{**constants, "f": np.array([2.0], np.float32)})
-    assert unchanged(model, FoldChannelFactors())
-    assert computed(model, x=np.array(0.5, np.float32))[0].shape == (1,)
-
-
 def test_the_scale_becomes_part_of_the_projection() -> None:
     nodes = (
         "w = DequantizeLinear <axis = 1> (q0, t) l = MatMul (x0, w) b = Add (l, b0) r = Reshape (b, shape) "

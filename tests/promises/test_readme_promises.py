@@ -28,7 +28,6 @@ NO_PROMISES = {
     "is a stub that only warns": "of a package of others",
     "the streaming calibrators in `quantizer/calibrators/` instead of its own": "of a package of others",
     "TensorRT-RTX 1.7 refuses to build such an engine without a GPU.": "of a library of others",
-    "has no recipe of its own yet": "a limitation",
     "FP8 and INT4 engines for TensorRT were built, never run": "a limitation",
     "Proxy and engine agree in score, not bit for bit": "a limitation; how far apart they may be is promised elsewhere",
     "what is written into them is lost without an error": "a limitation",
@@ -69,7 +68,8 @@ def _error(calibrator: str, model: nn.Module, batches: list[Tensor]) -> float:
 
 
 @pytest.mark.promise(
-    "`auto`, which tries them all on each operand and keeps the range with which its site's output comes out best."
+    "`auto`, which tries them all on each operand and keeps the range with which its site's output comes out best, "
+    "relative to each row, on two batches that are kept."
 )
 @pytest.mark.parametrize("outlier", [0.0, 6.0, 40.0, 4000.0])
 def test_auto_is_as_good_as_the_best_of_all(outlier: float) -> None:
@@ -94,7 +94,10 @@ class _Pooled(nn.Module):
         return (self.layer(hidden) * weights).sum(1) / weights.sum(1)
 
 
-@pytest.mark.promise("Padding is left out of ranges only where `attention_mask` is passed by keyword.")
+@pytest.mark.promise(
+    "Padding is left out of ranges only where an integer `attention_mask` that is certainly padding is passed by "
+    "keyword."
+)
 def test_padding_is_left_out_where_the_mask_is_named() -> None:
     model, hidden = _Pooled().eval(), torch.randn(4, 6, 16)
     mask = torch.ones(4, 6, dtype=torch.long)

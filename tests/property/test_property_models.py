@@ -50,6 +50,6 @@ def test_every_invariant_holds(drawn: DrawnModel) -> None:
 @settings(QUICK, max_examples=ENGINES)
 @given(drawn_models())
 def test_an_engine_computes_what_the_frozen_proxy_computes(drawn: DrawnModel) -> None:
-    # Which expert gets a row is decided at a border, which any rounding may cross.
-    assume("Experts" not in drawn.text)
+    # Which expert gets a row is decided at a border that any rounding may cross; the others torch does not export.
+    assume(not any(block in drawn.text for block in ("Experts", "Checkpointed", "Mapped")))
     _hold(drawn, engine_follows_the_frozen_proxy)

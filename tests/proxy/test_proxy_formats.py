@@ -128,6 +128,16 @@ def test_formats_that_cannot_be(options: dict[str, Any], message: str) -> None:
         calibrated(Net().eval(), **options).plan  # noqa: B018
 
 
+def test_a_convolution_has_no_blocks_and_stays_float() -> None:
+    convolution = nn.Sequential(nn.Conv2d(16, 16, 3)).eval()
+    quantizer = Quantizer(backend="tensorrt", formats=[{"weights": "int4", "block_size": 16}])
+    quantizer.calibrate(convolution, [(torch.randn(2, 16, 8, 8),)])
+    (site,) = [entry for entry in quantizer.plan.values() if entry.multiply_adds]
+    assert not site.quantized
+    assert site.reason == "a weight of 4 axes has no blocks of input channels"
+    assert not any(entry.quantized for entry in site.operands)
+
+
 # -- FP8 attention -----------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
+from quantizer.proxy.weight_scales import ONE_SCALE
 from tests.helpers import Mlp
 
 BACKENDS = ("tensorrt", "openvino")
@@ -66,6 +67,38 @@ def test_the_frozen_model_uses_them(per_channel: bool) -> None:
     assert torch.equal(quantized.up.weight, (model.up.weight / 0.01).round().clamp(-128, 127) * torch.tensor(0.01))
     torch.testing.assert_close(quantized.up(x), nn.functional.linear(rounded, quantized.up.weight, model.up.bias))
     assert str(q.ranges)
+
+
+def test_its_own_scales_can_be_loaded_where_a_row_is_tiny() -> None:
+    model = Mlp().eval()
+    with torch.no_grad():
+        model.up.weight[3] *= 1e-7  # its scale is no normal number of the target's float16
+    q = _calibrated(model, backend="tensorrt")
+    scales = q.scales()
+    assert float(scales[f"{LINEAR}.weight"][3]) < torch.finfo(torch.float16).smallest_normal
+    q.load_scales(scales)
+    assert all(torch.equal(q.scales()[name], scale) for name, scale in scales.items())
+
+
+@pytest.mark.parametrize(
+    ("layer", "note"), [(nn.Conv2d(16, 16, 3), None), (nn.ConvTranspose2d(16, 16, 3, groups=2), ONE_SCALE)]
+)
+def test_a_convolution_says_where_one_scale_serves_all_channels(layer: nn.Module, note: str | None) -> None:
+    q = Quantizer(backend="openvino")
+    q.calibrate(nn.Sequential(layer).eval(), [torch.randn(2, 16, 8, 8)])
+    (site,) = [entry for entry in q.plan.values() if entry.multiply_adds]
+    weight = next(operand for operand in site.operands if operand.role == "weight")
+    assert weight.quantized
+    assert weight.scales == (16 if note is None else 1)
+    assert weight.note == note
+
+
+def test_how_many_scales_an_operand_has() -> None:
+    q = _calibrated(Mlp().eval(), exclude={"sites": ["forward.add_0.lhs"]}, sites={"residual_add": True})
+    assert {operand.name: operand.scales for operand in q.plan[LINEAR].operands} == {"input": 1, "weight": 64}
+    left = next(operand for operand in q.plan["forward.add_0"].operands if operand.name == "lhs")
+    assert left.amax is None
+    assert left.scales == 1
 
 
 def test_what_was_measured_with_the_former_range_goes_with_it() -> None:

@@ -99,9 +99,23 @@ def test_an_add_beside_an_attention_that_stays_float_does_not() -> None:
     products = [entry for entry in quantizer.plan.values() if entry.kind == "matmul"]
     assert len(products) == 2
     assert all("tensorrt fuses no attention in int8 with it" in entry.reason for entry in products)
+    assert not any(operand.quantized for entry in products for operand in entry.operands)
     (add,) = [entry for entry in quantizer.plan.values() if entry.kind == "residual_add"]
     assert add.quantized
     assert all(operand.quantized for operand in add.operands)
+
+
+def test_the_products_of_each_attention_are_one_group() -> None:
+    quantizer = Quantizer(backend="openvino")
+    quantizer.calibrate(nn.Sequential(Attention(16), Attention(16)).eval(), [torch.randn(2, 32, 32)])
+    groups = {
+        path: {operand.group for operand in entry.operands}
+        for path, entry in quantizer.plan.items()
+        if entry.kind == "matmul" and entry.quantized
+    }
+    assert len(groups) == 4
+    assert groups["0.forward.matmul_0"] == groups["0.forward.matmul_1"] == {"0.forward.{matmul_0,matmul_1}"}
+    assert groups["1.forward.matmul_0"] == groups["1.forward.matmul_1"] == {"1.forward.{matmul_0,matmul_1}"}
 
 
 def test_a_product_of_two_activations_that_is_no_attention_has_no_head() -> None:

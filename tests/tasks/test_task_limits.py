@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from conftest import tiny_config
 from PIL import Image as Picture
 from tiny_vision import tiny_vit
 from transformers import BertForSequenceClassification
@@ -27,6 +26,7 @@ from quantizer.tuning import TuningScore
 
 # -- labels ----------------------------------------------------------------------------------------------------------
 
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 OTHERS = [
     ({"num_labels": 1}, "gives a score and no class"),
     ({"num_labels": 3, "problem_type": "regression"}, "gives a score and no class"),
@@ -36,7 +36,8 @@ OTHERS = [
 
 @pytest.mark.parametrize(("options", "message"), OTHERS)
 def test_a_model_whose_largest_logit_decides_nothing(options, message, tokenizer, tmp_path) -> None:
-    model = BertForSequenceClassification(tiny_config(**options)).eval()
+    config = tf.BertConfig(vocab_size=24, max_position_embeddings=64, **SIZES, **options)
+    model = BertForSequenceClassification(config).eval()
     expected = rf"task 'sequence-classification' takes the class of the largest logit .*{message}.* with the Quantizer"
     with pytest.raises(TaskError, match=expected):
         build_task("sequence-classification", model, tokenizer)
@@ -67,8 +68,7 @@ def test_a_converted_folder_with_one_output_has_no_labels() -> None:
 
 
 def test_positions_begin_behind_that_of_padding(tokenizer, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = tf.RobertaConfig(vocab_size=24, max_position_embeddings=66, pad_token_id=1, num_labels=3, **sizes)
+    config = tf.RobertaConfig(vocab_size=24, max_position_embeddings=66, pad_token_id=1, num_labels=3, **SIZES)
     model = tf.RobertaForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
     assert read_checkpoint(str(tmp_path)).positions == 64

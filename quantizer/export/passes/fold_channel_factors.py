@@ -22,7 +22,6 @@ import numpy as np
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
 from quantizer.export.passes.base import floats
-from quantizer.export.passes.base import keeps_rank
 from quantizer.export.passes.base import smallest_normal
 
 __all__ = ["FoldChannelFactors"]
@@ -75,9 +74,6 @@ def _factors(node: Any) -> np.ndarray[Any, Any] | None:
         return None
     readers = [reader.op_type for reader, _ in node.outputs[0].uses()]
     array = floats(node.inputs[1])
-    # A factor [1] gives a number an axis; several fit only what has them.
-    if array is not None and array.size == 1 and not keeps_rank(node.inputs[0], node.inputs[1]):
-        return None
     if array is None or array.ndim > 1 or not readers or set(readers) != {"QuantizeLinear"}:
         return None
     return None if node.outputs[0].is_graph_output() else array
