@@ -21,7 +21,7 @@ test: $(INSTALLED)
 
 # Damaged files of every kind that is read on one core, kills and full disks on the other, half an hour in all. Run again
 # it goes on; make torture SEED=... does the same damage again.
-TORTURE := OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m torture $(if $(SEED),--seed $(SEED)) --seconds 1680
+TORTURE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m torture $(if $(SEED),--seed $(SEED)) --seconds 1680
 
 torture: $(INSTALLED)
 	@$(MAKE) --no-print-directory -j2 torture-files torture-faults
