@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test property torture lint bench mutation clean
+.PHONY: demo test property torture torture-files torture-faults lint bench mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -18,6 +18,19 @@ demo: $(INSTALLED)
 # One thread a process: torch, OpenVINO and pytest-xdist would otherwise fight over the cores.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+
+# Damaged files of every kind that is read on one core, kills and full disks on the other, half an hour in all. Run again
+# it goes on; make torture SEED=... does the same damage again.
+TORTURE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m torture $(if $(SEED),--seed $(SEED)) --seconds 1680
+
+torture: $(INSTALLED)
+	@$(MAKE) --no-print-directory -j2 torture-files torture-faults
+
+torture-files: $(INSTALLED)
+	$(TORTURE) --kind files --folder runs/torture/files
+
+torture-faults: $(INSTALLED)
+	$(TORTURE) --kind faults --folder runs/torture/faults
 
 # 2,000 random models, and engines of 200 others, in about half an hour on one core. make property SEED=... draws the
 # same ones again.

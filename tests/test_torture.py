@@ -47,6 +47,19 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert State.read(tmp_path / "jsonl/state.json", seed=8).done == 0
 
 
+@pytest.mark.skipif(os.name != "posix", reason="forks, and sends POSIX signals")
+def test_a_minute_of_it(tmp_path: Path) -> None:
+    """Of each sort of file that is read quickly, and kills and full disks while one is saved."""
+    kinds = ["plan", "yaml", "report", "jsonl", "image-csv", "kill-save", "full-disk-save"]
+    done = _run(tmp_path, "--kind", *kinds, "--cases", "300", "--kills", "12", "--seconds", "45", "--seed", "1")
+    # What was found is told with its seed and its number.
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("seed 1\n")
+    told = done.stdout.splitlines()[1 : 1 + len(kinds)]
+    assert [line.partition(", seed 1: ")[0] for line in told] == kinds
+    assert not [line for line in told if " 0 cases" in line]
+
+
 _FAULTY = """
 import os, signal, sys, time
 from pathlib import Path
@@ -96,3 +109,59 @@ def test_what_it_is_for_is_found(tmp_path: Path) -> None:
     found = sorted(path.name for path in (tmp_path / "faulty").glob("found-0-*"))
     assert len(found) == len(told) - 1
     assert all((tmp_path / "faulty" / name / "a").is_file() for name in found)
+
+
+_CARELESS = """
+import os, shutil, sys, time
+from pathlib import Path
+from torture import faults, victims
+
+def careless(inputs, out, former):
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    for name in ("a", "b"):
+        time.sleep(0.02)
+        (out / name).write_text(f"{former} {name}" * 100)
+    return 0
+
+def interrupted(inputs, out, former):
+    try:
+        out.with_name("left").mkdir(exist_ok=True)
+        return careless(inputs, out, former)
+    finally:
+        if "b" in os.listdir(out):
+            out.with_name("left").rmdir()
+
+def result(out):
+    return {name: (out / name).read_text() for name in ("a", "b")}
+
+for name, act in (("careless", careless), ("interrupted", interrupted)):
+    victim = victims.Victim(lambda folder: None, act, result)
+    faults.FAULTS[f"kill-{name}"] = victim, faults._kill
+    faults.FAULTS[f"full-disk-{name}"] = victim, faults._full_disk
+for name in ("kill-careless", "kill-interrupted", "full-disk-careless"):
+    first = faults.run_fault(name, 6, 0, Path(sys.argv[1]), None)
+    again = faults.run_fault(name, 12, 0, Path(sys.argv[1]), None)
+    assert (first.done, again.done) == (6, 12)
+    print(name, len(again.failures))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="forks, and sends POSIX signals")
+def test_a_command_that_is_careless_is_found(tmp_path: Path) -> None:
+    """A folder that is half-written, one that stays, and an error of the system that nobody explains."""
+    search = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    done = subprocess.run(
+        [sys.executable, "-c", _CARELESS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": search},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("the folder cannot be read: ", "and left ['left']", "OSError: [Errno 27]"):
+        assert words in done.stdout, done.stdout
+    counts = dict(line.split() for line in done.stdout.splitlines() if line.count(" ") == 1 and line[-1].isdigit())
+    assert sorted(counts) == ["full-disk-careless", "kill-careless", "kill-interrupted"]
+    assert all(int(count) > 2 for count in counts.values())

@@ -105,6 +105,8 @@ class CountedProduct:
         product: CountedProduct = decoded(cls, values, place)
         if product.multiply_adds < 0:
             raise ValueError(f"{place}.multiply_adds: expected 0 or more, got {product.multiply_adds}")
+        if product.site is None and product.reason is None:
+            raise ValueError(f"{place}.reason: is null for a product of no site")
         return product
 
 

@@ -119,6 +119,7 @@ def _print(value: Tensor) -> _Print:
 
 def _read(shape: Any, dtype: Any, checksum: Any, magnitude: Any) -> _Print:
     known = checksum is None or isinstance(checksum, int)
-    if not (known and isinstance(dtype, str) and isinstance(magnitude, int | float)):
+    sizes = isinstance(shape, list) and all(isinstance(size, int) for size in shape)
+    if not (known and sizes and isinstance(dtype, str) and isinstance(magnitude, int | float)):
         raise TypeError(f"got {[shape, dtype, checksum, magnitude]!r}")
-    return _Print(tuple(int(size) for size in shape), dtype, checksum, float(magnitude))
+    return _Print(tuple(shape), dtype, checksum, float(magnitude))

@@ -237,6 +237,16 @@ def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[S
 
 
 def _owner(proxy: nn.Module, weight: OperandPlan) -> tuple[nn.Module, str]:
-    """The module that has the parameter, and its name there."""
+    """The module that has the parameter, and its name there.
+
+    Raises:
+        ProxyError: there is no such module.
+    """
     path, _, name = (weight.parameter or "").rpartition(".")
-    return proxy.get_submodule(path), name
+    try:
+        return proxy.get_submodule(path), name
+    except AttributeError as error:
+        raise ProxyError(
+            f"the calibration belongs to another model, which has a weight {weight.parameter!r} ({error}); calibrate "
+            "this model with a Quantizer of its own"
+        ) from error

@@ -24,6 +24,7 @@ from quantizer.existing import is_folder
 from quantizer.existing import is_there
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.classification import require_one_label
+from quantizer.tasks.depth import require_depth
 from quantizer.tasks.image_inputs import require_pillow
 from quantizer.tasks.inputs import longest_sequence
 from quantizer.tasks.task import tasks
@@ -144,6 +145,7 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
     with _explained(source, "config"):
         told, _ = _transformers().PretrainedConfig.get_config_dict(where)
         _refuse_code(source, "config.json", told)
+        require_depth(told)
         config: Any = _transformers().AutoConfig.from_pretrained(where, **_NO_CODE)
         architecture = next(iter(config.architectures or ()), None)
         reads = _reads(config)

@@ -86,6 +86,9 @@ def test_a_plan_that_is_nested_too_deep_is_no_crash(folder: Path) -> None:
         (lambda d: d["sites"][0]["operands"][1].update(view={"shape": [2], "order": [1]}), "view.order: expected"),
         (lambda d: d["sites"][0]["operands"][0].update(name="other"), "the tensor .* belongs to no operand|scale: "),
         (lambda d: d["products"][0].update(reason="none such"), r"products\[0\].reason: expected one of"),
+        (lambda d: d["products"][0].update(site=None), r"products\[0\].reason: is null for a product of no site"),
+        (lambda d: d["fingerprint"]["0.bias"].__setitem__(0, [float("inf")]), "fingerprint of the weights .* damaged"),
+        (lambda d: d["fingerprint"]["0.bias"].__setitem__(0, "16"), "fingerprint of the weights .* damaged"),
         (lambda d: d.update(regions=7), "regions: expected an object, got 7"),
         (lambda d: d.update(fallback={"groups": 1}), "the record of a fallback is damaged: "),
         (lambda d: d.update(more=7), "unknown field 'more'"),
@@ -98,6 +101,27 @@ def test_an_edited_plan_is_told_by_its_place(
 ) -> None:
     with pytest.raises(QuantizerError, match=message):
         Quantizer.load(_edited(folder, change))
+
+
+@pytest.mark.parametrize("verb", ["quantize", "amp"])
+@pytest.mark.parametrize(
+    ("site", "edit", "message"),
+    [
+        (0, {"axis": 1}, r"0\.weight has the shape \[24, 16\] here, which its scales do not fit"),
+        (1, {"axis": -1}, r"2\.weight has the shape \[8, 24\] here, which its scales do not fit"),
+        (0, {"parameter": "2.weight"}, r"2\.weight has the shape \[8, 24\] here, which its scales do not fit"),
+        (0, {"parameter": "0.weigh"}, r"another model, whose weight is '0\.weigh'; calibrate this model"),
+        (1, {"parameter": "tp.weight"}, r"another model, which has a weight 'tp\.weight' .*no attribute `tp`"),
+        (1, {"parameter": ".."}, r"another model, which has a weight '\.\.'"),
+    ],
+)
+def test_an_edited_weight_is_none_of_the_model(
+    folder: Path, verb: str, site: int, edit: dict[str, Any], message: str
+) -> None:
+    """What only the model can tell is told when there is one."""
+    q = Quantizer.load(_edited(folder, lambda d: d["sites"][site]["operands"][1].update(edit)))
+    with pytest.raises(QuantizerError, match=message):
+        getattr(q, verb)(_model())(torch.zeros(2, 16))
 
 
 def test_a_damaged_observation_changes_nothing(folder: Path) -> None:

@@ -209,3 +209,20 @@ def test_a_file_that_is_no_image_is_told_before_anything_runs(tmp_path: Path) ->
     (tmp_path / "a.png").write_bytes(b"no image")
     with pytest.raises(TaskError, match=r"a\.png cannot be read as an image"):
         ImageInputs.check(object.__new__(ImageInputs), [Image(tmp_path / "a.png", "0").path])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 3_000}, "num_hidden_layers is 3000, expected at most 2000 layers"),
+        ({"text_config": {"depths": [2, 2**63]}}, r"depths is \[2, 9223372036854775808\], expected at most"),
+    ],
+)
+def test_a_config_with_endless_layers_is_refused_before_they_are_built(
+    made: Path, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    folder = Path(shutil.copytree(made / "model", tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(TaskError, match=said):
+        read_checkpoint(str(folder))
