@@ -274,7 +274,8 @@ def test_a_search_with_another_budget_takes_the_scores_that_are_there(
 def test_a_damaged_file_of_scores(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
     Path("out.search.json").write_text("{}")
     _run(code=1)
-    assert "out.search.json holds no scores of a search (KeyError); remove it" in _plain(capsys.readouterr().err)
+    told = "out.search.json holds no scores of a search (the file: missing field 'scores'); remove it"
+    assert told in _plain(capsys.readouterr().err)
     assert search.taken == 0
     assert Path("out.search.json").read_text() == "{}"
 

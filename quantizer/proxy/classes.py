@@ -151,7 +151,7 @@ def with_forward(cls: type[nn.Module], reachable: frozenset[str]) -> type[nn.Mod
     if key not in _WITH_FORWARD:
         original: type[nn.Module] = getattr(cls, "_quantizer_original_class", cls)
         body = {**_naming(original, reachable), "forward": cls.__call__, "__call__": nn.Module.__call__}
-        _WITH_FORWARD[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+        _WITH_FORWARD[key] = _generated((cls,), body)
     return _WITH_FORWARD[key]
 
 
@@ -171,7 +171,7 @@ def called_through(module: nn.Module, call: Callable[[nn.Module, Callable[[], An
 
     reachable: frozenset[str] = getattr(cls, "_quantizer_reachable", frozenset())
     body = {**_naming(original_class(module), reachable), "__call__": around}
-    made = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    made = _generated((cls,), body)
     module.__class__ = made
 
     def end() -> None:

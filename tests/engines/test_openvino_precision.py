@@ -116,6 +116,10 @@ def test_a_cpu_without_bf16_is_told(product: Path, tmp_path: Path) -> None:
     )
     words = [sys.executable, "-c", code, str(product), str(tmp_path / "model.engine")]
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    asked = "import openvino; print(openvino.Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES'))"
+    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, env=environment)
+    if "BF16" in told.stdout:
+        pytest.skip("OpenVINO finds the BF16 instructions of this CPU whatever ONEDNN_MAX_CPU_ISA says")
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert "product.onnx in f32 on this CPU, where bf16 was asked for: BF16 needs AVX-512 or AMX" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["product.onnx"]

@@ -223,7 +223,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_running_and_inspecting(tmp_path: Path) -> None:
     path = tmp_path / "model.engine"
     path.write_bytes(b"whole")
-    engine = TensorRTEngine("tensorrt", stand_in(), path)
+    engine = TensorRTEngine("tensorrt", stand_in(), path, *read_engine(path))
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
     np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x)
     with pytest.raises(EngineError, match=r"input 'x' of shape \[9, 4\] is outside the engine's ranges"):
@@ -237,7 +237,7 @@ def test_an_engine_of_another_release_or_gpu(tmp_path: Path) -> None:
     path = tmp_path / "model.engine"
     path.write_bytes(b"of another release")
     with pytest.raises(EngineError, match=r"tensorrt cannot load .*belongs to the release and the GPU generation"):
-        TensorRTEngine("tensorrt", stand_in(), path)
+        TensorRTEngine("tensorrt", stand_in(), path, *read_engine(path))
 
 
 @pytest.fixture
@@ -257,8 +257,9 @@ def write_onnx(path: Path, content: str) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_weights_come_from_the_onnx_file(stripped: Path) -> None:
     x = np.arange(4, dtype=np.float32).reshape(1, 4)
-    np.testing.assert_array_equal(TensorRTEngine("tensorrt", stand_in(), stripped)({"x": x})["y"], 2 * x)
     content, note = read_engine(stripped)
+    engine = TensorRTEngine("tensorrt", stand_in(), stripped, content, note)
+    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x)
     assert content == b"whole, but for its weights"
     assert note.startswith("weights ")
     assert note.endswith(" model.onnx")
@@ -284,7 +285,7 @@ def test_weights_that_do_not_come(stripped: Path, content: str | None, message: 
         # As if it had been built from this file.
         write_engine(stripped, memoryview(b"whole, but for its weights"), weights_note(onnx, stripped))
     with pytest.raises(EngineError, match=message):
-        TensorRTEngine("tensorrt", stand_in(), stripped)
+        TensorRTEngine("tensorrt", stand_in(), stripped, *read_engine(stripped))
 
 
 @pytest.mark.usefixtures("gpu")
