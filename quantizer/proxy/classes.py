@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -46,11 +47,21 @@ def _derive(
     return _generated((*bases, *container_views(bases)), {**namespace, **_naming(cls, reachable)})
 
 
-class _Unannounced:
-    """A first base while a class is made: no ``__init_subclass__`` of the model's classes hears of it."""
+def _unannounced() -> Any:
+    """A first base while a class is made: no ``__init_subclass__`` of the model's classes hears of that class.
 
-    def __init_subclass__(cls) -> None:
-        pass
+    One for each class: as a base that stays, it must stand in the order of resolution once for each of them.
+    """
+
+    class Unannounced:
+        is_made = False
+
+        def __init_subclass__(cls, **keywords: Any) -> None:
+            # Where it has to stay a base, a class that the user derives is announced.
+            if Unannounced.is_made:
+                super().__init_subclass__(**keywords)
+
+    return Unannounced
 
 
 def _generated(bases: tuple[type, ...], body: dict[str, Any]) -> type[nn.Module]:
@@ -58,10 +69,13 @@ def _generated(bases: tuple[type, ...], body: dict[str, Any]) -> type[nn.Module]
 
     Registries of models are filled there, and would give generated classes to who asks for the model's.
     """
-    meta = type(bases[0])
+    meta, first = type(bases[0]), _unannounced()
     maker: Any = abc.ABCMeta if issubclass(meta, abc.ABCMeta) else type
-    made: type[nn.Module] = maker.__new__(meta, bases[0].__name__, (_Unannounced, *bases), body)
-    made.__bases__ = bases
+    made: type[nn.Module] = maker.__new__(meta, bases[0].__name__, (first, *bases), body)
+    first.is_made = True
+    # Python lays out classes with a mixin before the module in another way, and does not let them change.
+    with contextlib.suppress(TypeError):
+        made.__bases__ = bases
     return made
 
 

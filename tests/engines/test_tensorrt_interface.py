@@ -297,7 +297,7 @@ def test_an_engine_that_does_not_say_where_its_weights_are(stripped: Path) -> No
         deserialize_cuda_engine=lambda content: StandIn().deserialize_cuda_engine(content[: len(whole)])
     )
     with pytest.raises(EngineError, match="takes its weights from an ONNX file and does not say from which"):
-        TensorRTEngine("tensorrt", stand, stripped)
+        TensorRTEngine("tensorrt", stand, stripped, *read_engine(stripped))
 
 
 def test_the_weights_have_to_be_beside_the_engine(tmp_path: Path) -> None:
