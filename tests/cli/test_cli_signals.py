@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +15,15 @@ from quantizer.cli.signals import HungUp
 from quantizer.cli.signals import Terminated
 from quantizer.cli.signals import end_as_on_ctrl_c
 from quantizer.cli.validate import Validate
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_process_of_its_own() -> Iterator[None]:
+    """Some library that another test has loaded may handle signals, and a command leaves them to it."""
+    former = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in former.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _told(number: int) -> None:
