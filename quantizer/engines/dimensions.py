@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 from typing import TypeAlias
 
+from quantizer.engines.files import read_varint
+
 __all__ = ["dimension_sizes", "input_dimensions"]
 
 # Numbers of fields in ONNX's protobuf messages: graph of a model; inputs of a graph; name and type of an input; tensor
@@ -82,24 +84,12 @@ def _below(stream: BinaryIO, places: Iterable[Place], *numbers: int) -> Iterator
 def _parts(stream: BinaryIO, start: int, end: int, wanted: int) -> Iterator[Place]:
     while start < end:
         stream.seek(start)
-        tag = _varint(stream)
+        tag = read_varint(stream)
         wire = tag & 7
-        number = _varint(stream) if wire in (_NUMBER, _MESSAGE) else 0
+        number = read_varint(stream) if wire in (_NUMBER, _MESSAGE) else 0
         length = number if wire == _MESSAGE else 0 if wire == _NUMBER else _FIXED.get(wire)
         if length is None or stream.tell() + length > end:
             raise ValueError(f"unexpected data at byte {start}")
         start = stream.tell() + length
         if wire == _MESSAGE and tag >> 3 == wanted:
             yield start - length, start
-
-
-def _varint(stream: BinaryIO) -> int:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = stream.read(1)
-        if not byte:
-            raise ValueError("it ends in the middle of a number")
-        value |= (byte[0] & 0x7F) << shift
-        if byte[0] < 0x80:
-            return value
-    raise ValueError(f"a number at byte {stream.tell()} is too long")

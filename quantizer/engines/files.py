@@ -20,6 +20,7 @@ __all__ = [
     "checked_onnx",
     "checked_output",
     "read_engine",
+    "read_varint",
     "sign_onnx",
     "whole_file",
     "write_engine",
@@ -88,17 +89,22 @@ def checked_onnx(path: Path) -> Path:
 def _skip_field(stream: BinaryIO) -> int:
     """Move past one top-level protobuf field; its number."""
     position = stream.tell()
-    tag = _varint(stream)
+    tag = read_varint(stream)
     number, wire = tag >> 3, tag & 7
     if number not in _MODEL_FIELDS or wire not in (0, 2):
         raise ValueError(f"unexpected data at byte {position}")
-    value = _varint(stream)
+    value = read_varint(stream)
     if wire == 2:
         stream.seek(value, os.SEEK_CUR)
     return number
 
 
-def _varint(stream: BinaryIO) -> int:
+def read_varint(stream: BinaryIO) -> int:
+    """Read a number as protobuf writes it: seven bits a byte, the lowest first.
+
+    Raises:
+        ValueError: the file ends within it, or it is longer than 64 bits take.
+    """
     value = 0
     for shift in range(0, 70, 7):
         byte = stream.read(1)

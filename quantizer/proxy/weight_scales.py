@@ -56,11 +56,7 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, s
     Raises:
         CalibrationError: the weight has NaN or infinite values.
     """
-    values, kind = weight.detach().float(), qtype(operand.dtype)
-    if operand.smooth is not None:
-        assert operand.smooth_axis is not None
-        after = values.dim() - 1 - operand.smooth_axis
-        values = values * operand.smooth.to(values.device).reshape([-1] + [1] * after)
+    values, kind = _as_rounded(operand, weight), qtype(operand.dtype)
     amax = _amax(values, operand.axis, operand.block_size)
     if not bool(torch.isfinite(amax).all()):
         raise CalibrationError(
@@ -116,10 +112,7 @@ def _check_steps(name: str, operand: OperandPlan, weight: Tensor, steps: int) ->
     """
     if operand.scale is None or qtype(operand.dtype) != INT8:
         return
-    values = weight.detach().float()
-    if operand.smooth is not None and operand.smooth_axis is not None:
-        after = values.dim() - 1 - operand.smooth_axis
-        values = values * operand.smooth.to(values.device).reshape([-1] + [1] * after)
+    values = _as_rounded(operand, weight)
     most = float((_amax(values, operand.axis, operand.block_size).cpu() / operand.scale.cpu()).max())
     if most > steps + 0.5:
         raise CalibrationError(
@@ -127,6 +120,16 @@ def _check_steps(name: str, operand: OperandPlan, weight: Tensor, steps: int) ->
             f"the target sums products of bytes in 16 bits, which saturate beyond steps of {steps}: give a scale of "
             f"the weight's largest magnitude / {steps}, or leave it out"
         )
+
+
+def _as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
+    """The weight in float32 [*], multiplied by what smoothing moves into it: the values that are rounded."""
+    values = weight.detach().float()
+    if operand.smooth is None:
+        return values
+    assert operand.smooth_axis is not None
+    after = values.dim() - 1 - operand.smooth_axis
+    return values * operand.smooth.to(values.device).reshape([-1] + [1] * after)
 
 
 def _amax(values: Tensor, axis: int | None, block_size: int | None) -> Tensor:
