@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from quantizer.errors import CalibrationError
+from quantizer.proxy.tensor_version import tensor_version
 from quantizer.proxy.weight import non_finite
 
 __all__ = ["FiniteParameters"]
@@ -38,7 +39,7 @@ class FiniteParameters:
             raise self._error(name, parameter)
 
     def _of(self, parameter: nn.Parameter) -> str | None:
-        version = 0 if parameter.is_inference() else parameter._version
+        version = tensor_version(parameter)
         known = self._found.get(id(parameter))
         if known is None or known[0] is not parameter or known[1] != version:
             known = self._found[id(parameter)] = (parameter, version, non_finite(parameter))

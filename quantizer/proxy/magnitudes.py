@@ -30,6 +30,7 @@ from torch.utils import _pytree
 from quantizer.calibrators.histogram import in_memory_order
 from quantizer.proxy.regions import LARGEST_HALF
 from quantizer.proxy.regions import Regions
+from quantizer.proxy.tensor_version import tensor_version
 
 __all__ = ["Frame", "Magnitudes", "ParameterMagnitudes"]
 
@@ -242,7 +243,7 @@ class Magnitudes:
         """The largest norm of a column of value [.., K, N], or a bound for it."""
         if seen.parameter is None:
             return math.sqrt(value.shape[-2]) * seen.bound
-        key = (id(seen.parameter), _version(seen.parameter), value.shape, value.stride(), value.storage_offset())
+        key = (id(seen.parameter), tensor_version(seen.parameter), value.shape, value.stride(), value.storage_offset())
         if key not in self._measured.norms:
             norms = value.detach().float().norm(dim=-2)
             self._measured.norms[key] = float(norms.max()) if norms.numel() else 0.0
@@ -266,13 +267,13 @@ class Magnitudes:
         parameter = value if type(value) is not Tensor and isinstance(value, nn.Parameter) else None
         if parameter is not None:
             known = self._measured.parameters.get(id(parameter))
-            if known is not None and known[0] is parameter and known[1] == _version(parameter):
+            if known is not None and known[0] is parameter and known[1] == tensor_version(parameter):
                 return known[2]
         seen = _Seen(value, math.inf)
         self._measure(seen, value)
         if parameter is not None:
             seen.parameter = parameter
-            self._measured.parameters[id(parameter)] = (parameter, _version(parameter), seen)
+            self._measured.parameters[id(parameter)] = (parameter, tensor_version(parameter), seen)
         else:
             self._seen[id(value)] = seen
         return seen
@@ -349,10 +350,6 @@ def _beyond(bound: float) -> bool:
 
 def _is_mask(value: Any) -> bool:
     return isinstance(value, float) and value < _MASKS
-
-
-def _version(value: Tensor) -> int:
-    return 0 if value.is_inference() else value._version
 
 
 @cache

@@ -18,6 +18,7 @@ from torch import nn
 
 from quantizer.errors import ProxyError
 from quantizer.proxy.local_hook import LocalHook
+from quantizer.proxy.tensor_version import tensor_version
 
 __all__ = ["SMALL", "watch"]
 
@@ -33,7 +34,7 @@ class _Watched:
     def __init__(self, path: str, tensor: Tensor) -> None:
         self.path = path
         self._tensor = weakref.ref(tensor)
-        self._version, self._place = _version(tensor), tensor.data_ptr()
+        self._version, self._place = tensor_version(tensor), tensor.data_ptr()
         self._sample = _sample(tensor)
         self._checksum = self._checked()
 
@@ -41,7 +42,7 @@ class _Watched:
         tensor = self._tensor()
         if tensor is None:
             return False
-        moved = _version(tensor) != self._version or tensor.data_ptr() != self._place
+        moved = tensor_version(tensor) != self._version or tensor.data_ptr() != self._place
         return moved or self._checked() != self._checksum
 
     def is_of(self, module: nn.Module, name: str) -> bool:
@@ -88,10 +89,6 @@ class _Check:
                     f"integers are of the weights before; call {self._verb}(model) again, or take copy.deepcopy() of "
                     "the proxy before the model changes"
                 )
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _sample(tensor: Tensor) -> Any:

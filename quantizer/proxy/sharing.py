@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.proxy.tensor_version import tensor_version
+
 __all__ = [
     "OwnBuffers",
     "Sharing",
@@ -103,7 +105,7 @@ class OwnBuffers:
             if twin is None or _MARK not in vars(module):
                 continue
             # A normalization changes its statistics without telling torch, but counts its batches.
-            now = [(name, tensor, _version(tensor)) for name, tensor in _written_to(twin)]
+            now = [(name, tensor, tensor_version(tensor)) for name, tensor in _written_to(twin)]
             if not _same(now, self._known.get(place, [])):
                 self._known[place] = now
                 self._copy(module, twin, memo)
@@ -130,10 +132,6 @@ def _written_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in (*module._buffers.items(), *vars(module).items()):
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             yield name, value
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _memory(tensor: Tensor) -> int:
