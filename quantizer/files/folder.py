@@ -29,7 +29,7 @@ from quantizer.files.place import real_place
 from quantizer.files.place import said_plainly
 from quantizer.files.place import settle
 from quantizer.files.place import sync_folder
-from quantizer.files.place import system_error
+from quantizer.files.place import system_errors_as
 from quantizer.files.temporary import NEW
 from quantizer.files.temporary import OLD
 from quantizer.files.temporary import leftovers
@@ -157,17 +157,10 @@ def _some(names: list[str]) -> str:
 
 def _filled(new: Path, fill: Callable[[Path], object], kind: str, folder: object) -> None:
     """Fill a new folder, mark it and see it onto the disk."""
-    try:
+    with system_errors_as(f"nothing was written to {folder}"):
         fill(new)
         write_marker(new, kind)
         settle(new)
-    except QuantizerError:
-        raise
-    except Exception as error:
-        refused = system_error(error)
-        if refused is None:
-            raise
-        raise QuantizerError(f"nothing was written to {folder}: {refused}") from error
 
 
 def _put_in_place(new: Path, place: Path, kind: str) -> None:

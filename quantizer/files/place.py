@@ -25,7 +25,7 @@ __all__ = [
     "said_plainly",
     "settle",
     "sync_folder",
-    "system_error",
+    "system_errors_as",
 ]
 
 _PROBE = 4096
@@ -172,8 +172,8 @@ def sync_folder(folder: Path) -> None:
             raise
 
 
-def system_error(error: Exception) -> OSError | None:
-    """The operating system's error behind one of a library in Rust, which has it in its words; None: there is none."""
+def _system_error(error: Exception) -> OSError | None:
+    """Return the system's error behind one of a library in Rust, which has it in its words; None: there is none."""
     if isinstance(error, OSError):
         return error
     said = _SYSTEM_ERROR.search(str(error))
@@ -215,3 +215,21 @@ def said_plainly(path: object) -> Iterator[None]:
         raise QuantizerError(f"{path} cannot be written: {where} is no folder; choose another folder") from error
     except OSError as error:
         raise QuantizerError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
+
+
+@contextmanager
+def system_errors_as(words: str, error: type[QuantizerError] = QuantizerError) -> Iterator[None]:
+    """Turn errors of the operating system, those that libraries pass on included, into ours.
+
+    Raises:
+        QuantizerError: the system refused something, with ``words`` before its reason; ``error`` is the kind.
+    """
+    try:
+        yield
+    except QuantizerError:
+        raise
+    except Exception as other:
+        refused = _system_error(other)
+        if refused is None:
+            raise
+        raise error(f"{words}: {refused.strerror or refused}") from other

@@ -11,7 +11,7 @@ from quantizer.errors import QuantizerError
 from quantizer.files.place import file_behind
 from quantizer.files.place import settle
 from quantizer.files.place import sync_folder
-from quantizer.files.place import system_error
+from quantizer.files.place import system_errors_as
 from quantizer.files.temporary import temporary_beside
 
 __all__ = ["whole_file"]
@@ -27,17 +27,9 @@ def whole_file(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
         QuantizerError: the path is none of a file, or the system refused to write; ``error`` is the kind.
     """
     place = file_behind(path, error)
-    try:
-        with temporary_beside(place) as folder:
-            part = folder / place.name
-            yield part
-            settle(folder)
-            os.replace(part, place)
-            sync_folder(place.parent)
-    except QuantizerError:
-        raise
-    except Exception as other:
-        refused = system_error(other)
-        if refused is None:
-            raise
-        raise error(f"cannot write {path}: {refused.strerror or refused}") from other
+    with system_errors_as(f"cannot write {path}", error), temporary_beside(place) as folder:
+        part = folder / place.name
+        yield part
+        settle(folder)
+        os.replace(part, place)
+        sync_folder(place.parent)

@@ -103,9 +103,9 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     readers = Counter(path for entry in plan.values() for path in entry.reads)
     for site, quantizer, planned in _weights(proxy, plan):
         owner, name = _owner(proxy, planned)
-        alone = uses[id(owner._parameters[name])] == 1 and readers[planned.parameter or ""] == 1
-        alone = alone and planned.read_outside is None
-        if alone and planned.view is None and owner is proxy.get_submodule(site.host_path):
+        whole = planned.view is None and owner is proxy.get_submodule(site.host_path)
+        shared = uses[id(owner._parameters[name])] != 1 or readers[planned.parameter or ""] != 1
+        if whole and not shared and planned.read_outside is None:
             _hand_over(owner, name, site, quantizer, planned)
     _list_weights(proxy)
     # What is frozen stays what it is when the model is trained further.
