@@ -17,7 +17,7 @@ demo: $(INSTALLED)
 
 # One thread a process: torch, OpenVINO and pytest-xdist would otherwise fight over the cores.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile -m "not slow and not gpu"
 
 # Damaged files of every kind that is read on one core, kills and full disks on the other, half an hour in all. Run again
 # it goes on; make torture SEED=... does the same damage again.
