@@ -152,8 +152,8 @@ class OpenVINOBackend:
 def _core(ov: Any) -> Any:
     """Return the core of this process, the only one that is made here.
 
-    Of two whose models are deleted in the order in which they were made, OpenVINO 2026.4 leaves the thread a signal stack
-    that it has unmapped: the next signal that Python handles, Ctrl-C among them, ends the process by SIGSEGV.
+    Of two that are deleted in the order in which they were made, OpenVINO 2026.4 leaves the thread a signal stack that
+    it has unmapped: the next signal that Python handles, Ctrl-C among them, ends the process by SIGSEGV.
     """
     return _core_of(ov, os.getpid())
 
