@@ -9,11 +9,9 @@ and has to be loaded with the same; nor does it keep the names of dimensions. A 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +39,7 @@ from quantizer.engines.openvino_inspect import observed_layers
 from quantizer.engines.optional import import_library
 from quantizer.engines.refusal import refusal
 from quantizer.engines.registry import backends
+from quantizer.engines.signal_stack import kept_signal_stack
 from quantizer.errors import EngineError
 
 __all__ = ["OpenVINOBackend", "OpenVINOEngine"]
@@ -111,7 +110,7 @@ class OpenVINOBackend:
         write_engine(engine_path, blob.getbuffer(), f"{_NOTE}{precision} {json.dumps(_dimensions(onnx_path))}")
         if options.progress:
             options.progress(1.0, "compile")
-        emulated = precision == "bfloat16" and "BF16" not in _core(ov).get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        emulated = precision == "bfloat16" and "BF16" not in _capabilities(ov)
         return BuildResult(
             engine_path,
             engine_path.stat().st_size,
@@ -149,21 +148,6 @@ class OpenVINOBackend:
         options.check_for(self.name)
 
 
-def _core(ov: Any) -> Any:
-    """Return the core of this process, the only one that is made here.
-
-    Of two that are deleted in the order in which they were made, OpenVINO 2026.4 leaves the thread a signal stack that
-    it has unmapped: the next signal that Python handles, Ctrl-C among them, ends the process by SIGSEGV.
-    """
-    return _core_of(ov, os.getpid())
-
-
-@cache
-def _core_of(ov: Any, _: int) -> Any:
-    # By process: the threads of a core are not there in a process that was forked.
-    return ov.Core()
-
-
 def _settings(threads: int, precision: str) -> dict[str, object]:
     return {
         "INFERENCE_NUM_THREADS": threads,
@@ -194,7 +178,8 @@ def _loaded(
     ov = import_library("openvino", "openvino")
     settings = {**_settings(threads, precision), **more}
     try:
-        compiled = _core(ov).import_model(blob, "CPU", settings)
+        with kept_signal_stack():
+            compiled = ov.Core().import_model(blob, "CPU", settings)
     except RuntimeError as error:
         raise EngineError(
             f"{path} is not an engine that OpenVINO {ov.__version__.partition('-')[0]} can load here: "
@@ -229,11 +214,18 @@ def _told_dimensions(path: Path, names: str) -> dict[str, tuple[str, ...]]:
         raise EngineError(f"{path} is damaged: it does not end with the names of dimensions; build it again") from error
 
 
+def _capabilities(ov: Any) -> Sequence[str]:
+    with kept_signal_stack():
+        found: Sequence[str] = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return found
+
+
 def _compile(ov: Any, onnx_path: Path, settings: Mapping[str, object]) -> Any:
-    core = _core(ov)
+    core = ov.Core()
     try:
         model = core.read_model(str(onnx_path))
-        compiled = core.compile_model(model, "CPU", dict(settings))
+        with kept_signal_stack():
+            compiled = core.compile_model(model, "CPU", dict(settings))
     except RuntimeError as error:
         raise EngineError(f"OpenVINO refused {onnx_path}: {refusal(onnx_path, _reason(error))}") from error
     _check_outputs(model, compiled, onnx_path)

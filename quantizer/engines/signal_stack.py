@@ -1,0 +1,36 @@
+"""The alternate stack on which a thread's signals are handled, kept from a library that takes it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["kept_signal_stack"]
+
+
+class _Stack(ctypes.Structure):
+    """``stack_t`` of <signal.h>, as Linux has it."""
+
+    _fields_ = (("memory", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+@contextmanager
+def kept_signal_stack() -> Iterator[None]:
+    """Give this thread its signal stack back at the end of the block.
+
+    The CPU plugin of OpenVINO 2026.4 maps a larger one when it is loaded and unmaps it with its core. Of two cores that
+    are deleted in the order in which they were made the thread keeps the first one's, which is gone: the next signal
+    that Python handles, Ctrl-C among them, ends the process by SIGSEGV.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    sigaltstack = ctypes.CDLL(None).sigaltstack
+    former = _Stack()
+    sigaltstack(None, ctypes.byref(former))
+    try:
+        yield
+    finally:
+        sigaltstack(ctypes.byref(former), None)
