@@ -10,14 +10,14 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test property torture torture-files torture-faults lint bench mutation clean
+.PHONY: demo test nightly goldens property torture torture-files torture-faults lint bench mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
 
 # One thread a process: torch, OpenVINO and pytest-xdist would otherwise fight over the cores.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile -m "not nightly and not gpu"
 
 # Damaged files of every kind that is read on one core, kills and full disks on the other, half an hour in all. Run again
 # it goes on; make torture SEED=... does the same damage again.
@@ -31,6 +31,14 @@ torture-files: $(INSTALLED)
 
 torture-faults: $(INSTALLED)
 	$(TORTURE) --kind faults --folder runs/torture/faults
+
+# What make test leaves out: see docs/testing.md.
+nightly: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile -m "nightly and not gpu"
+
+# What quantizing twelve nets gives, recorded anew: after a change that is meant, and read in the diff.
+goldens: $(INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/report $(BIN)/python tests/goldens/golden_record.py
 
 # 2,000 random models, and engines of 200 others, in about half an hour on one core. make property SEED=... draws the
 # same ones again.

@@ -58,7 +58,7 @@ def measure(tree: Path, tests: Mapping[Path, Sequence[Path]], folder: Path) -> T
         if not kept.exists():
             print(f"  which lines {test.relative_to(tree)} runs", flush=True)
             log = folder / "log.txt"
-            arguments = [str(test), "-m", "not slow and not gpu", "--maxfail=1000"]
+            arguments = [str(test), "-m", "not nightly and not gpu", "--maxfail=1000"]
             status = run_forked(tree, arguments, _LIMIT, log, partial(_Recorder, tree, sources, kept))
             if not kept.exists():
                 raise SystemExit(f"{test} does not run without any mutation (exit status {status}): {log}")

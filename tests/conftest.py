@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 # Before transformers is imported anywhere: it reads these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -44,6 +48,26 @@ def _one_random_state() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _torch_reads_its_translations_once() -> Iterator[None]:
+    """Each export reads 500 functions of onnxscript from their source, which is half of the time of a small one."""
+    if find_spec("onnxscript") is None:
+        yield
+        return
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    read = cache(ONNXRegistry.from_torchlib)
+
+    def from_torchlib(*opset: int, **named: int) -> Any:
+        registry = copy.copy(read(*opset, **named))
+        registry.functions = {target: list(found) for target, found in registry.functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
+        yield
 
 
 @pytest.fixture(scope="module")

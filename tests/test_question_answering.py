@@ -284,6 +284,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_training_with_the_rounding_gets_the_answers_back(small: Path) -> None:
     done = _run(
         *("--model", small / "small", "--train", small / "train.json", "--evaluation", small / "dev.json"),

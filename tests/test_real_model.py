@@ -164,6 +164,7 @@ def test_tensorrt_rtx_builds_ahead_of_time_for_sm89(stsb: Case, tmp_path: Path) 
     assert built["int8"].size_bytes <= built["float"].size_bytes / 2
 
 
+@pytest.mark.nightly
 def test_a_fine_tuned_classifier_keeps_its_labels() -> None:
     # The other calibrators are in benchmarks/accuracy.py: they lie so near the bound (1.0% to 2.4%) that the
     # instructions a CPU has decide on which side, as they round sums in another order.

@@ -7,6 +7,7 @@ import builtins
 import dataclasses
 import hashlib
 import io
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -324,3 +325,9 @@ def test_significant(value: float, text: str) -> None:
 
 def test_typeset() -> None:
     assert typeset("8 x 128, [-0.1, +0.2] 3.71x a-b -name max") == "8 × 128, [−0.1, +0.2] 3.71× a-b -name max"  # noqa: RUF001
+
+
+def test_the_page_is_the_recorded_one() -> None:
+    recorded = Path(__file__).resolve().parent.parent / "goldens" / "recorded" / "page.json"
+    page = hashlib.sha256(html_from_record(sample_record()).encode()).hexdigest()[:16]
+    assert page == json.loads(recorded.read_text(encoding="utf-8"))

@@ -71,7 +71,7 @@ def test_a_sample_of_files(model: str) -> None:
     assert _check(FILES[model]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_all_files() -> None:
@@ -80,7 +80,7 @@ def test_all_files() -> None:
     assert sum(wrapped.values()) > 5000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_of_torchs_modules() -> None:
     paths = [path for path in sorted(Path(nn.__file__).parent.glob("**/*.py")) if path.stat().st_size]
     assert len(paths) > 100

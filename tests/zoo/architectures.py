@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch import nn
 
 __all__ = [
+    "ALL_THE_WAY",
     "AUDIO",
     "DECODERS",
     "ENCODER_DECODERS",
@@ -450,6 +452,29 @@ SERIES = (
         num_cross_attention_heads=2,
     ),
 )
+
+_EACH_PATTERN = """
+    albert: layers of one weight      bert: the plain encoder           deberta-v2: relative positions
+    funnel: pooled in between         longformer: windows               modernbert: query, key, value in one weight
+    mpnet: a position bias            nystromformer: an inverse         reformer: hashing, reversible layers
+    xlnet: einsum
+    bart: attention across            led: windows and across           prophetnet: several tokens ahead
+    t5: a position bias, tied head    switch_transformers: experts
+    bloom: slopes, baddbmm            falcon: packed, one key head      gemma2: capped scores
+    gpt2: Conv1D                      gptj: a parallel block            llama: fewer key heads, rotary
+    mamba2: state space               recurrent_gemma: recurrence       rwkv: a recurrence of its own
+    deepseek_v3: latent attention     gpt_oss: sinks, packed experts    mixtral: routing
+    qwen3_next: linear attention      zamba2: layers that are shared
+    convnext: depthwise, layer scale  deformable_detr: sampling         detr: a convnet, then a transformer
+    efficientnet: squeeze and excite  levit: attention with batch norm  mobilenet_v2: inverted residuals
+    resnet: batch norm                segformer: strided attention      swin: shifted windows
+    vit: a conv stem
+    clip: two towers                  llava: two models, one text       mimi: codes and transposed convs
+    patchtsmixer: mixing              perceiver: attention to latents   wav2vec2: weight norm, a long stem
+    whisper: sound to text
+"""
+ALL_THE_WAY = frozenset(re.findall(r"([\w-]+):", _EACH_PATTERN))
+"""One architecture of each pattern, by name: these go all the way at each run of the tests, the others at night."""
 
 
 @dataclass(frozen=True, kw_only=True)

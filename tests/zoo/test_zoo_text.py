@@ -1,4 +1,4 @@
-"""Encoders and encoder-decoders of text go all the way."""
+"""Encoders and encoder-decoders of text, off and all the way."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from architectures import ENCODER_DECODERS
 from architectures import TEXT_ENCODERS
 from architectures import Architecture
 from zoo_steps import all_the_way
+from zoo_steps import each_pattern
+from zoo_steps import off_is_identical
+from zoo_steps import repeated_patterns
 
 pytest.importorskip("transformers", reason="these tests make transformers models: install quantizer[hf]")
 
 
-@pytest.mark.parametrize("architecture", TEXT_ENCODERS + ENCODER_DECODERS, ids=lambda architecture: architecture.name)
-def test_architecture(architecture: Architecture, tmp_path: Path) -> None:
+FOUND = TEXT_ENCODERS + ENCODER_DECODERS
+
+
+@pytest.mark.parametrize("architecture", repeated_patterns(FOUND), ids=lambda architecture: architecture.name)
+def test_off_is_identical(architecture: Architecture) -> None:
+    off_is_identical(architecture)
+
+
+@pytest.mark.parametrize("architecture", each_pattern(FOUND))
+def test_all_the_way(architecture: Architecture, tmp_path: Path) -> None:
     all_the_way(architecture, tmp_path)

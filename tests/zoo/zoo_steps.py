@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from architectures import ALL_THE_WAY
 from architectures import Architecture
 from architectures import TorchArchitecture
 from helpers import Snapshot
@@ -20,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from quantizer import Quantizer
 from quantizer.views import Coverage
 
-__all__ = ["all_the_way"]
+__all__ = ["all_the_way", "each_pattern", "off_is_identical", "repeated_patterns"]
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -89,6 +92,30 @@ def hosts_that_ran(coverage: Coverage) -> set[str]:
     """Paths of the modules with a product that coverage has seen."""
     rows = [row for row in coverage if row.kind != "residual_add" and row.reason != "never ran in calibration"]
     return {re.sub(r"\.\w+\.\w+$", "", row.name) for row in rows}
+
+
+def each_pattern(architectures: Iterable[Architecture]) -> list[Any]:
+    """Parameters of a test that goes all the way: those that repeat a pattern are left to the night."""
+    return [
+        pytest.param(one, id=one.name, marks=[] if one.name in ALL_THE_WAY else pytest.mark.nightly)
+        for one in architectures
+    ]
+
+
+def repeated_patterns(architectures: Iterable[Architecture]) -> list[Architecture]:
+    """Those that go all the way at night alone."""
+    return [one for one in architectures if one.name not in ALL_THE_WAY]
+
+
+def off_is_identical(architecture: Architecture) -> None:
+    """A proxy that is off gives the model's outputs, and the model is the same before and after."""
+    model = architecture.build()
+    batch = architecture.batch(0)
+    expected = run(model, batch)
+    before = Snapshot.of(model)
+    assert unequal(run(Quantizer().proxy(model), batch), expected) == []
+    assert unequal(run(model, batch), expected) == []
+    before.assert_unchanged(model)
 
 
 def all_the_way(architecture: Architecture | TorchArchitecture, folder: Path) -> Coverage:

@@ -1,0 +1,47 @@
+"""Nothing that comes of quantizing changes unless a change is meant: see ``golden_record.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from golden_nets import NETS
+from golden_record import BACKENDS
+from golden_record import EXPORTED
+from golden_record import golden_of
+from golden_record import machine
+from golden_record import recorded
+
+pytest.importorskip("transformers", reason="some of the nets are transformers models: install quantizer[hf]")
+pytest.importorskip("onnx", reason="the nets are exported: install quantizer[onnx]")
+
+
+OTHERS = tuple(sorted({*BACKENDS} - {*EXPORTED}))
+Golden = tuple[str, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param((name, EXPORTED), id=name) for name in sorted(NETS)),
+        *(pytest.param((name, OTHERS), id=f"{name}-others", marks=pytest.mark.nightly) for name in sorted(NETS)),
+    ],
+)
+def golden(request: pytest.FixtureRequest) -> Golden:
+    name, backends = request.param
+    return name, golden_of(name, backends)
+
+
+def test_what_is_said(golden: Golden) -> None:
+    name, entries = golden
+    for backend, entry in entries.items():
+        assert entry["text"] == recorded(name)["text"][backend], backend
+
+
+def test_every_bit(golden: Golden) -> None:
+    name, entries = golden
+    known = recorded(name)["bits"].get(machine())
+    if known is None:
+        pytest.skip(f"no bits were recorded on a machine like this one ({machine()})")
+    for backend, entry in entries.items():
+        assert entry["bits"] == known[backend], backend
