@@ -27,7 +27,7 @@ from peers import onnxruntime_file
 
 from quantizer import Quantizer
 from quantizer.export import export_onnx
-from quantizer.export.check import check_file
+from quantizer.graph_check import check_file
 from quantizer.tasks import Batch
 from quantizer.tasks import Task
 

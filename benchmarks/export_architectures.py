@@ -35,7 +35,7 @@ from quantizer.engines import build_engine
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
-from quantizer.export.check import check_file
+from quantizer.graph_check import check_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "zoo"))
 

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from quantizer import functional
-from quantizer.config import QuantizerConfig
-from quantizer.errors import QuantizerError
-from quantizer.qat_calibrate import QATCalibrate
-from quantizer.quantizer import Quantizer
+from importlib import import_module
+from typing import TYPE_CHECKING
+from typing import Any
+
+if TYPE_CHECKING:
+    from quantizer import functional
+    from quantizer.config import QuantizerConfig
+    from quantizer.errors import QuantizerError
+    from quantizer.qat_calibrate import QATCalibrate
+    from quantizer.quantizer import Quantizer
 
 __all__ = ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError", "functional"]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "QATCalibrate": "quantizer.qat_calibrate",
+    "Quantizer": "quantizer.quantizer",
+    "QuantizerConfig": "quantizer.config",
+    "QuantizerError": "quantizer.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is asked for.
+
+    torch takes seconds to import: ``quantizer --help`` does without, and so does a configuration that is wrong.
+    """
+    if name == "functional":
+        return import_module("quantizer.functional")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quantizer' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -25,6 +25,7 @@ from quantizer.config import FallbackConfig
 from quantizer.config import QatConfig
 from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
+from quantizer.config.feasibility import refuse_run
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
@@ -65,7 +66,6 @@ from quantizer.report.search_records import fallback_record
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
 from quantizer.settings import float_dtype
-from quantizer.settings import refuse_run
 from quantizer.stages import Kept
 from quantizer.stages import Stages
 from quantizer.stages import bar

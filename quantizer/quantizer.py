@@ -18,13 +18,12 @@ from quantizer.amp import Amp
 from quantizer.batches import run_batches
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
+from quantizer.config.feasibility import refuse_formats
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.histogram_view import HistogramView
 from quantizer.histograms import histogram_of
-from quantizer.interop import torch_patches as _torch_patches
-from quantizer.interop import transformers_patches as _patches
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import skipped_sources
@@ -46,7 +45,6 @@ from quantizer.sensitivity_view import Sensitivity
 from quantizer.served import Served
 from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
-from quantizer.settings import refuse_formats
 from quantizer.settings import refused_sites
 from quantizer.views import Coverage
 from quantizer.views import Ranges
@@ -55,9 +53,6 @@ if TYPE_CHECKING:
     from quantizer.engines import BuildResult
 
 __all__ = ["Quantizer"]
-
-# Importing the files registers them.
-del _patches, _torch_patches
 
 Dynamic = Mapping[str, tuple[int, int, int]]
 

@@ -17,18 +17,14 @@ from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
-from quantizer.config import RunConfig
 from quantizer.config import SelectionConfig
-from quantizer.errors import ConfigError
-from quantizer.numerics.qtype import qtype
+from quantizer.config.feasibility import default_format
+from quantizer.config.feasibility import rule_formats
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.formats import Format
 from quantizer.proxy.formats import FormatRule
 from quantizer.proxy.formats import Formats
 from quantizer.proxy.formats import formats_for
-from quantizer.proxy.formats import impossible
-from quantizer.proxy.formats import least_opset_of
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.plan import NEVER_RAN
@@ -43,8 +39,6 @@ __all__ = [
     "float_dtype",
     "observation_of",
     "plan_settings",
-    "refuse_formats",
-    "refuse_run",
     "refused_sites",
     "replays_batches",
     "tell_where_nothing_is_quantized",
@@ -141,67 +135,9 @@ def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
     )
 
 
-def refuse_formats(config: QuantizerConfig) -> None:
-    """Refuse formats that the target does not compute in.
-
-    Raises:
-        ConfigError: it does not; all that it lacks are listed.
-    """
-    problems = impossible(_default(config), _format_rules(config), profile(config.backend))
-    if problems:
-        raise ConfigError(problems)
-
-
-def refuse_run(config: RunConfig) -> None:
-    """Refuse what a run's target cannot do, before anything is loaded.
-
-    Raises:
-        ConfigError: formats that the target or the opset has not, an inference precision that it cannot be told, or a
-            compute capability that it does not build for or that has not the formats; all of them are listed.
-    """
-    target = profile(config.quantizer.backend)
-    default, rules = _default(config.quantizer), _format_rules(config.quantizer)
-    formats = [default, *(rule.format for rule in rules)]
-    problems = impossible(default, rules, target)
-    least, which = max((least_opset_of(entry), entry.rule or "dtype") for entry in formats)
-    if config.export.opset < least:
-        problems.append(
-            f"export.opset: got {config.export.opset}; expected {least} or later, the first with the formats of "
-            f"quantizer.{which}"
-        )
-    names = {dtype.name for entry in formats for dtype in (entry.activations, entry.weights) if dtype is not None}
-    wanted = config.engine.compute_capability or ()
-    for capability in [wanted] if isinstance(wanted, str) else wanted:
-        reason = target.capability_reason(capability, names)
-        problems += [] if reason is None else [f"engine.compute_capability: {reason}"]
-    if config.engine.inference_precision is not None:
-        reason = target.precision_reason(config.engine.inference_precision)
-        problems += [] if reason is None else [f"engine.inference_precision: {reason}"]
-    if config.engine.strip_weights and (reason := target.stripping_reason()) is not None:
-        problems.append(f"engine.strip_weights: {reason}")
-    if problems:
-        raise ConfigError(problems)
-
-
-def _default(config: QuantizerConfig) -> Format:
-    return Format(activations=qtype(config.dtype), weights=qtype(config.dtype))
-
-
-def _format_rules(config: QuantizerConfig) -> list[FormatRule]:
-    return [
-        FormatRule(
-            format=Format(
-                activations=None if rule.activations == "float" else qtype(rule.activations or config.dtype),
-                weights=qtype(rule.weights or config.dtype),
-                block_size=rule.block_size,
-                rule=f"formats[{number}]",
-            ),
-            kinds=rule.kinds,
-            sites=_rules(rule),
-        )
-        for number, rule in enumerate(config.formats)
-    ]
-
-
 def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
-    return formats_for(proxy, sites_of(proxy), _default(config), _format_rules(config), profile(config.backend))
+    rules = [
+        FormatRule(format=wanted, kinds=rule.kinds, sites=_rules(rule))
+        for wanted, rule in zip(rule_formats(config), config.formats, strict=True)
+    ]
+    return formats_for(proxy, sites_of(proxy), default_format(config), rules, profile(config.backend))

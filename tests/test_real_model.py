@@ -16,7 +16,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.export import export_onnx
-from quantizer.export.check import check_file
+from quantizer.graph_check import check_file
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantizer.export.check import Finding
-from quantizer.export.check import check_file
+from quantizer.graph_check import Finding
+from quantizer.graph_check import check_file
 
 __all__ = ["Check"]
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from quantizer.cli.output import print_error
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
+from quantizer.config.feasibility import refuse_run
 from quantizer.errors import ConfigError
-from quantizer.settings import refuse_run
 
 __all__ = ["Validate"]
 

@@ -49,12 +49,12 @@ from quantizer.engines import load_engine
 from quantizer.engines import runs_here
 from quantizer.errors import TaskError
 from quantizer.export import export_onnx
-from quantizer.export.signature import read_signature
 from quantizer.files import require_room
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.preflight import check_rows
 from quantizer.preflight import require_tools
+from quantizer.qdq.signature import read_signature
 from quantizer.quantizer import Quantizer
 from quantizer.report import Score
 from quantizer.report import collect_machine

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["BLOCKS_OPSET", "FP8", "INT4", "INT8", "QTYPES", "UINT8", "QType", "qtype"]
 
@@ -24,7 +26,7 @@ class QType:
     Attributes:
         name: what a user calls it.
         bits: bits of one step in an engine's file.
-        storage: the torch type that holds steps; it may have more bits than the format.
+        storage_name: the name of the torch type that holds steps; it may have more bits than the format.
         qmin: the lowest step.
         qmax: the highest step.
         is_float: steps are floating-point numbers, finer near zero; otherwise they are integers.
@@ -35,7 +37,7 @@ class QType:
 
     name: str
     bits: int
-    storage: torch.dtype
+    storage_name: str
     qmin: int
     qmax: int
     is_float: bool = False
@@ -44,8 +46,19 @@ class QType:
     onnx_opset: int
 
     @property
+    def storage(self) -> torch.dtype:
+        """The torch type that holds steps."""
+        # Not at the top: a configuration is checked against formats without torch, which takes seconds to import.
+        import torch
+
+        found: torch.dtype = getattr(torch, self.storage_name)
+        return found
+
+    @property
     def magnitudes(self) -> Tensor:
         """The steps from 0 to ``qmax`` that the format has, ascending, float32."""
+        import torch
+
         if not self.is_float:
             return torch.arange(self.qmax + 1, dtype=torch.float32)
         # The codes of positive numbers ascend as their numbers do; those beyond qmax are NaN.
@@ -59,12 +72,12 @@ class QType:
         return self.bits < 8 * self.storage.itemsize
 
 
-INT8 = QType(name="int8", bits=8, storage=torch.int8, qmin=-128, qmax=127, onnx_type="INT8", onnx_opset=10)
+INT8 = QType(name="int8", bits=8, storage_name="int8", qmin=-128, qmax=127, onnx_type="INT8", onnx_opset=10)
 
 UINT8 = QType(
     name="uint8",
     bits=8,
-    storage=torch.uint8,
+    storage_name="uint8",
     qmin=0,
     qmax=255,
     has_zero_point=True,
@@ -76,7 +89,7 @@ UINT8 = QType(
 FP8 = QType(
     name="fp8",
     bits=8,
-    storage=torch.float8_e4m3fn,
+    storage_name="float8_e4m3fn",
     qmin=-448,
     qmax=448,
     is_float=True,
@@ -85,7 +98,7 @@ FP8 = QType(
 )
 
 # For weights. torch computes with no 4-bit type: a step takes a byte there, and half a byte in an ONNX file.
-INT4 = QType(name="int4", bits=4, storage=torch.int8, qmin=-8, qmax=7, onnx_type="INT4", onnx_opset=21)
+INT4 = QType(name="int4", bits=4, storage_name="int8", qmin=-8, qmax=7, onnx_type="INT4", onnx_opset=21)
 
 QTYPES = {entry.name: entry for entry in (INT8, UINT8, FP8, INT4)}
 """All formats by name."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
+from quantizer import patches as _patches
 from quantizer.errors import ProxyError
 from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.classes import REWRITER
@@ -42,6 +43,9 @@ __all__ = [
     "skipped_sources",
     "source_diff",
 ]
+
+# Importing them registers them, for every proxy and for what is built in place.
+del _patches
 
 _MARK = "_quantizer_proxy"
 

@@ -13,7 +13,6 @@ from torch import nn
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.classes import original_class
-from quantizer.proxy.formats import Format
 from quantizer.proxy.groups import group_names
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.operand_plans import operand_plans
@@ -31,6 +30,7 @@ from quantizer.proxy.site_record import NOT_TENSORS
 from quantizer.proxy.site_record import TRANSFORMED
 from quantizer.proxy.site_record import SiteRecord
 from quantizer.targets import TargetProfile
+from quantizer.targets.formats import Format
 
 __all__ = ["decide"]
 

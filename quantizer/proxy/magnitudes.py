@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from quantizer.calibrators.histogram import in_memory_order
-from quantizer.proxy.regions import LARGEST_HALF
+from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.tensor_version import tensor_version
 
@@ -326,13 +326,13 @@ def _inside(name: str, args: Sequence[Any], read: Sequence[_Seen], made: Sequenc
     if made[0].numel() == 0 or any(isinstance(value, Tensor) and value.numel() == 0 for value in args):
         # An expert that gets no token, an empty batch: it computes nothing.
         return 0.0
-    if name == _LAYER_NORM and read[0].bound > math.sqrt(LARGEST_HALF):
+    if name == _LAYER_NORM and read[0].bound > math.sqrt(FLOAT16_MAX):
         # The last result is the reciprocal of the deviation.
         smallest = float(made[-1].min())
         return smallest**-2 if smallest else math.inf
     if name.startswith(_ATTENTION):
         query, key = args[:2]
-        if query.shape[-1] * read[0].bound * read[1].bound > LARGEST_HALF:
+        if query.shape[-1] * read[0].bound * read[1].bound > FLOAT16_MAX:
             return float(query.norm(dim=-1).max() * key.norm(dim=-1).max())
     return 0.0
 
@@ -345,7 +345,7 @@ def _divides_otherwise(name: str, args: Sequence[Any]) -> bool:
 
 def _beyond(bound: float) -> bool:
     """Whether float16 cannot hold it; a bound that is no number says nothing."""
-    return not bound <= LARGEST_HALF
+    return not bound <= FLOAT16_MAX
 
 
 def _is_mask(value: Any) -> bool:

@@ -1,8 +1,8 @@
 """Which tensors of a pass hold a mask's low numbers, so that a softmax can read them as it will in the exported file.
 
-There the mask's constant is ``MASK``, see ``ClampMasks``. In a pass nobody knows yet where a constant will get to: the
-low number stays as it is, is followed through what hands it on, and is raised where a softmax reads it. What never gets
-there, such as a factor, a bound or an infinite result, keeps its value here as it does in the file.
+There the mask's constant is ``FLOAT16_MASK``, see ``ClampMasks``. In a pass nobody knows yet where a constant will get
+to: the low number stays as it is, is followed through what hands it on, and is raised where a softmax reads it. What
+never gets there, such as a factor, a bound or an infinite result, keeps its value here as it does in the file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from quantizer.numerics.float16 import FLOAT16_MASK
 from quantizer.proxy.products import product_name
-from quantizer.proxy.regions import MASK
 
 __all__ = ["MaskTaint"]
 
@@ -47,12 +47,12 @@ class MaskTaint:
         self._held: Any = WeakIdKeyDictionary()
 
     def read(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of an operation as it reads them: a softmax, or a fused attention, takes ``MASK``."""
+        """Return the arguments of an operation as it reads them: softmax and fused attention take ``FLOAT16_MASK``."""
         name = _name(func)
         if not (name in _SOFTMAX or "attention" in name) or not any(map(self._masks, _leaves(args, kwargs))):
             return args, kwargs
         raised: tuple[Any, Any] = _pytree.tree_map(
-            lambda leaf: leaf.clamp(min=MASK) if self._masks(leaf) else leaf, (args, kwargs)
+            lambda leaf: leaf.clamp(min=FLOAT16_MASK) if self._masks(leaf) else leaf, (args, kwargs)
         )
         return raised
 
@@ -61,7 +61,9 @@ class MaskTaint:
         name = _name(func)
         if product_name(func) is not None or name not in _MOVES | _FACTORS | _MASKS | _CONSTANTS:
             return
-        number = name not in _BOUNDS and any(isinstance(leaf, float) and leaf < MASK for leaf in _leaves(args, kwargs))
+        number = name not in _BOUNDS and any(
+            isinstance(leaf, float) and leaf < FLOAT16_MASK for leaf in _leaves(args, kwargs)
+        )
         constant = name in _CONSTANTS and any(map(_is_low, _pytree.tree_leaves(result)))
         tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor) and leaf in self._held]
         if not (number or constant or tensors):
@@ -86,4 +88,4 @@ def _leaves(*values: Any) -> Iterator[Any]:
 
 
 def _is_low(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.dtype is torch.float16 and bool(leaf < MASK)
+    return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.dtype is torch.float16 and bool(leaf < FLOAT16_MASK)

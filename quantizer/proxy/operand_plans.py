@@ -13,7 +13,6 @@ from quantizer.calibrators import Calibrator
 from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
-from quantizer.proxy.formats import Format
 from quantizer.proxy.formats import Formats
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.range_group import Migration
@@ -26,6 +25,7 @@ from quantizer.proxy.weight_scales import scale_of
 from quantizer.proxy.weight_scales import scaled_for
 from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
+from quantizer.targets.formats import Format
 
 __all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "judged_as", "operand_plans"]
 

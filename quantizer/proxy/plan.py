@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.numerics.qtype import INT8
-from quantizer.proxy.regions import LARGEST_HALF
 from quantizer.proxy.weight import WeightView
 
 __all__ = [
@@ -158,7 +158,7 @@ def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
 def _width(site: SitePlan) -> str:
     if site.beyond_half is None:
         return ""
-    return f", in float32: calibration saw {site.beyond_half:.3g} here, and float16 ends at {LARGEST_HALF:.0f}"
+    return f", in float32: calibration saw {site.beyond_half:.3g} here, and float16 ends at {FLOAT16_MAX:.0f}"
 
 
 def summary(operands: tuple[OperandPlan, ...]) -> str:

@@ -17,17 +17,14 @@ from torch.utils import _pytree
 
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
+from quantizer.numerics.float16 import FLOAT16_MASK
+from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.numerics.qtype import QTYPES
 from quantizer.plain import decoded
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
-__all__ = ["LARGEST_HALF", "MASK", "Regions", "convert_floats"]
-
-LARGEST_HALF: float = torch.finfo(torch.float16).max
-
-MASK = -30000.0
-"""What masks are in half: a score can be added to it. exp(-30000) is 0 in every float type."""
+__all__ = ["Regions", "convert_floats"]
 
 _STORAGE = {kind.storage for kind in QTYPES.values()}
 
@@ -216,7 +213,7 @@ def _at_border(dtype: torch.dtype, masked: bool, value: Any) -> Any:
         if not foreign(leaf):
             return leaf
         if masked and dtype is torch.float16:
-            leaf = torch.where(leaf < -LARGEST_HALF, MASK, leaf)
+            leaf = torch.where(leaf < -FLOAT16_MAX, FLOAT16_MASK, leaf)
         return leaf.to(dtype)
 
     if isinstance(value, Tensor):

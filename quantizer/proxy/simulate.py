@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.proxy.mask_taint import MaskTaint
 from quantizer.proxy.products import product_name
-from quantizer.proxy.regions import LARGEST_HALF
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.regions import convert_floats
 
@@ -113,4 +113,4 @@ class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _held(value: Any) -> Any:
     """A number as half holds it: torch refuses to fill with what is beyond."""
-    return max(value, -LARGEST_HALF) if isinstance(value, float) and value != -math.inf else value
+    return max(value, -FLOAT16_MAX) if isinstance(value, float) and value != -math.inf else value

@@ -25,7 +25,7 @@ from quantizer.engines import load_engine
 from quantizer.errors import ExportError
 from quantizer.errors import ProxyError
 from quantizer.export import export_onnx
-from quantizer.export.check import check_file
+from quantizer.graph_check import check_file
 from quantizer.targets import profile
 
 onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")

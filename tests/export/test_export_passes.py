@@ -17,7 +17,7 @@ from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.weights_as_read import WeightsAsRead
-from quantizer.proxy.regions import MASK
+from quantizer.numerics.float16 import FLOAT16_MASK
 
 ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
 
@@ -154,18 +154,18 @@ def test_a_low_half_constant_is_raised(value: float, shape: tuple[int, ...]) -> 
     after = model.graph.initializers["m"].const_value.numpy()
     assert after.dtype == np.float16
     assert after.shape == shape
-    assert float(after.reshape(())) == MASK
+    assert float(after.reshape(())) == FLOAT16_MASK
 
 
 def test_a_constant_node_is_raised() -> None:
     model = masked({}, node_value=np.array(-65504, np.float16))
     assert ClampMasks().run(model) == 1
-    assert float(next(iter(model.graph)).attributes["value"].as_tensor().numpy()) == MASK
+    assert float(next(iter(model.graph)).attributes["value"].as_tensor().numpy()) == FLOAT16_MASK
 
 
 def test_half_values_that_stay() -> None:
     values = {
-        "low enough": np.array(MASK, np.float16),
+        "low enough": np.array(FLOAT16_MASK, np.float16),
         "zero": np.array(0, np.float16),
         "large": np.array(65504, np.float16),
         "weight": np.full((2,), -65504, np.float16),

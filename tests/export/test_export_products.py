@@ -143,7 +143,7 @@ def test_a_model_of_einsums_is_exported_as_products(backend: str, tmp_path: Path
     pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
     from quantizer.engines import load_engine
     from quantizer.export import export_onnx
-    from quantizer.export.check import check_file
+    from quantizer.graph_check import check_file
 
     torch.manual_seed(0)
     model, x = Heads().eval(), torch.randn(2, 16, 32)

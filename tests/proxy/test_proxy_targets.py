@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from quantizer import Quantizer
 from quantizer.config import RunConfig
+from quantizer.config.feasibility import refuse_run
 from quantizer.errors import ConfigError
 from quantizer.errors import ExportError
 from quantizer.proxy.plan import NEVER_RAN
-from quantizer.settings import refuse_run
 
 TARGET = "target tensorrt"
 

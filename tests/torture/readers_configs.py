@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
-from quantizer.settings import refuse_run
+from quantizer.config.feasibility import refuse_run
 from torture import mutations
 from torture.kinds import Kind
 from torture.kinds import kind

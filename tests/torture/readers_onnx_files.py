@@ -12,7 +12,7 @@ import onnx
 from rich.console import Console
 
 from quantizer.engines import inspect_file
-from quantizer.export.check import check_file
+from quantizer.graph_check import check_file
 from quantizer.report.engine_table import print_inspection
 from torture import mutations
 from torture.kinds import Kind

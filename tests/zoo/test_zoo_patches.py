@@ -23,7 +23,7 @@ from quantizer.engines import load_engine
 from quantizer.errors import EngineError
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
-from quantizer.interop.transformers_patches import TRANSFORMERS_PATCHES
+from quantizer.patches.transformers_models import TRANSFORMERS_PATCHES
 from quantizer.source import OperatorPatch
 from quantizer.source import register_operator_patch
 from quantizer.source import unregister_operator_patch

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from quantizer.export.masks import masks_only
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import floats
 from quantizer.export.passes.base import scalar
-from quantizer.proxy.regions import MASK
+from quantizer.numerics.float16 import FLOAT16_MASK
+from quantizer.qdq.masks import masks_only
 
 __all__ = ["ClampMasks"]
 
 
 class ClampMasks:
-    """Half-precision constants below ``MASK`` become ``MASK`` for those who read them as masks."""
+    """Half-precision constants below ``FLOAT16_MASK`` become ``FLOAT16_MASK`` for those who read them as masks."""
 
     def requires(self, model: Any) -> str | None:
         return None
@@ -33,7 +33,7 @@ class ClampMasks:
 
         found = list(_too_low(model))
         for value, uses in found:
-            clamped = np.maximum(value.const_value.numpy(), np.float16(MASK))
+            clamped = np.maximum(value.const_value.numpy(), np.float16(FLOAT16_MASK))
             if len(uses) < len(list(value.uses())) or value.is_graph_output():
                 mask = add_constant(model, f"{value.name}_clamped", clamped, value.dtype)
                 for reader, index in uses:
@@ -68,6 +68,6 @@ def _too_low(model: Any) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:
 def _is_low(value: Any) -> bool:
     number = scalar(value)
     if number is not None:
-        return number < MASK
+        return number < FLOAT16_MASK
     held = floats(value)
-    return held is not None and bool((held == 0).any()) and float(held.min()) < MASK
+    return held is not None and bool((held == 0).any()) and float(held.min()) < FLOAT16_MASK

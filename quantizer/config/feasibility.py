@@ -1,0 +1,74 @@
+"""Whether a target can do what a configuration asks for: from its profile alone, before anything is loaded."""
+
+from __future__ import annotations
+
+from quantizer.config.quantizer_section import QuantizerConfig
+from quantizer.config.schema import RunConfig
+from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import qtype
+from quantizer.targets.formats import Format
+from quantizer.targets.formats import impossible
+from quantizer.targets.formats import least_opset_of
+from quantizer.targets.registry import profile
+
+__all__ = ["default_format", "refuse_formats", "refuse_run", "rule_formats"]
+
+
+def refuse_formats(config: QuantizerConfig) -> None:
+    """Refuse formats that the target does not compute in.
+
+    Raises:
+        ConfigError: it does not; all that it lacks are listed.
+    """
+    problems = impossible(default_format(config), rule_formats(config), profile(config.backend))
+    if problems:
+        raise ConfigError(problems)
+
+
+def refuse_run(config: RunConfig) -> None:
+    """Refuse what a run's target cannot do, before anything is loaded.
+
+    Raises:
+        ConfigError: formats that the target or the opset has not, an inference precision that it cannot be told, or a
+            compute capability that it does not build for or that has not the formats; all of them are listed.
+    """
+    target = profile(config.quantizer.backend)
+    default, rules = default_format(config.quantizer), rule_formats(config.quantizer)
+    formats = [default, *rules]
+    problems = impossible(default, rules, target)
+    least, which = max((least_opset_of(entry), entry.rule or "dtype") for entry in formats)
+    if config.export.opset < least:
+        problems.append(
+            f"export.opset: got {config.export.opset}; expected {least} or later, the first with the formats of "
+            f"quantizer.{which}"
+        )
+    names = {dtype.name for entry in formats for dtype in (entry.activations, entry.weights) if dtype is not None}
+    wanted = config.engine.compute_capability or ()
+    for capability in [wanted] if isinstance(wanted, str) else wanted:
+        reason = target.capability_reason(capability, names)
+        problems += [] if reason is None else [f"engine.compute_capability: {reason}"]
+    if config.engine.inference_precision is not None:
+        reason = target.precision_reason(config.engine.inference_precision)
+        problems += [] if reason is None else [f"engine.inference_precision: {reason}"]
+    if config.engine.strip_weights and (reason := target.stripping_reason()) is not None:
+        problems.append(f"engine.strip_weights: {reason}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def default_format(config: QuantizerConfig) -> Format:
+    """Return the format of sites that no rule matches."""
+    return Format(activations=qtype(config.dtype), weights=qtype(config.dtype))
+
+
+def rule_formats(config: QuantizerConfig) -> list[Format]:
+    """Return the format of each rule of ``formats``, in their order."""
+    return [
+        Format(
+            activations=None if rule.activations == "float" else qtype(rule.activations or config.dtype),
+            weights=qtype(rule.weights or config.dtype),
+            block_size=rule.block_size,
+            rule=f"formats[{number}]",
+        )
+        for number, rule in enumerate(config.formats)
+    ]

@@ -1,0 +1,42 @@
+"""Any Q/DQ file against the rules of a target: what would be refused, slow or inexact there, and what to change."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quantizer.graph_check import rules as _rules
+from quantizer.graph_check.finding import Finding
+from quantizer.graph_check.read import read_subject
+from quantizer.graph_check.rule import rules
+from quantizer.targets.graph_rules import graph_rules
+from quantizer.targets.registry import profile
+
+__all__ = ["Finding", "check_file"]
+
+# Importing the files of rules registers them.
+del _rules
+
+
+def check_file(path: str | os.PathLike[str], target: str) -> list[Finding]:
+    """Hold an ONNX file, of whatever tool, to the rules of a target.
+
+    Args:
+        path: the file. External data is read from its own folder alone.
+        target: a backend, such as ``tensorrt``.
+
+    Returns:
+        One finding for each place where a rule is broken, errors first; empty where there is none.
+
+    Raises:
+        ConfigError: no such target.
+        ExportError: the file cannot be read as ONNX.
+        MissingDependencyError: onnx or onnx-ir is not installed.
+    """
+    subject = read_subject(Path(path), profile(target), graph_rules[target])
+    found = [
+        Finding(name, severity, fault.node, fault.problem, fault.advice)
+        for name, severity in subject.limits.severities.items()
+        for fault in rules[name](subject)
+    ]
+    return sorted(found, key=lambda finding: finding.severity)

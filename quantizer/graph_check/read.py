@@ -1,0 +1,143 @@
+"""An ONNX file, read without trusting it: its external data is opened only inside its own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from quantizer.errors import ExportError
+from quantizer.errors import MissingDependencyError
+from quantizer.existing import is_file
+from quantizer.existing import is_folder
+from quantizer.graph_check.subject import Subject
+from quantizer.onnx_structure import structural_fault
+from quantizer.targets.base import TargetProfile
+from quantizer.targets.graph_rules import GraphRules
+
+__all__ = ["read_subject"]
+
+
+def read_subject(path: Path, target: TargetProfile, limits: GraphRules) -> Subject:
+    """Read a file for the rules.
+
+    Raises:
+        ExportError: it is no file, or no ONNX model.
+        MissingDependencyError: onnx or onnx-ir is not installed.
+    """
+    for package in ("onnx", "onnx_ir"):
+        try:
+            __import__(package)
+        except ImportError as error:
+            raise MissingDependencyError(package, "onnx") from error
+    proto = _proto(path)
+    model = _model(path, proto)
+    refused = tuple(_refused_data(model, path.parent))
+    return Subject(model, target, limits, "" if refused else _said_by_checker(path, proto), refused)
+
+
+def _proto(path: Path) -> Any:
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    if not is_file(path):
+        what = "is a folder" if is_folder(path) else "does not exist"
+        raise ExportError(f"{path} {what}; expected an ONNX file")
+    try:
+        proto = onnx.load_model(path, load_external_data=False)
+    except DecodeError as error:
+        raise ExportError(
+            f"{path} is no ONNX file, or only a part of one ({error}); export or copy it again"
+        ) from error
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ExportError(f"{path} is damaged: a name in it is no text; export or copy it again") from error
+    if not proto.graph.node:
+        raise ExportError(f"{path} is no ONNX file, or an empty one: it has no node; export or copy it again")
+    fault = structural_fault(onnx, proto)
+    if fault is not None:
+        raise ExportError(
+            f"{path} is damaged, or was written wrongly: {fault}; export it again, and hold it to onnx.checker"
+        )
+    return proto
+
+
+def _model(path: Path, proto: Any) -> Any:
+    """The graph with functions written out, and with the types and shapes that ONNX infers."""
+    import onnx
+    import onnx_ir
+    from onnx import inliner
+
+    if proto.functions:
+        proto = inliner.inline_local_functions(proto)
+    # Rules that need a shape stay silent where there is none. What ONNX says of it may quote bytes that are no text.
+    with suppress(onnx.shape_inference.InferenceError, UnicodeDecodeError):
+        proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    try:
+        return onnx_ir.from_proto(proto)
+    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise ExportError(f"{path} holds a graph that does not fit together: {_first_line(error)}") from error
+
+
+def _said_by_checker(path: Path, proto: Any) -> str:
+    import onnx
+
+    try:
+        # Given the file, the checker looks at external data as well; given the model, the file is not read twice.
+        onnx.checker.check_model(path if _has_external_data(proto) else proto)
+    except onnx.checker.ValidationError as error:
+        return _first_line(error)
+    except UnicodeDecodeError:
+        return "a name in it is no text"
+    return ""
+
+
+def _has_external_data(proto: Any) -> bool:
+    return any(tensor.data_location == tensor.EXTERNAL for tensor in proto.graph.initializer)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _refused_data(model: Any, folder: Path) -> Iterator[tuple[str, str]]:
+    """The external tensors that will not be opened, by name, and why; all others can be read from here on."""
+    for tensor in _external(model):
+        tensor.base_dir = folder
+        problem = _problem(tensor, folder)
+        if problem is not None:
+            tensor.invalidate()
+            yield tensor.name, problem
+
+
+def _external(model: Any) -> Iterator[Any]:
+    import onnx_ir
+
+    held = [value.const_value for graph in (model.graph, *model.graph.subgraphs()) for value in _initializers(graph)]
+    for node in model.graph.all_nodes():
+        held += [entry.as_tensor() for entry in node.attributes.values() if entry.type == onnx_ir.AttributeType.TENSOR]
+    return (tensor for tensor in held if isinstance(tensor, onnx_ir.ExternalTensor))
+
+
+def _initializers(graph: Any) -> list[Any]:
+    return list(graph.initializers.values())
+
+
+def _problem(tensor: Any, folder: Path) -> str | None:
+    place = Path(tensor.location)
+    file = (folder / place).resolve()
+    if place.is_absolute() or not file.is_relative_to(folder.resolve()):
+        return f"its data is said to be in {tensor.location}, outside the model's folder, which was not opened"
+    if not file.is_file():
+        return f"its data is said to be in {tensor.location}, which is not there"
+    facts = file.stat()
+    if facts.st_nlink > 1:
+        return f"its data is in {tensor.location}, which has a second name elsewhere (a hard link) and was not opened"
+    begin, length = tensor.offset or 0, tensor.length
+    needed = begin + (tensor.nbytes if length is None else length)
+    if begin < 0 or needed > facts.st_size or (length is not None and length < tensor.nbytes):
+        return f"its data would end at byte {needed} of {tensor.location}, which has {facts.st_size}"
+    return None

@@ -1,0 +1,20 @@
+"""The registry of rules: ``@rules.add(name)`` above a function in a file of ``rules/`` adds one.
+
+The function yields a ``Fault`` for each place where its rule is broken. Its docstring's first line is the rule. How
+much a rule matters on a target, and whether it applies there, is data: ``quantizer/targets/graph_rules.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+
+from quantizer.graph_check.finding import Fault
+from quantizer.graph_check.subject import Subject
+from quantizer.registry import Registry
+
+__all__ = ["Rule", "rules"]
+
+Rule = Callable[[Subject], Iterator[Fault]]
+
+rules: Registry[Rule] = Registry("rule")

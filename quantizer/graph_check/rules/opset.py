@@ -1,0 +1,57 @@
+"""The version of ONNX that a file is written in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quantizer.graph_check.finding import Fault
+from quantizer.graph_check.rule import rules
+from quantizer.graph_check.subject import Subject
+from quantizer.numerics.qtype import FP8
+from quantizer.numerics.qtype import INT4
+from quantizer.numerics.qtype import QTYPES
+from quantizer.qdq.graph import HALVES
+from quantizer.qdq.graph import attribute
+from quantizer.qdq.graph import element
+from quantizer.qdq.graph import format_name
+from quantizer.qdq.graph import name_of
+
+__all__ = ["opset_format", "opset_range"]
+
+_HALF_SCALES, _BLOCKS = FP8.onnx_opset, INT4.onnx_opset
+
+
+@rules.add("opset-range")
+def opset_range(subject: Subject) -> Iterator[Fault]:
+    """The opset is one that the target's parser reads."""
+    if subject.limits.opsets is None:
+        return
+    first, last = subject.limits.opsets
+    if not first <= subject.opset <= last:
+        problem = f"opset {subject.opset} is not read by {subject.target.name}, which takes {first} to {last}"
+        yield Fault("", problem, f"export with opset {subject.target.opset}")
+
+
+@rules.add("opset-format")
+def opset_format(subject: Subject) -> Iterator[Fault]:
+    """Half scales and FP8 need opset 19; INT4 and blocks need 21."""
+    too_new: dict[tuple[str, int], list[Any]] = {}
+    for node in subject.sources:
+        for what, needed in _needs(node):
+            if subject.opset < needed:
+                too_new.setdefault((what, needed), []).append(node)
+    for (what, needed), nodes in too_new.items():
+        problem = f"{what} ({len(nodes)} in the file) needs opset {needed}, the file is written in {subject.opset}"
+        yield Fault(name_of(nodes[0]), problem, f"export with opset {max(needed, subject.target.opset)}")
+
+
+def _needs(node: Any) -> Iterator[tuple[str, int]]:
+    """What a Q or DQ uses, and the first opset that has it."""
+    name = format_name(node)
+    if name in QTYPES:
+        yield name.upper(), QTYPES[name].onnx_opset
+    if element(node.inputs[1]) in HALVES:
+        yield f"a scale in {element(node.inputs[1])}", _HALF_SCALES
+    if attribute(node, "block_size", 0):
+        yield "a scale for each block", _BLOCKS

@@ -1,0 +1,88 @@
+"""Pairs of a QuantizeLinear and the DequantizeLinear behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from quantizer.graph_check.finding import Fault
+from quantizer.graph_check.rule import rules
+from quantizer.graph_check.rules.operators import is_quantized_operator
+from quantizer.graph_check.subject import Subject
+from quantizer.qdq.graph import constant
+from quantizer.qdq.graph import is_dequantize
+from quantizer.qdq.graph import name_of
+from quantizer.qdq.graph import paired
+from quantizer.qdq.graph import readers
+
+__all__ = ["dead_quantizer", "pair_differs", "quantize_alone", "shared_input"]
+
+
+@rules.add("dead-quantizer")
+def dead_quantizer(subject: Subject) -> Iterator[Fault]:
+    """Somebody reads what a quantizer gives."""
+    for node in [*subject.quantizes, *subject.dequantizes]:
+        if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+            yield Fault(name_of(node), "nobody reads its output", "remove it")
+
+
+@rules.add("quantize-alone")
+def quantize_alone(subject: Subject) -> Iterator[Fault]:
+    """A QuantizeLinear is read by DequantizeLinear alone."""
+    for node in subject.quantizes:
+        others = [
+            reader
+            for reader in readers(node.outputs[0])
+            if not (is_dequantize(reader) or is_quantized_operator(reader))
+        ]
+        if node.outputs[0].is_graph_output():
+            yield Fault(name_of(node), "its steps are an output of the model", "put a DequantizeLinear behind it")
+        elif others:
+            problem = f"its steps are read by {others[0].op_type} {name_of(others[0])}"
+            yield Fault(
+                name_of(node), problem, "put a DequantizeLinear directly behind it, and the operator behind that"
+            )
+
+
+@rules.add("pair-differs")
+def pair_differs(subject: Subject) -> Iterator[Fault]:
+    """A DequantizeLinear has the scale and zero point of its QuantizeLinear."""
+    for node in subject.quantizes:
+        for quantize, dequantize in paired(node):
+            for index, what in ((1, "scale"), (2, "zero point")):
+                one, two = _number(quantize, index), _number(dequantize, index)
+                if one is not None and two is not None and not _equal(one, two):
+                    problem = f"its {what} is not that of {name_of(quantize)}"
+                    yield Fault(name_of(dequantize), problem, f"give both the same {what}")
+
+
+def _number(node: Any, index: int) -> np.ndarray[Any, Any] | None:
+    """A scale or zero point; a zero point that is left out is 0."""
+    if index >= len(node.inputs) or node.inputs[index] is None:
+        return np.zeros(1, np.float32)
+    held = constant(node.inputs[index])
+    return None if held is None else held.astype(np.float32)
+
+
+def _equal(one: np.ndarray[Any, Any], two: np.ndarray[Any, Any]) -> bool:
+    if one.size == 1 or two.size == 1:
+        one, two = np.broadcast_arrays(one.reshape(-1), two.reshape(-1))
+    return np.array_equal(one, two, equal_nan=True)
+
+
+@rules.add("shared-input")
+def shared_input(subject: Subject) -> Iterator[Fault]:
+    """A tensor that several products read is quantized once."""
+    by_tensor: dict[Any, list[Any]] = {}
+    for node in subject.quantizes:
+        by_tensor.setdefault(node.inputs[0], []).append(node)
+    for tensor, nodes in by_tensor.items():
+        if len(nodes) > 1:
+            others = ", ".join(name_of(node) for node in nodes[1:])
+            scales = [constant(node.inputs[1]) for node in nodes]
+            same = all(held is not None and scales[0] is not None and _equal(held, scales[0]) for held in scales)
+            how = "with the same scale" if same else "with different scales"
+            problem = f"{tensor.name} is quantized {len(nodes)} times, {how}: here and at {others}"
+            yield Fault(name_of(nodes[0]), problem, "quantize it once, and let all read the one DequantizeLinear")

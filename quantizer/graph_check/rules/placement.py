@@ -1,0 +1,119 @@
+"""Which sites are quantized, and which of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quantizer.graph_check.finding import Fault
+from quantizer.graph_check.rule import rules
+from quantizer.graph_check.subject import Subject
+from quantizer.numerics.qtype import INT4
+from quantizer.qdq.attention import mask_adds
+from quantizer.qdq.graph import attribute
+from quantizer.qdq.graph import is_constant
+from quantizer.qdq.graph import is_dequantize
+from quantizer.qdq.graph import is_quantize
+from quantizer.qdq.graph import maker
+from quantizer.qdq.graph import name_of
+from quantizer.qdq.graph import steps_type
+from quantizer.qdq.operand import PRODUCTS
+from quantizer.qdq.operand import Operand
+
+__all__ = ["gemm_bias", "half_site", "quantized_bias", "quantized_mask", "site_kind"]
+
+
+@rules.add("half-site")
+def half_site(subject: Subject) -> Iterator[Fault]:
+    """Both operands of a product are quantized, or neither; weights alone only where that saves memory on purpose."""
+    weights_alone = all(is_constant(node.inputs[0]) for node in subject.quantizes)
+    for pair in subject.products:
+        if pair[0].quantized == pair[1].quantized:
+            continue
+        low, high = sorted(pair, key=lambda operand: not operand.quantized)
+        if low.is_weight and (weights_alone or _for_memory(low)):
+            continue
+        problem = f"{_role(low)} is quantized and {_role(high)} is not: the product computes with floats"
+        yield Fault(name_of(low.product), problem, f"quantize {_short(high)} too, or leave {_short(low)} float")
+
+
+def _for_memory(weight: Operand) -> bool:
+    return weight.format == INT4.name or attribute(weight.dequantize, "block_size", 0) > 0
+
+
+def _role(operand: Operand) -> str:
+    name = operand.product.inputs[operand.index].name
+    return _short(operand) if operand.is_weight else f"{_short(operand)} ({name})"
+
+
+def _short(operand: Operand) -> str:
+    return "the weight" if operand.is_weight else f"input {operand.index}"
+
+
+@rules.add("site-kind")
+def site_kind(subject: Subject) -> Iterator[Fault]:
+    """Only what gains on the target is quantized there."""
+    advice = "leave it float"
+    kinds = subject.target.site_kinds
+    for pair in subject.products:
+        weighted = any(operand.is_weight for operand in pair)
+        if "matmul" not in kinds and not weighted and all(operand.quantized for operand in pair):
+            problem = f"a product of two activations gains nothing from steps on {subject.target.name}"
+            yield Fault(name_of(pair[0].product), problem, advice)
+    if "residual_add" in kinds:
+        return
+    for node in subject.nodes:
+        activations = [value for value in node.inputs if not is_constant(value)] if node.op_type == "Add" else []
+        if len(activations) == 2 and any(map(_rounded, activations)):
+            problem = f"an add gains nothing from steps on {subject.target.name}"
+            yield Fault(name_of(node), problem, advice)
+
+
+def _rounded(value: Any) -> bool:
+    """It comes from a Q and its DQ: what a table of stored steps gives was never rounded on the way."""
+    node = maker(value)
+    return is_dequantize(node) and is_quantize(maker(node.inputs[0]))
+
+
+@rules.add("quantized-bias")
+def quantized_bias(subject: Subject) -> Iterator[Fault]:
+    """A bias stays float."""
+    for node in subject.nodes:
+        for value in _biases(node):
+            before = maker(value)
+            if not is_dequantize(before) or (subject.limits.integer_bias and steps_type(before) == "INT32"):
+                continue
+            problem = f"the bias of {name_of(node)} is rounded, which gains nothing"
+            yield Fault(name_of(before), problem, "add the float bias")
+
+
+@rules.add("gemm-bias")
+def gemm_bias(subject: Subject) -> Iterator[Fault]:
+    """A quantized Gemm has no float bias."""
+    advice = "write it as MatMul and Add, or give it an INT32 bias behind a DequantizeLinear"
+    for pair in subject.products:
+        node = pair[0].product
+        quantized = node.op_type == "Gemm" and all(operand.quantized for operand in pair)
+        if quantized and not all(is_dequantize(maker(value)) for value in _biases(node)):
+            yield Fault(name_of(node), f"with its float bias {subject.target.name} computes it in floats", advice)
+
+
+def _biases(node: Any) -> list[Any]:
+    """What a node adds to a product for good."""
+    if node.op_type in PRODUCTS:
+        return [value for value in node.inputs[2:] if value is not None]
+    if node.op_type == "Add" and any(getattr(maker(value), "op_type", "") in PRODUCTS for value in node.inputs):
+        return [value for value in node.inputs if is_constant(value)]
+    return []
+
+
+@rules.add("quantized-mask")
+def quantized_mask(subject: Subject) -> Iterator[Fault]:
+    """The add of an attention's mask stays float."""
+    for add in mask_adds(subject.nodes):
+        before = next((maker(value) for value in add.inputs if is_dequantize(maker(value))), None)
+        if before is not None:
+            problem = (
+                f"rounds an operand of {name_of(add)}, which adds the attention's mask: its range is that of the mask"
+            )
+            yield Fault(name_of(before), problem, "leave scores and mask float")

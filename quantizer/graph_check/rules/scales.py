@@ -1,0 +1,61 @@
+"""Scales: constants, positive, of the tensor's own float type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from quantizer.graph_check.finding import Fault
+from quantizer.graph_check.rule import rules
+from quantizer.graph_check.subject import Subject
+from quantizer.qdq.graph import constant
+from quantizer.qdq.graph import element
+from quantizer.qdq.graph import is_constant
+from quantizer.qdq.graph import name_of
+
+__all__ = ["scale_constant", "scale_type", "scale_value"]
+
+
+@rules.add("scale-constant")
+def scale_constant(subject: Subject) -> Iterator[Fault]:
+    """A scale is a constant of the file."""
+    for node in subject.sources:
+        if not is_constant(node.inputs[1]):
+            problem = f"its scale {node.inputs[1].name} is computed when the model runs"
+            yield Fault(name_of(node), problem, "calibrate, and store the scale as a constant")
+
+
+@rules.add("scale-value")
+def scale_value(subject: Subject) -> Iterator[Fault]:
+    """A scale is a number above 0."""
+    for node in subject.sources:
+        held = constant(node.inputs[1])
+        if held is None:
+            continue
+        scale = held.astype(np.float32).reshape(-1)
+        wrong = scale[~(np.isfinite(scale) & (scale > 0))]
+        if wrong.size:
+            share = f"{wrong.size} of {scale.size} scales are" if scale.size > 1 else "its scale is"
+            problem = f"{share} not a number above 0, such as {wrong[0]}"
+            yield Fault(
+                name_of(node), problem, "calibrate with data that reaches this tensor, and use 1 for a range of 0"
+            )
+
+
+@rules.add("scale-type")
+def scale_type(subject: Subject) -> Iterator[Fault]:
+    """A scale has the float type of the tensor that is quantized."""
+    for node in subject.quantizes:
+        scale, tensor = element(node.inputs[1]), element(node.inputs[0])
+        if scale and tensor and scale != tensor:
+            problem = f"its scale is {scale} and its input {tensor}"
+            yield Fault(name_of(node), problem, f"store the scale as {tensor}")
+    for node in subject.dequantizes:
+        before = node.inputs[0].producer()
+        if before is None or before.op_type != "QuantizeLinear":
+            continue
+        scale, tensor = element(node.inputs[1]), element(before.inputs[1])
+        if scale and tensor and scale != tensor:
+            problem = f"its scale is {scale}, that of its QuantizeLinear {tensor}"
+            yield Fault(name_of(node), problem, f"store both scales as {tensor}")

@@ -1,0 +1,74 @@
+"""What the rules look at: a graph, and the target that it is meant for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from quantizer.qdq.attention import Attention
+from quantizer.qdq.attention import attentions
+from quantizer.qdq.graph import is_dequantize
+from quantizer.qdq.graph import is_quantize
+from quantizer.qdq.graph import maker
+from quantizer.qdq.operand import PRODUCTS
+from quantizer.qdq.operand import Operand
+from quantizer.qdq.operand import operands
+from quantizer.targets.base import TargetProfile
+from quantizer.targets.graph_rules import GraphRules
+
+__all__ = ["Subject"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A graph and its target.
+
+    Attributes:
+        model: the ``onnx_ir.Model``, with the types and shapes that ONNX can infer.
+        target: the profile of the backend.
+        limits: what graphs are held to there.
+        refused_by_checker: what ONNX's own checker said; empty where it takes the file.
+        refused_data: what was wrong with external data, by the name of the tensor.
+    """
+
+    model: Any
+    target: TargetProfile
+    limits: GraphRules
+    refused_by_checker: str
+    refused_data: tuple[tuple[str, str], ...]
+
+    @property
+    def opset(self) -> int:
+        """The version of ONNX's own operators; 0 where the file names none."""
+        return int(self.model.opset_imports.get("", 0))
+
+    @cached_property
+    def nodes(self) -> list[Any]:
+        """All nodes, those of branches and loops included."""
+        return list(self.model.graph.all_nodes())
+
+    @cached_property
+    def quantizes(self) -> list[Any]:
+        """Every QuantizeLinear."""
+        return [node for node in self.nodes if is_quantize(node)]
+
+    @cached_property
+    def dequantizes(self) -> list[Any]:
+        """Every DequantizeLinear."""
+        return [node for node in self.nodes if is_dequantize(node)]
+
+    @cached_property
+    def sources(self) -> list[Any]:
+        """Where steps come from: every QuantizeLinear, and every DequantizeLinear of steps that are stored."""
+        return [*self.quantizes, *(node for node in self.dequantizes if not is_quantize(maker(node.inputs[0])))]
+
+    @cached_property
+    def products(self) -> list[tuple[Operand, Operand]]:
+        """The operands of every product that is spelled in ONNX's own operators."""
+        return [operands(node) for node in self.nodes if node.op_type in PRODUCTS and node.domain == ""]
+
+    @cached_property
+    def attentions(self) -> list[Attention]:
+        """Every attention that is spelled out."""
+        return attentions(self.nodes)

@@ -1,0 +1,11 @@
+"""What float16 holds."""
+
+from __future__ import annotations
+
+__all__ = ["FLOAT16_MASK", "FLOAT16_MAX"]
+
+FLOAT16_MAX = 65504.0
+"""The largest number of float16 (IEEE 754-2008, binary16)."""
+
+FLOAT16_MASK = -30000.0
+"""What masks are in float16: a score can be added to it. exp(-30000) is 0 in every float type."""

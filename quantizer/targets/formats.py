@@ -1,0 +1,54 @@
+"""The formats of a site, and which of them a target computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantizer.numerics.qtype import BLOCKS_OPSET
+from quantizer.numerics.qtype import QType
+from quantizer.targets.base import TargetProfile
+
+__all__ = ["Format", "impossible", "least_opset_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """The formats of one site.
+
+    Attributes:
+        activations: None: they stay float, and weights alone are quantized.
+        weights: the format of a weight.
+        block_size: how many neighbours along a weight's input channels share a scale; None: no blocks.
+        rule: the config entry that decided; None: the default did.
+    """
+
+    activations: QType | None
+    weights: QType
+    block_size: int | None = None
+    rule: str | None = None
+
+
+def least_opset_of(wanted: Format) -> int:
+    """The first ONNX opset in which both formats can be written."""
+    opsets = [dtype.onnx_opset for dtype in (wanted.activations, wanted.weights) if dtype is not None]
+    return max(*opsets, BLOCKS_OPSET if wanted.block_size is not None else 0)
+
+
+def impossible(default: Format, formats: Sequence[Format], target: TargetProfile) -> list[str]:
+    """Say which formats, those of rules in their order and the default, a target cannot compute in, and what it can."""
+    places = [*((wanted, f"formats[{number}]") for number, wanted in enumerate(formats)), (default, "dtype")]
+    return [problem for wanted, place in places for problem in _impossible(wanted, target, place)]
+
+
+def _impossible(wanted: Format, target: TargetProfile, place: str) -> list[str]:
+    """What of a format a target cannot compute in."""
+    problems = []
+    for what, dtype, known in (
+        ("activations", wanted.activations, target.activation_dtypes),
+        ("weights", wanted.weights, target.weight_dtypes),
+    ):
+        if dtype is not None and dtype.name not in known:
+            names = ", ".join(sorted(known))
+            problems.append(f"quantizer.{place}: {target.name} has no {what} in {dtype.name}; it takes {names}")
+    return problems

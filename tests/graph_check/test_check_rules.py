@@ -1,0 +1,710 @@
+"""Each rule: a graph that breaks it, and it alone, is caught; the same graph mended has no finding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from qdq_graphs import SCALE
+from qdq_graphs import Graph
+from qdq_graphs import attention
+from qdq_graphs import linear
+from qdq_graphs import onnx
+
+from quantizer.graph_check import check_file
+from quantizer.graph_check.rule import rules
+from quantizer.numerics.qtype import FP8
+from quantizer.targets import profile
+from quantizer.targets import profiles
+from quantizer.targets.graph_rules import graph_rules
+
+TENSORRT, OPENVINO, ONNXRUNTIME = "tensorrt", "openvino", "onnxruntime"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule, a graph that breaks it and one that does not, and what the finding says."""
+
+    rule: str
+    broken: Callable[[], Graph]
+    mended: Callable[[], Graph]
+    node: str
+    problem: str
+    target: str = TENSORRT
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.rule, self.variant)))
+
+
+# -- graphs of more than one argument ------------------------------------------------------------------------------
+
+
+def gemm(bias: bool) -> Graph:
+    g = Graph("float32")
+    x = g.rounded(g.input("x", ["batch", 32]), zero=128, kind="uint8")
+    g.output(g.node("Gemm", x, g.weight((32, 32), 1), *([g.floats(32)] if bias else [])))
+    return g
+
+
+def computed_scale(computed: bool) -> Graph:
+    g = Graph()
+    x = g.input("x", ["batch", 32])
+    scale = g.node("ReduceMax", x, keepdims=0) if computed else g.number(SCALE)
+    g.output(g.node("MatMul", g.rounded(x, scale), g.weight((32, 32), 1)))
+    return g
+
+
+def scale_types(q: str, dq: str) -> Graph:
+    g = Graph(opset=23)  # from here on the types may differ
+    x = g.quantize(g.input("x", ["batch", 32]), g.number(SCALE, q))
+    made = g.dequantize(x, g.number(SCALE, dq))
+    g.output(g.node("MatMul", made if dq == g.width else g.node("Identity", made), g.weight((32, 32), 1)))
+    return g
+
+
+def pair(scale: float, zero: int = 0, width: str = "float16") -> Graph:
+    g = Graph(width)
+    x = g.dequantize(g.quantize(g.input("x", ["batch", 32])), scale, zero=zero)
+    g.output(g.node("MatMul", x, g.weight((32, 32), 1)))
+    return g
+
+
+def dead(dead: bool) -> Graph:
+    g = linear()
+    if dead:
+        g.rounded("x", kind="int8")
+        g.nodes[-2].input[0] = g.floats(3)
+    return g
+
+
+def quantize_read_by(kind: str) -> Graph:
+    g = Graph("float16")
+    steps = g.quantize(g.input("x", ["batch", 32]))
+    g.output(g.node("MatMul", g.dequantize(steps), g.weight((32, 32), 1)))
+    if kind == "output":
+        g.output(steps, onnx.TensorProto.INT8)
+    elif kind:
+        g.output(g.node(kind, steps, steps), onnx.TensorProto.BOOL)
+    return g
+
+
+def dequantize_read_by(kind: str) -> Graph:
+    g = Graph()
+    x = g.input("x", ["batch", 32])
+    rounded = g.rounded(x)
+    g.output(g.node("MatMul", rounded, g.weight((32, 32), 1)))
+    if kind == "output":
+        g.output(rounded)
+    else:
+        g.output(g.node("Sigmoid", rounded if kind == "dequantize" else x))
+    return g
+
+
+def cast_before_product(cast: bool) -> Graph:
+    g = Graph()
+    x = g.input("x", ["batch", 32], "float32" if cast else "float16")
+    if cast:
+        scale = g.number(SCALE, "float32")
+        rounded = g.node("Cast", g.rounded(x, scale), to=onnx.TensorProto.FLOAT16)
+    else:
+        rounded = g.rounded(x)
+    g.output(g.node("MatMul", rounded, g.weight((32, 32), 1)))
+    return g
+
+
+def behind_keys(*between: str, before: bool = False) -> Graph:
+    """Keys that are transposed or scaled before or behind their Q/DQ pair."""
+    g = attention(kinds=("int8", None, "int8", "int8"))
+    scores = next(node for node in g.nodes if node.op_type == "MatMul")
+    rest, g.nodes = g.nodes[g.nodes.index(scores) :], g.nodes[: g.nodes.index(scores)]
+    value = "keys" if before else g.rounded("keys")
+    for kind in between:
+        value = g.node(kind, value, perm=[0, 1, 3, 2]) if kind == "Transpose" else g.node(kind, value, g.number(2))
+    scores.input[1] = g.rounded(value) if before else value
+    if "Transpose" in between:
+        _set_shape(g, "keys", ["batch", 2, "sequence", 32])
+    g.nodes += rest
+    return g
+
+
+def _set_shape(g: Graph, name: str, shape: list[int | str]) -> None:
+    index = next(i for i, value in enumerate(g.inputs) if value.name == name)
+    del g.inputs[index]
+    g.input(name, shape)
+
+
+def half_site(activation: bool, weight: bool, kind: str = "int8") -> Graph:
+    """A second product on x, beside one that is quantized as a whole."""
+    g = linear()
+    left = g.nodes[1].output[0] if activation else "x"
+    g.output(g.node("MatMul", left, g.weight((32, 32), 1, kind) if weight else g.floats(32, 32)))
+    return g
+
+
+def blocks(opset: int) -> Graph:
+    """Weights alone, in blocks of 16 along K."""
+    g = Graph(opset=opset)
+    steps = g.constant(np.full((32, 32), 3, np.int8))
+    scales = g.constant(np.full((2, 32), SCALE, np.float16))
+    weight = g.node("DequantizeLinear", steps, scales, axis=0, block_size=16)
+    g.output(g.node("MatMul", g.input("x", ["batch", 32]), weight))
+    return g
+
+
+def quantized_bias(quantized: bool, kind: str = "int8", width: str = "float16", gemm: bool = False) -> Graph:
+    g = Graph(width)
+    bias = g.weight((32,), None, kind) if quantized else g.floats(32)
+    unsigned = {"kind": "uint8", "zero": 128} if width == "float32" else {}
+    x, weight = g.rounded(g.input("x", ["batch", 32]), **unsigned), g.weight((32, 32), 1)
+    g.output(g.node("Gemm", x, weight, bias) if gemm else g.node("Add", g.node("MatMul", x, weight), bias))
+    return g
+
+
+def quantized_mask(quantized: bool) -> Graph:
+    g = attention()
+    add = next(i for i, node in enumerate(g.nodes) if node.op_type == "Add")
+    rest, g.nodes = g.nodes[add:], g.nodes[:add]
+    if quantized:
+        rest[0].input[1] = g.rounded(rest[0].input[1])
+    g.nodes += rest
+    return g
+
+
+def residual(product: bool, skipped: bool, width: str = "float16", unsigned: bool = False) -> Graph:
+    g = Graph(width)
+    low = {"kind": "uint8", "zero": 128} if unsigned else {}
+    x = g.input("x", ["batch", 32])
+    y = g.node("Add", g.node("MatMul", g.rounded(x, **low), g.weight((32, 32), 1)), g.floats(32))
+    other = g.input("skipped", ["batch", 32])
+    g.output(g.node("Add", g.rounded(y, **low) if product else y, g.rounded(other, **low) if skipped else other))
+    return g
+
+
+def weight_of(kind: str, axis: int, **attributes: int) -> Graph:
+    g = Graph()
+    if kind == "Conv":
+        x, weight = g.input("x", ["batch", 16, 8, 8]), (32, 16, 3, 3)
+    else:
+        x, weight = g.input("x", ["batch", 32]), (32, 32)
+    g.output(g.node(kind, g.rounded(x), g.weight(weight, axis), **attributes))
+    return g
+
+
+def channels_of_activation(channels: bool) -> Graph:
+    g = Graph()
+    x = g.input("x", ["batch", 32])
+    scale = g.constant(np.full(32, SCALE, np.float16)) if channels else g.number(SCALE)
+    zero = g.constant(np.zeros(32 if channels else (), np.int8))
+    axis = {"axis": 1} if channels else {}
+    steps = g.node("QuantizeLinear", x, scale, zero, **axis)
+    g.output(g.node("MatMul", g.node("DequantizeLinear", steps, scale, zero, **axis), g.weight((32, 32), 1)))
+    return g
+
+
+def float_weight(stored: bool) -> Graph:
+    g = Graph()
+    weight = g.weight((32, 32)) if stored else g.rounded(g.floats(32, 32))
+    g.output(g.node("MatMul", g.rounded(g.input("x", ["batch", 32])), weight))
+    return g
+
+
+def turned_weight(turned: bool) -> Graph:
+    g = Graph()
+    weight = g.node("Transpose", g.weight((32, 32), 0), perm=[1, 0]) if turned else g.weight((32, 32), 1)
+    g.output(g.node("MatMul", g.rounded(g.input("x", ["batch", 32])), weight))
+    return g
+
+
+def shared(scales: tuple[float, ...], times: int = 3) -> Graph:
+    g = Graph()
+    x = g.input("x", ["batch", 32])
+    rounded = [g.rounded(x, scale) for scale in scales]
+    for index in range(times):
+        g.output(g.node("MatMul", rounded[index % len(rounded)], g.weight((32, 32), 1)))
+    return g
+
+
+def foreign(kind: str, domain: str = "") -> Graph:
+    g = linear()
+    if kind == "DynamicQuantizeLinear":
+        x = g.input("y", ["batch"], "float32")
+        g.nodes.append(onnx.helper.make_node(kind, [x], ["a", "b", "c"], "dynamic"))
+        g.output("a", onnx.TensorProto.UINT8)
+    elif kind == "MatMulInteger":
+        steps = g.constant(np.ones((4, 4), np.int8))
+        g.output(g.node(kind, steps, steps), onnx.TensorProto.INT32)
+    elif kind:
+        g.output(g.node(kind, "x", domain=domain))
+    return g
+
+
+def half_mask(value: float) -> Graph:
+    return attention(mask=value)
+
+
+def cast_mask(value: float) -> Graph:
+    g = attention(mask=None)
+    mask = g.input("mask", ["batch", 1, 1, "sequence"], "float32")
+    softmax = next(i for i, node in enumerate(g.nodes) if node.op_type == "Softmax")
+    rest, g.nodes = g.nodes[softmax:], g.nodes[:softmax]
+    low = g.node("Cast", g.node("Mul", mask, g.number(value, "float32")), to=onnx.TensorProto.FLOAT16)
+    rest[0].input[0] = g.node("Add", rest[0].input[0], low)
+    g.nodes += rest
+    return g
+
+
+def attention_operator(used: bool) -> Graph:
+    g = linear(opset=23)
+    if used:
+        heads = [g.input(name, ["batch", 2, "sequence", 32]) for name in ("q", "k", "v")]
+        g.output(g.node("Attention", *heads))
+    return g
+
+
+def fp8_attention_with_linear(kind: str) -> Graph:
+    g = attention(kinds=("fp8",) * 4, probabilities=1 / FP8.qmax)
+    x = g.rounded(g.input("x", ["batch", 32]), kind=kind)
+    g.output(g.node("MatMul", x, g.weight((32, 32), 1, kind)))
+    return g
+
+
+def invalid(broken: bool) -> Graph:
+    g = linear()
+    if broken:
+        g.output(g.node("Relu", "nothing"))
+    return g
+
+
+EIGHT = ("fp8",) * 4
+ONE = 1 / FP8.qmax
+U8 = {"kind": "uint8", "zero": 128, "width": "float32"}
+
+CASES = [
+    Case("onnx-checker", lambda: invalid(True), lambda: invalid(False), "", "Nodes in a graph must be topologically"),
+    Case("opset-range", lambda: linear(opset=25), lambda: linear(opset=24), "", "opset 25 .* takes 9 to 24"),
+    Case(
+        "opset-format",
+        lambda: linear(opset=18),
+        linear,
+        "QuantizeLinear_0",
+        r"FLOAT16 \(2 in the file\) needs opset 19",
+    ),
+    Case(
+        "opset-format",
+        lambda: linear(kind="fp8", opset=18),
+        lambda: linear(kind="fp8"),
+        "QuantizeLinear_0",
+        r"FP8 \(2 in the file\) needs opset 19, the file is written in 18",
+        variant="fp8",
+    ),
+    Case(
+        "opset-format",
+        lambda: blocks(20),
+        lambda: blocks(21),
+        "DequantizeLinear_0",
+        r"a scale for each block \(1 in the file\) needs opset 21",
+        variant="blocks",
+    ),
+    Case("zero-point", lambda: linear(zero=3), linear, "QuantizeLinear_0", "its zero point is 3, and tensorrt takes 0"),
+    Case(
+        "scale-constant",
+        lambda: computed_scale(True),
+        lambda: computed_scale(False),
+        "QuantizeLinear_1",
+        "is computed when the model runs",
+    ),
+    *(
+        Case(
+            "scale-value",
+            lambda bad=bad: linear(scale=bad),
+            linear,
+            "QuantizeLinear_0",
+            f"above 0, such as {bad}",
+            variant=str(bad),
+        )
+        for bad in (0.0, -1.0, float("nan"), float("inf"))
+    ),
+    Case(
+        "scale-type",
+        lambda: scale_types("float32", "float16"),
+        lambda: scale_types("float16", "float16"),
+        "QuantizeLinear_0",
+        "its scale is FLOAT and its input FLOAT16",
+    ),
+    Case("pair-differs", lambda: pair(0.25), lambda: pair(SCALE), "DequantizeLinear_1", "its scale is not that of Q"),
+    Case(
+        "format",
+        lambda: linear(kind="uint8"),
+        linear,
+        "QuantizeLinear_0",
+        "UINT8 activations: tensorrt computes with FP8 or INT8",
+    ),
+    Case("dead-quantizer", lambda: dead(True), lambda: dead(False), "DequantizeLinear_6", "nobody reads its output"),
+    Case(
+        "quantize-alone",
+        lambda: quantize_read_by("Equal"),
+        lambda: quantize_read_by(""),
+        "QuantizeLinear_0",
+        "its steps are read by Equal Equal_4",
+    ),
+    Case(
+        "quantize-alone",
+        lambda: quantize_read_by("output"),
+        lambda: quantize_read_by(""),
+        "QuantizeLinear_0",
+        "its steps are an output of the model",
+        variant="output",
+    ),
+    Case(
+        "float-reader",
+        lambda: dequantize_read_by("dequantize"),
+        lambda: dequantize_read_by("input"),
+        "DequantizeLinear_1",
+        "Sigmoid Sigmoid_4 computes with floats",
+    ),
+    Case(
+        "float-reader",
+        lambda: dequantize_read_by("output"),
+        lambda: dequantize_read_by("input"),
+        "DequantizeLinear_1",
+        "its output is an output of the model",
+        variant="output",
+    ),
+    Case(
+        "cast-between",
+        lambda: cast_before_product(True),
+        lambda: cast_before_product(False),
+        "Cast_2",
+        "stands between DequantizeLinear_1 and MatMul_4",
+    ),
+    Case(
+        "scaled-operand",
+        lambda: behind_keys("Mul"),
+        lambda: behind_keys("Mul", before=True),
+        "Mul_4",
+        "a multiplication between DequantizeLinear_3 and MatMul_2 computes with floats",
+    ),
+    Case(
+        "moved-operand",
+        lambda: behind_keys("Transpose"),
+        lambda: behind_keys("Transpose", before=True),
+        "Transpose_4",
+        "Transpose between DequantizeLinear_3 and MatMul_2",
+    ),
+    Case(
+        "half-site",
+        lambda: half_site(True, False),
+        lambda: half_site(True, True),
+        "MatMul_5",
+        r"input 0 \(DequantizeLinear_1_out\) is quantized and the weight is not",
+        variant="activation",
+    ),
+    Case(
+        "half-site",
+        lambda: half_site(False, True),
+        lambda: half_site(False, False),
+        "MatMul_6",
+        r"the weight is quantized and input 0 \(x\) is not",
+        variant="weight",
+    ),
+    Case(
+        "half-attention",
+        lambda: attention(kinds=("int8", "int8", None, None)),
+        attention,
+        "MatMul_4",
+        "MatMul_4 is quantized and MatMul_8, the other product of the attention, is not",
+    ),
+    Case(
+        "half-attention",
+        lambda: attention(kinds=(None, None, "int8", "int8")),
+        lambda: attention(kinds=(None,) * 4),
+        "MatMul_8",
+        "MatMul_8 is quantized and MatMul_0",
+        variant="context",
+    ),
+    Case(
+        "attention-size",
+        lambda: attention(head=48),
+        lambda: attention(head=64),
+        "Softmax_7",
+        "head size 48 is none of 16, 32, 64",
+        variant="head",
+    ),
+    Case(
+        "attention-size",
+        lambda: attention(sequence=513),
+        lambda: attention(sequence=512),
+        "Softmax_7",
+        "a sequence of 513 is longer than 512",
+        variant="sequence",
+    ),
+    Case(
+        "attention-size",
+        lambda: attention(kinds=EIGHT, probabilities=ONE, head=40),
+        lambda: attention(kinds=EIGHT, probabilities=ONE, head=48),
+        "Softmax_7",
+        "head size 40 is no multiple of 16",
+        variant="fp8",
+    ),
+    Case(
+        "attention-operator",
+        lambda: attention_operator(True),
+        lambda: attention_operator(False),
+        "Attention_5",
+        "no place for the quantizer behind its softmax",
+    ),
+    Case(
+        "fp8-attention",
+        lambda: attention(kinds=EIGHT, probabilities=0.01),
+        lambda: attention(kinds=EIGHT, probabilities=ONE),
+        "QuantizeLinear_8",
+        "the probabilities have the scale 0.01, not 1/448",
+        variant="scale",
+    ),
+    Case(
+        "fp8-attention",
+        lambda: attention(kinds=("fp8", "fp8", None, None)),
+        lambda: attention(kinds=(None,) * 4),
+        "Softmax_7",
+        "an attention in FP8 by a part: its probabilities, values are not in FP8",
+        variant="part",
+    ),
+    Case(
+        "int8-with-fp8-attention",
+        lambda: fp8_attention_with_linear("int8"),
+        lambda: fp8_attention_with_linear("fp8"),
+        "MatMul_16",
+        "1 products in INT8 beside attention in FP8: such an engine is built for Blackwell alone",
+    ),
+    Case(
+        "quantized-bias",
+        lambda: quantized_bias(True),
+        lambda: quantized_bias(False),
+        "DequantizeLinear_0",
+        "the bias of Add_5",
+    ),
+    Case(
+        "quantized-bias",
+        lambda: quantized_bias(True, gemm=True),
+        lambda: quantized_bias(False, gemm=True),
+        "DequantizeLinear_0",
+        "the bias of Gemm_4 is rounded",
+        variant="gemm",
+    ),
+    Case(
+        "quantized-bias",
+        lambda: quantized_bias(True, gemm=True, width="float32"),
+        lambda: quantized_bias(True, gemm=True, kind="int32", width="float32"),
+        "DequantizeLinear_0",
+        "the bias of Gemm_4 is rounded",
+        ONNXRUNTIME,
+        variant="int32",
+    ),
+    Case(
+        "quantized-mask",
+        lambda: quantized_mask(True),
+        lambda: quantized_mask(False),
+        "DequantizeLinear_7",
+        "rounds an operand of Add_6, which adds the attention's mask",
+    ),
+    Case(
+        "residual-side",
+        lambda: residual(True, False),
+        lambda: residual(False, True),
+        "Add_7",
+        "adds the rounded output of a product to skipped, which stays float",
+    ),
+    Case(
+        "residual-side",
+        lambda: residual(True, False),
+        lambda: residual(True, True),
+        "Add_7",
+        "adds the rounded output",
+        variant="both",
+    ),
+    Case(
+        "weight-axis",
+        lambda: linear(axis=0),
+        linear,
+        "DequantizeLinear_2",
+        r"along axis 0 of the weight \[32, 32\]; the output channels of MatMul MatMul_3 are on axis 1",
+    ),
+    Case(
+        "weight-axis",
+        lambda: weight_of("Gemm", 1, transB=1),
+        lambda: weight_of("Gemm", 0, transB=1),
+        "DequantizeLinear_2",
+        "are on axis 0",
+        variant="gemm",
+    ),
+    Case(
+        "weight-axis",
+        lambda: weight_of("Conv", 1),
+        lambda: weight_of("Conv", 0),
+        "DequantizeLinear_2",
+        r"along axis 1 of the weight \[32, 16, 3, 3\]; the output channels of Conv Conv_3 are on axis 0",
+        variant="conv",
+    ),
+    Case(
+        "activation-channels",
+        lambda: channels_of_activation(True),
+        lambda: channels_of_activation(False),
+        "QuantizeLinear_0",
+        r"an activation with scales \[32\]",
+    ),
+    Case("small-product", lambda: linear(k=8), linear, "MatMul_3", "K = 8 is below 16", variant="k"),
+    Case("small-product", lambda: linear(n=2), linear, "MatMul_3", "N = 2 is below 16", variant="n"),
+    Case("matrix-vector", lambda: linear(shape=(1, 32)), linear, "MatMul_3", "M = 1, a matrix-vector product"),
+    Case(
+        "float-weight",
+        lambda: float_weight(False),
+        lambda: float_weight(True),
+        "QuantizeLinear_0",
+        "a weight is stored as floats",
+    ),
+    Case(
+        "turned-weight",
+        lambda: turned_weight(True),
+        lambda: turned_weight(False),
+        "Transpose_1",
+        "stands between the DequantizeLinear of a weight and MatMul_4",
+    ),
+    Case(
+        "shared-input",
+        lambda: shared((0.5, 0.25, 0.125)),
+        lambda: shared((0.5,)),
+        "QuantizeLinear_0",
+        "x is quantized 3 times, with different scales: here and at QuantizeLinear_2, QuantizeLinear_4",
+    ),
+    *(
+        Case("foreign-operator", lambda a=a: foreign(*a), lambda: foreign(""), node, said, variant=a[0])
+        for a, node, said in (
+            (("DynamicQuantizeLinear",), "dynamic", r"DynamicQuantizeLinear \(1 in the file\) is not read by tensorrt"),
+            (("MatMulInteger",), "MatMulInteger_5", "MatMulInteger .* is not read"),
+            (("QLinearSigmoid", "com.microsoft"), "QLinearSigmoid_5", "com.microsoft.QLinearSigmoid"),
+        )
+    ),
+    Case(
+        "float32-rest",
+        lambda: linear(width="float32"),
+        linear,
+        "",
+        "all 1 products have float32 tensors: tensorrt builds what the graph says",
+    ),
+    Case("gemm-bias", lambda: gemm(True), lambda: gemm(False), "Gemm_3", "computes it in floats", ONNXRUNTIME),
+    Case("mask-range", lambda: half_mask(-65504), lambda: half_mask(-30000), "Mul_5", "the constant -65504"),
+    Case(
+        "mask-range", lambda: half_mask(-np.inf), lambda: half_mask(-30000), "Mul_5", "the constant -inf", variant="inf"
+    ),
+    Case(
+        "mask-range",
+        lambda: cast_mask(-3.4e38),
+        lambda: cast_mask(-30000),
+        "Mul_5",
+        "the constant -3.4e.38",
+        variant="cast",
+    ),
+    Case(
+        "site-kind",
+        lambda: attention("float32", ("uint8",) * 4),
+        lambda: attention("float32", (None,) * 4),
+        "MatMul_4",
+        "a product of two activations gains nothing",
+        ONNXRUNTIME,
+        variant="matmul",
+    ),
+    Case(
+        "site-kind",
+        lambda: residual(True, True, "float32", unsigned=True),
+        lambda: residual(False, False, "float32", unsigned=True),
+        "Add_9",
+        "an add gains nothing",
+        ONNXRUNTIME,
+        variant="add",
+    ),
+    Case(
+        "saturating-weight",
+        lambda: linear(**U8, step=65),
+        lambda: linear(**U8, step=64),
+        "DequantizeLinear_2",
+        "a weight with steps up to 65: onnxruntime-avx2 adds pairs",
+        "onnxruntime-avx2",
+    ),
+    Case(
+        "signedness",
+        lambda: linear("float32"),
+        lambda: linear(**U8),
+        "QuantizeLinear_0",
+        "a signed activation leaves half of such products in float",
+        ONNXRUNTIME,
+        variant="onnxruntime",
+    ),
+    Case(
+        "signedness",
+        lambda: linear("float32"),
+        lambda: linear(**U8),
+        "QuantizeLinear_0",
+        "a signed activation is a tenth slower on openvino",
+        OPENVINO,
+        variant="openvino",
+    ),
+    Case(
+        "signedness",
+        lambda: attention("float32", ("uint8",) * 4),
+        lambda: attention("float32"),
+        "QuantizeLinear_0",
+        "an unsigned operand of a product of activations: openvino fuses signed ones",
+        OPENVINO,
+        variant="attention",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_graph_that_breaks_a_rule_is_caught_by_it_alone(case: Case, tmp_path: Path) -> None:
+    found = check_file(case.broken().save(tmp_path / "m.onnx"), case.target)
+    assert {finding.rule for finding in found} == {case.rule}, "\n".join(map(str, found))
+    first = found[0]
+    assert first.severity == graph_rules[case.target].severities[case.rule]
+    assert first.node == case.node
+    assert re.search(case.problem, first.problem), first.problem
+    assert first.advice
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_mended_graph_has_no_finding(case: Case, tmp_path: Path) -> None:
+    found = check_file(case.mended().save(tmp_path / "m.onnx"), case.target)
+    assert not found, "\n".join(map(str, found))
+
+
+def test_what_bounds_values_is_no_mask(tmp_path: Path) -> None:
+    g = linear()
+    g.nodes[-1].output[0] = "product"
+    g.nodes.append(onnx.helper.make_node("Clip", ["product", g.number(-64504), g.number(64504)], [g.outputs[0].name]))
+    assert not check_file(g.save(tmp_path / "m.onnx"), "tensorrt")
+
+
+def test_every_rule_has_a_case() -> None:
+    elsewhere = {"external-data"}  # its files are those of test_check_files.py
+    assert {case.rule for case in CASES} | elsewhere == set(rules.names())
+
+
+@pytest.mark.parametrize("target", profiles.names())
+def test_what_a_target_is_held_to_are_rules(target: str) -> None:
+    assert set(graph_rules[target].severities) <= set(rules.names())
+    assert profile(target).name == target
+
+
+def test_every_rule_belongs_to_a_target() -> None:
+    assert set(rules.names()) == {name for target in graph_rules.names() for name in graph_rules[target].severities}
+
+
+@pytest.mark.parametrize("name", rules.names())
+def test_a_rule_says_what_it_is(name: str) -> None:
+    first = (rules[name].__doc__ or "").splitlines()[0]
+    assert first.endswith(".")

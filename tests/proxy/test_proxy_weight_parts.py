@@ -1,0 +1,194 @@
+"""The parts that hold a weight: which tensor is one, what no step holds, the quantizer of an operand, frozen scales."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import Mlp
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.errors import CalibrationError
+from quantizer.errors import ProxyError
+from quantizer.numerics.learning import GAIN
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.freeze import is_frozen_by
+from quantizer.proxy.freeze import require_scales_of
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.weight import Weights
+from quantizer.proxy.weight import non_finite
+from quantizer.proxy.weight_scales import with_scales_of_weights
+
+
+def _found(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
+    weight = Weights([("w", parameter)]).find(value)
+    return None if weight is None else weight.tensor()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w.T,
+        lambda w: w[1:3],
+        lambda w: w.view(5, 2, 300).mT,
+        lambda w: w[2:4].unsqueeze(0).transpose(0, 1),
+        lambda w: w.unsqueeze(-1),
+    ],
+    ids=["turned", "rows", "cut and turned", "with an axis of length 1", "with one at the end"],
+)
+def test_a_view_of_a_weight_is_that_weight(view: object) -> None:
+    parameter = nn.Parameter(torch.randn(10, 300))
+    value = view(parameter.detach())  # type: ignore[operator]
+    found = _found(parameter, value)
+    assert found is not None
+    assert found.shape == value.shape
+    assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w.view(torch.int32),
+        lambda w: w[:, :4],
+        lambda w: w[:1].expand(4, 8),
+        lambda w: w.flatten()[:5].repeat(2),
+    ],
+    ids=["of another type", "a part of each row", "one row again and again", "a copy"],
+)
+def test_what_shows_a_weight_in_another_way_is_none(view: object) -> None:
+    parameter = nn.Parameter(torch.randn(4, 8))
+    assert _found(parameter, view(parameter.detach())) is None  # type: ignore[operator]
+
+
+def test_what_no_step_can_hold() -> None:
+    assert non_finite(torch.tensor([1.0, -2.0])) is None
+    assert non_finite(torch.tensor([1.0, float("nan"), float("inf")])) == "NaN"
+    assert non_finite(torch.tensor([-float("inf"), 1.0])) == "-inf"
+    assert non_finite(torch.tensor([-float("inf"), float("inf")])) == "inf"
+    # What has no values to look at, or no order among them.
+    assert non_finite(torch.tensor([[1.0, float("nan")]]).to_sparse()) is None
+    assert non_finite(torch.empty(0, 3)) is None
+    assert non_finite(torch.tensor([1, 2])) is None
+    # torch knows no extremes of floats of 8 bits.
+    assert non_finite(torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)) is None
+    assert non_finite(torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)) == "NaN"
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf")])
+def test_a_scale_is_positive_and_finite(scale: float) -> None:
+    with pytest.raises(ValueError, match="positive and finite"):
+        OperandQuantizer().set_scale(torch.tensor([0.5, scale]), "int8", 0)
+
+
+def test_a_quantizer_that_is_reset_passes_its_operand_through() -> None:
+    quantizer = OperandQuantizer()
+    quantizer.set_scale(torch.tensor(0.5), "int8", None)
+    assert quantizer.enabled
+    quantizer.reset()
+    assert not quantizer.enabled
+    assert quantizer.extra_repr() == "off"
+
+
+def test_a_quantizer_says_what_shares_a_scale() -> None:
+    quantizer = OperandQuantizer()
+    quantizer.set_scale(torch.tensor(0.5), "int8", None)
+    assert quantizer.extra_repr() == "int8, per tensor, amax 63.5, rounding"
+    quantizer.set_scale(torch.tensor([0.5, 1.0]), "int8", 1)
+    assert quantizer.extra_repr() == "int8, per channel, axis 1, amax 127, rounding"
+    quantizer.set_scale(torch.tensor([[0.5, 1.0]]), "int4", 1, 32)
+    assert quantizer.extra_repr() == "int4, blocks of 32, axis 1, amax 7, rounding"
+
+
+def test_a_scale_that_is_learned_moves_until_it_is_fixed() -> None:
+    quantizer = OperandQuantizer()
+    quantizer.set_scale(torch.tensor(0.5), "int8", None)
+    change = nn.Parameter(torch.tensor(0.0))
+    quantizer.learn_scale(change)
+    quantizer(torch.randn(8, 4)).sum().backward()
+    assert change.grad is not None
+    assert change.grad != 0
+    with torch.no_grad():
+        change.fill_(0.1)
+    assert quantizer.current_scale() > 0.5
+    quantizer.fix_scale()
+    learned = quantizer.current_scale().clone()
+    with torch.no_grad():
+        change.fill_(0.3)
+    assert torch.equal(quantizer.current_scale(), learned)
+
+
+def test_the_gradient_of_a_learned_scale_is_that_of_lsq() -> None:
+    # Esser et al. 2020 (arXiv:1902.08153), equation 3, divided as ``trained_scale`` says, of the scale's logarithm.
+    x, scale = torch.randn(8, 4), 0.02
+    quantizer = OperandQuantizer()
+    quantizer.set_scale(torch.tensor(scale), "int8", None)
+    change = nn.Parameter(torch.tensor(0.0))
+    quantizer.learn_scale(change)
+    quantizer(x).sum().backward()
+    ratio = x.double() / scale
+    steps = ratio.round().clamp(-128, 127)
+    inside = (ratio >= -128) & (ratio <= 127)
+    gradient = float(torch.where(inside, steps - ratio, steps).sum())
+    assert change.grad is not None
+    assert float(change.grad) == pytest.approx(gradient * scale / GAIN / (x.numel() * 127) ** 0.5, rel=1e-4)
+
+
+def _frozen(**options: object) -> tuple[Quantizer, nn.Module]:
+    model = Mlp().eval()
+    quantizer = Quantizer(backend="openvino", **options)  # type: ignore[arg-type]
+    quantizer.calibrate(model, [torch.randn(4, 32)])
+    return quantizer, quantizer.quantize(model)
+
+
+def test_a_proxy_is_frozen_by_its_own_plan_alone() -> None:
+    quantizer, frozen = _frozen()
+    plan = quantizer.plan
+    assert is_frozen_by(frozen, plan)
+    first = next(iter(plan))
+    others = {**{path: entry for path, entry in plan.items() if path != first}, "elsewhere": plan[first]}
+    assert not is_frozen_by(frozen, others)
+    assert not is_frozen_by(frozen, {path: entry for path, entry in plan.items() if path != first})
+
+
+def test_one_row_that_a_type_does_not_hold_is_enough_to_refuse() -> None:
+    _, frozen = _frozen()
+    require_scales_of(frozen, torch.float16, "tensorrt")
+    site = next(site for site in sites_of(frozen) if site.active)
+    weight = next(site.quantizer(at) for at in range(len(site.quantizers)) if site.quantizer(at).axis is not None)
+    assert weight.scale is not None
+    weight.scale[0] = 1e-9
+    with pytest.raises(ProxyError, match=r"scales of .*, such as 1e-09, are no numbers of float16"):
+        require_scales_of(frozen, torch.float16, "tensorrt")
+
+
+def test_a_given_scale_whose_steps_saturate_is_refused() -> None:
+    model = Mlp().eval()
+    quantizer = Quantizer(backend="openvino-avx2")
+    quantizer.calibrate(model, [torch.randn(4, 32)])
+    plan = quantizer.plan
+    given = {
+        path: replace(
+            entry,
+            operands=tuple(
+                replace(operand, given=True) if operand.role == "weight" else operand for operand in entry.operands
+            ),
+        )
+        for path, entry in plan.items()
+    }
+    # The product's own scales have 64 steps, which the target adds.
+    with_scales_of_weights(given, model, torch.float32, 64)
+    with pytest.raises(CalibrationError, match="saturate beyond steps of 32"):
+        with_scales_of_weights(given, model, torch.float32, 32)
+
+
+def test_a_cast_keeps_the_type_of_a_scale_and_moves_the_rest() -> None:
+    quantizer = OperandQuantizer()
+    # Without a scale there is nothing to keep.
+    assert quantizer.half().scale is None
+    quantizer.set_scale(torch.tensor(0.5), "int8", None)
+    quantizer.half()
+    assert quantizer.scale is not None
+    assert quantizer.scale.dtype == torch.float32
