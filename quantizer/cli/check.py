@@ -7,11 +7,12 @@ from argparse import ArgumentParser
 from argparse import Namespace
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from quantizer.graph_check import Finding
-from quantizer.graph_check import check_file
+if TYPE_CHECKING:
+    from quantizer.graph_check import Finding
 
 __all__ = ["Check"]
 
@@ -43,6 +44,9 @@ The exit code is 1 where there is an error, and 0 where there are warnings at mo
         parser.add_argument("--all", action="store_true", help=f"list every place, not the first {_SHOWN} of a rule")
 
     def __call__(self, args: Namespace, console: Console) -> int:
+        # Only now: the other verbs need no numpy.
+        from quantizer.graph_check import check_file
+
         findings = check_file(args.file, args.target)
         for _, group in groupby(findings, key=lambda finding: (finding.severity, finding.rule)):
             _print(list(group), args.all, console)
