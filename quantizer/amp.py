@@ -14,7 +14,7 @@ from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.proxy.freeze import apply_plan
-from quantizer.proxy.freeze import freeze
+from quantizer.proxy.freeze import frozen_proxy
 from quantizer.proxy.freeze import store_weights
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
@@ -36,7 +36,7 @@ from quantizer.sensitivity import operands_of
 from quantizer.sensitivity import per_cost
 from quantizer.sensitivity import search
 
-__all__ = ["Amp", "frozen"]
+__all__ = ["Amp"]
 
 Costs = str | Mapping[str, float] | None
 
@@ -131,20 +131,11 @@ class Amp:
                     OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
                 plan = put_back(self.plan, dict.fromkeys(groups, "put back"))
-                return metric.score(frozen(self._model, plan), f"the model with {len(groups)} groups put back")
+                return metric.score(frozen_proxy(self._model, plan), f"the model with {len(groups)} groups put back")
 
             return _first_rank(scores.score(groups, take))
 
         return score
-
-
-def frozen(model: nn.Module, plan: Plan) -> nn.Module:
-    """The frozen proxy of a plan: ranges fixed, weights held as integers, in eval mode."""
-    proxy = build_proxy(model, eager_attention=True).eval()
-    OwnBuffers(proxy, model)
-    apply_plan(proxy, plan)
-    freeze(proxy, plan)
-    return proxy
 
 
 def _one_of(**given: object) -> None:

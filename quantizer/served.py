@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from quantizer.amp import Amp
-from quantizer.amp import frozen
 from quantizer.config import QuantizerConfig
 from quantizer.decisions import Decisions
 from quantizer.errors import CalibrationError
@@ -26,6 +25,7 @@ from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.proxy.fingerprint import refuse_other_shapes
 from quantizer.proxy.fingerprint import warn_of_other_weights
+from quantizer.proxy.freeze import frozen_proxy
 from quantizer.proxy.freeze import require_scales_of
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back as without_groups
@@ -162,7 +162,7 @@ class Served:
         self.take(model)
         plan = self.fitted(model, self.plan())
         tell_where_nothing_is_quantized(plan)
-        return frozen(self.trained(model), plan)
+        return frozen_proxy(self.trained(model), plan)
 
     def fitted(self, model: nn.Module, plan: Plan) -> Plan:
         """Return a plan of the calibration with the scales of the weights that ``model`` has now.

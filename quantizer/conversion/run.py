@@ -217,7 +217,7 @@ class _Run:
         quantized = None if quantizer is None else self._quantized(quantizer)
         with self.stage("export"):
             if quantizer is None or quantized is None:
-                self._export_float(folder / ONNX, float_dtype)
+                self._export_float(name, folder / ONNX, float_dtype)
             else:
                 quantizer.export(quantized, folder / ONNX, self.task.example())
         with self.stage("build the engine"):
@@ -312,16 +312,15 @@ class _Run:
 
     def _float_engine(self, name: str, float_dtype: torch.dtype, scratch: Path) -> Engine:
         """The float model's engine, to compare with; its file is not kept."""
-        onnx = scratch / f"{str(float_dtype).removeprefix('torch.')}.onnx"
+        onnx = scratch / f"{str(float_dtype).removeprefix('torch.')}-{profile(name).opset}.onnx"
         with self.stage("build the float engine, to compare with"):
             if not onnx.exists():
-                self._export_float(onnx, float_dtype)
+                self._export_float(name, onnx, float_dtype)
             built = self._build(name, onnx, scratch / f"{name}.engine")
         return load_engine(name, built.path, threads=self.asked.threads)
 
-    def _export_float(self, path: Path, dtype: torch.dtype) -> None:
-        target = profile(self.asked.backends[0])
-        export_onnx(self.model, path, self.task.example(), opset=target.opset, dtype=dtype)
+    def _export_float(self, name: str, path: Path, dtype: torch.dtype) -> None:
+        export_onnx(self.model, path, self.task.example(), opset=profile(name).opset, dtype=dtype)
 
     def _build(self, name: str, onnx: Path, engine: Path) -> BuildResult:
         return self.stage.build(name, onnx, engine, self._options(name))

@@ -13,6 +13,7 @@ from torch import nn
 
 from quantizer.errors import ProxyError
 from quantizer.numerics.qtype import qtype
+from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.classes import with_listed_weights
 from quantizer.proxy.classes import with_stored_weight
@@ -22,6 +23,7 @@ from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.shared_tensors import SMALL
 from quantizer.proxy.shared_tensors import watch
+from quantizer.proxy.sharing import OwnBuffers
 from quantizer.proxy.sharing import take_small
 from quantizer.proxy.site import Site
 
@@ -31,6 +33,7 @@ __all__ = [
     "apply_site_plan",
     "dropped_parameters",
     "freeze",
+    "frozen_proxy",
     "frozen_skeleton",
     "is_frozen_by",
     "require_scales_of",
@@ -117,6 +120,15 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
             shape = tuple(_weight(proxy, site, planned).shape)
             offset = 0 if planned.view is None else planned.view.offset
             quantizer.frozen = FrozenOperand(f"{site.path}.{planned.name}", owner._parameters[name], shape, offset)
+
+
+def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
+    """Return the frozen proxy of a plan: ranges fixed, weights held as integers, in eval mode."""
+    proxy = build_proxy(model, eager_attention=True).eval()
+    OwnBuffers(proxy, model)
+    apply_plan(proxy, plan)
+    freeze(proxy, plan)
+    return proxy
 
 
 def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:

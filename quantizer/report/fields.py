@@ -64,7 +64,8 @@ def _section(cls: Any) -> str:
         "\n| field | type | meaning |\n|---|---|---|\n",
     ]
     for item in dataclasses.fields(cls):
-        text = _markdown(documentation[item.name]).replace("|", "\\|")
+        # One line: a row of a table ends with its line.
+        text = " ".join(_markdown(documentation[item.name]).replace("|", "\\|").split())
         if item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING:
             text += f" Default: `{_default(item)}`."
         lines.append(f"| `{item.name}` | {_json_type(str(item.type))} | {text} |\n")

@@ -180,7 +180,7 @@ class Operand(_Record):
     estimate: str | None = None
     """The calibrator that was chosen for the range among several; null where there was no choice."""
     group: str | None = None
-    """The group that shares this operand's range; null where there is none."""
+    """The precision group: what goes back to float together; null where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +261,7 @@ class EscapedProduct(_Record):
     share: float
     """Share of all multiply-adds, 0 to 1."""
     reason: str
-    """Why; one of a closed list, see ``quantizer.proxy.completeness.Reason``."""
+    """Why; one of a closed list, such as ``excluded by rule``."""
     detail: str = ""
     """The evidence: the calling function and line, the type of the operands, or what the site says."""
 
