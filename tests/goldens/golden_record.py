@@ -93,13 +93,13 @@ def _quantized(
     bits: dict[str, str],
 ) -> None:
     text["found"] = quantizer.inspect(model).text()
-    text["rewritten"] = _digest(quantizer.diff(model).encode())
+    text["rewritten"] = _digest(_placeless(quantizer.diff(model)).encode())
     quantizer.calibrate(model, data)
     text["coverage"], text["ranges"] = quantizer.coverage.text(), quantizer.ranges.text()
     quantizer.save(folder / "saved")
     for file in sorted((folder / "saved").iterdir()):
         if not file.name.startswith("."):
-            bits[file.name] = _digest(file.read_bytes())
+            bits[file.name] = _digest(_content(file))
     frozen = quantizer.quantize(model)
     with torch.no_grad():
         output = frozen(**data[0]) if isinstance(data[0], dict) else frozen(data[0])
@@ -107,6 +107,16 @@ def _quantized(
     if quantizer.config.backend in EXPORTED:
         path = quantizer.export(frozen, folder / "model.onnx", data[0])
         text["file"], bits["file"] = _onnx(path)
+
+
+def _content(file: Path) -> bytes:
+    """What is in a file, without the places of this machine."""
+    return _placeless(file.read_text(encoding="utf-8")).encode() if file.suffix == ".yaml" else file.read_bytes()
+
+
+def _placeless(text: str) -> str:
+    """A text that names files of source, from their package or the tests on."""
+    return re.sub(r"/\S*/(?=site-packages/|tests/)", "", text)
 
 
 def _values(output: Any) -> Iterator[torch.Tensor]:

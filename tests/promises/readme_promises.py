@@ -1,4 +1,4 @@
-"""The sentences of the README that promise something, and the tests that say which of them they hold."""
+"""The sentences of the README and of the pages behind it that promise something, and the tests that hold them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import ast
 import re
 from pathlib import Path
 
+from helpers import user_pages
+
 __all__ = ["PROMISING", "README", "marked_promises", "plain", "promising_sentences"]
 
 TESTS = Path(__file__).parents[1]
-README = (TESTS.parent / "README.md").read_text(encoding="utf-8")
+README = user_pages()
+"""The README, and the pages that it leads users to."""
 
 PROMISING = re.compile(
     r"\b(never|bit for bit|complete or absent|refuse[sd]?|keeps?|kept|stays?|says (so|which)|stops|goes on|undoes"

@@ -1,4 +1,4 @@
-"""The README promises nothing that no test holds.
+"""The README, and the pages for users behind it, promise nothing that no test holds.
 
 A test that holds a sentence carries it: ``@pytest.mark.promise("A run's folder is complete or absent.")``. Most of them
 stand where the thing is tested; here are those that stood nowhere.
@@ -31,7 +31,6 @@ NO_PROMISES = {
     "FP8 and INT4 engines for TensorRT were built, never run": "a limitation",
     "Proxy and engine agree in score, not bit for bit": "a limitation; how far apart they may be is promised elsewhere",
     "what is written into them is lost without an error": "a limitation",
-    "replacing a line of a model that a target refuses": "the title of a page",
 }
 """What has one of the promising words and promises nothing, with the reason; as much of it as tells it apart."""
 

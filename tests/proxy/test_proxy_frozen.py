@@ -428,9 +428,8 @@ def test_a_loaded_quantizer_can_be_calibrated_again(tmp_path: Path) -> None:
 _LOAD_TRACED = """
 import warnings
 from pathlib import Path
-import torch
+{imports}
 warnings.simplefilter("ignore")  # torch says that torch.jit is deprecated
-import quantizer
 folder = Path(sys.argv[1])
 kept = torch.load(folder / "kept.pt")
 traced = torch.jit.load(folder / "traced.pt")
@@ -453,7 +452,8 @@ def test_trace_save_and_load_in_a_new_process(tmp_path: Path) -> None:
     loaded = torch.jit.load(tmp_path / "traced.pt")
     for x, y in zip(inputs, outputs, strict=True):
         assert torch.equal(loaded(x), y)
-    _run_in_a_new_process(_LOAD_TRACED, tmp_path)
+    for imports in ("import torch; import quantizer", "import quantizer.functional; import torch"):
+        _run_in_a_new_process(_LOAD_TRACED.format(imports=imports), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
