@@ -3,14 +3,14 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-EXTRAS := hf,onnx,openvino,onnxruntime,report,notebook,test,lint
+EXTRAS := hf,onnx,openvino,onnxruntime,report,notebook,test,lint,docs
 INSTALLED := .venv/.installed
 
 # pip installs without bytecode, which takes a minute; the first import of a module writes its own, unless the
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test nightly goldens property torture torture-files torture-faults lint bench mutation clean
+.PHONY: demo test nightly goldens property torture torture-files torture-faults lint docs bench mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -54,6 +54,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site of docs/, into site/: it needs no network to be read.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt '.[bench]'

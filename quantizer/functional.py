@@ -73,7 +73,11 @@ def dequantize(
 
     Args:
         q: [*] steps as ``quantize`` gives them, in the format's storage type.
-        scale, dtype, axis, block_size, zero_point: as for ``quantize``.
+        scale: as for ``quantize``.
+        dtype: the format.
+        axis: what ``scale`` runs along, as for ``quantize``.
+        block_size: as for ``quantize``.
+        zero_point: as for ``quantize``.
 
     Returns:
         Values [*] in the type of the scale.
@@ -107,7 +111,12 @@ def fake_quantize(
     that of LSQ (arXiv:1902.08153, equation 3): the sum of q - x / s where x was not clipped, and of q where it was.
 
     Args:
-        x, scale, dtype, axis, block_size, zero_point: as for ``quantize``.
+        x: [*] floats.
+        scale: as for ``quantize``.
+        dtype: the format.
+        axis: what ``scale`` runs along, as for ``quantize``.
+        block_size: as for ``quantize``.
+        zero_point: as for ``quantize``.
 
     Returns:
         Values [*] in the type of x.

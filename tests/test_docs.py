@@ -189,7 +189,7 @@ def _project() -> dict[str, Any]:
 def test_extras_are_those_of_the_distribution() -> None:
     table = USER[USER.index("| extra |") :].split("\n\n")[0]
     named = set(re.findall(r"^\| `([\w-]+)` \|", table, flags=re.MULTILINE))
-    development = {"test", "lint", "bench", "mutation"}
+    development = {"test", "lint", "bench", "docs", "mutation"}
     assert named == set(_project()["optional-dependencies"]) - development
     asked = {extra for group in re.findall(r"'\.\[([\w,-]+)\]'", USER) for extra in group.split(",")}
     assert asked <= named
