@@ -18,9 +18,11 @@ TESTS = Path(__file__).parent
 
 def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     search = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    command = [sys.executable, "-m", "torture", "--folder", str(folder), *words]
+    # A folder below the current one, as in the Makefile.
+    command = [sys.executable, "-m", "torture", "--folder", folder.name, *words]
+    environment = {**os.environ, "PYTHONPATH": search}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONPATH": search}
+        command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=folder.parent
     )
 
 

@@ -66,7 +66,7 @@ class Fingerprint:
             return None
         try:
             return cls({str(path): _read(*entry) for path, entry in values.items()})
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise QuantizerError(f"the fingerprint of the weights cannot be read, it is damaged: {error!r}") from error
 
 

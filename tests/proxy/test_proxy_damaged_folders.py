@@ -89,6 +89,7 @@ def test_a_plan_that_is_nested_too_deep_is_no_crash(folder: Path) -> None:
         (lambda d: d["products"][0].update(site=None), r"products\[0\].reason: is null for a product of no site"),
         (lambda d: d["fingerprint"]["0.bias"].__setitem__(0, [float("inf")]), "fingerprint of the weights .* damaged"),
         (lambda d: d["fingerprint"]["0.bias"].__setitem__(0, "16"), "fingerprint of the weights .* damaged"),
+        (lambda d: d["fingerprint"]["0.bias"].__setitem__(3, 10**400), "fingerprint of the weights .* damaged"),
         (lambda d: d.update(regions=7), "regions: expected an object, got 7"),
         (lambda d: d.update(fallback={"groups": 1}), "the record of a fallback is damaged: "),
         (lambda d: d.update(more=7), "unknown field 'more'"),

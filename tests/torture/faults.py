@@ -75,6 +75,8 @@ FAULTS: dict[str, tuple[Victim, Callable[[random.Random, Facts], Stop]]] = {
 
 def run_fault(name: str, cases: int, seed: int, folder: Path, seconds: float | None) -> State:
     """Run the cases of one fault that were not run yet; the arguments are those of ``run_kind``."""
+    # Commands follow links and go by absolute paths: so are their accesses counted.
+    folder = folder.resolve()
     place = folder / name
     state = State.read(place / "state.json", seed)
     if state.done >= cases:
