@@ -15,6 +15,7 @@ from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.numerics.learning import GAIN
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.freeze import frozen_proxy
 from quantizer.proxy.freeze import is_frozen_by
 from quantizer.proxy.freeze import require_scales_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -192,3 +193,38 @@ def test_a_cast_keeps_the_type_of_a_scale_and_moves_the_rest() -> None:
     quantizer.half()
     assert quantizer.scale is not None
     assert quantizer.scale.dtype == torch.float32
+
+
+def test_an_operand_that_stays_float_hides_no_scale_of_another() -> None:
+    _, frozen = _frozen(formats=[{"activations": "float", "weights": "int8"}])
+    site = next(site for site in sites_of(frozen) if site.active)
+    assert site.quantizer(0).scale is None
+    weight = site.quantizer(1)
+    assert weight.scale is not None
+    weight.scale[0] = 1e-9
+    with pytest.raises(ProxyError, match="are no numbers of float16"):
+        require_scales_of(frozen, torch.float16, "tensorrt")
+
+
+def test_a_proxy_that_lost_a_scale_is_frozen_by_no_plan() -> None:
+    quantizer, frozen = _frozen()
+    next(site for site in sites_of(frozen) if site.active).quantizer(0).scale = None
+    assert not is_frozen_by(frozen, quantizer.plan)
+
+
+def test_a_plan_that_names_a_module_of_another_model_is_refused() -> None:
+    model = Mlp().eval()
+    quantizer = Quantizer(backend="openvino")
+    quantizer.calibrate(model, [torch.randn(4, 32)])
+    plan = {
+        path: replace(
+            entry,
+            operands=tuple(
+                replace(operand, parameter="nowhere.weight") if operand.role == "weight" else operand
+                for operand in entry.operands
+            ),
+        )
+        for path, entry in quantizer.plan.items()
+    }
+    with pytest.raises(ProxyError, match=r"belongs to another model, which has a weight 'nowhere\.weight'"):
+        frozen_proxy(model, plan)
