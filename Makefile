@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 # environment forbids it: then every process would compile torch and transformers afresh.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test nightly goldens property torture torture-files torture-faults lint docs bench mutation clean
+.PHONY: demo test nightly structure goldens property torture torture-files torture-faults lint docs bench mutation clean
 
 demo: $(INSTALLED)
 	$(BIN)/quantizer run configs/minilm-sentiment-int8.yaml --output runs/demo --force
@@ -35,6 +35,10 @@ torture-faults: $(INSTALLED)
 # What make test leaves out: see docs/testing.md.
 nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 --dist loadfile -m "nightly and not gpu"
+
+# Rooms, arrows between them, long files: figures of the package's structure.
+structure: $(INSTALLED)
+	@$(BIN)/python tests/structure.py
 
 # What quantizing twelve nets gives, recorded anew: after a change that is meant, and read in the diff.
 goldens: $(INSTALLED)

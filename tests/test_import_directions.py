@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-PACKAGE = Path(__file__).parents[1] / "quantizer"
-FILES = sorted(PACKAGE.rglob("*.py"))
+from structure import FILES
+from structure import imports
+from structure import room_of
 
 # Each line may import from those above it, never from one on its own line.
 ORDER = (
@@ -93,37 +92,14 @@ ROOMS = {
 }
 
 
-def _part(file: Path) -> str:
-    """The package or file below ``quantizer/`` that a file belongs to; empty for ``quantizer/__init__.py``."""
-    first = file.relative_to(PACKAGE).parts[0]
-    return "" if first == "__init__.py" else first.removesuffix(".py")
-
-
-def _imports(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything a file imports, type-checking blocks left out."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    skipped: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            skipped |= {id(inner) for inner in ast.walk(node)}
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: relative imports are not used"
-            module = node.module or ""
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-
-
 def _against_the_order(file: Path) -> Iterator[str]:
-    part = _part(file)
+    part = room_of(file)
     if not part:
         return
     if part not in RANK:
         yield f"{file.name}: give the new part {part} its place in ORDER"
         return
-    for line, name in _imports(file):
+    for line, name in imports(file):
         other = name.split(".")[1] if name.startswith("quantizer.") else part
         if other == part or (part, other) in ALLOWED or other.startswith("__") or other not in RANK:
             continue
@@ -136,12 +112,12 @@ def test_imports_go_one_way() -> None:
 
 
 def _outside_of_their_room(file: Path) -> Iterator[str]:
-    for line, name in _imports(file):
+    for line, name in imports(file):
         top = name.partition(".")[0]
         rooms = next(
             (rooms for package, rooms in ROOMS.items() if top == package or top.startswith(f"{package}_")), None
         )
-        if rooms is not None and _part(file) not in rooms:
+        if rooms is not None and room_of(file) not in rooms:
             yield f"{file.name}:{line}: {top} belongs in {sorted(rooms)}"
 
 
@@ -151,8 +127,8 @@ def test_heavy_imports_stay_in_their_room() -> None:
 
 def test_torch_does_not_enter_the_config() -> None:
     for file in FILES:
-        if _part(file) == "config":
-            assert not [name for _, name in _imports(file) if name.partition(".")[0] == "torch"], file
+        if room_of(file) == "config":
+            assert not [name for _, name in imports(file) if name.partition(".")[0] == "torch"], file
 
 
 _WITHOUT = """

@@ -1,0 +1,93 @@
+"""Figures of the package's structure, read from its source: ``make structure`` prints them.
+
+A room is a package or a loose module directly below ``quantizer/``; an arrow is an import from one room into another,
+lazy ones included.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["FILES", "PACKAGE", "arrows", "imports", "room_of"]
+
+PACKAGE = Path(__file__).parents[1] / "quantizer"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(file: Path) -> str:
+    """The package or file below ``quantizer/`` that a file belongs to; empty for ``quantizer/__init__.py``."""
+    first = file.relative_to(PACKAGE).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything a file imports, type-checking blocks left out."""
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            skipped |= {id(inner) for inner in ast.walk(node)}
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative imports are not used"
+            module = node.module or ""
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def arrows() -> dict[str, set[str]]:
+    """The rooms that each room imports."""
+    found: dict[str, set[str]] = {room_of(file): set() for file in FILES if room_of(file)}
+    for file in FILES:
+        for _, name in imports(file):
+            parts = name.split(".")
+            if room_of(file) and parts[0] == "quantizer" and len(parts) > 1 and parts[1] in found:
+                found[room_of(file)] |= {parts[1]} - {room_of(file)}
+    return found
+
+
+def _cycles(graph: dict[str, set[str]]) -> list[str]:
+    """What remains when rooms without arrows inwards, or without arrows outwards, are taken away again and again."""
+    rooms = dict(graph)
+    while True:
+        inward = {target for room, targets in rooms.items() for target in targets & rooms.keys()}
+        ends = {room for room, targets in rooms.items() if room not in inward or not targets & rooms.keys()}
+        if not ends:
+            return sorted(rooms)
+        rooms = {room: targets for room, targets in rooms.items() if room not in ends}
+
+
+def _lines(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def _longest_function() -> tuple[int, str]:
+    return max(
+        ((node.end_lineno or 0) - node.lineno + 1, f"{file.relative_to(PACKAGE)}: {node.name}")
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+
+
+def main() -> None:
+    """Print the figures."""
+    graph = arrows()
+    folders = sorted({file.parent for file in FILES if file.parent != PACKAGE})
+    crowded = max((len(list(folder.glob("*.py"))), str(folder.relative_to(PACKAGE))) for folder in folders)
+    long = sorted((_lines(file), str(file.relative_to(PACKAGE))) for file in FILES if _lines(file) > 350)
+    length, function = _longest_function()
+    print(f"rooms               {len(graph)}")
+    print(f"arrows              {sum(map(len, graph.values()))}")
+    print(f"rooms in a cycle    {', '.join(_cycles(graph)) or 'none'}")
+    print(f"most files a room   {crowded[0]} in {crowded[1]}/")
+    print(f"files over 350      {', '.join(f'{name} ({count})' for count, name in reversed(long)) or 'none'}")
+    print(f"longest function    {length} lines, {function}")
+    print(f"lines in all        {sum(map(_lines, FILES))}")
+
+
+if __name__ == "__main__":
+    main()
