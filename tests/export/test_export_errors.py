@@ -217,3 +217,27 @@ def test_the_file_behind_a_link_is_replaced(mlp: Prepared, tmp_path: Path) -> No
     assert (tmp_path / "link.onnx").is_symlink()
     assert (tmp_path / "real" / "m.onnx").read_bytes() != b"before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.onnx", "real"]
+
+
+class _ThreeAxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.scaled_dot_product_attention(x, x, x))
+
+
+@pytest.mark.promise(
+    "where `F.scaled_dot_product_attention` of three stays float, `export` is refused with its words, as it is for the "
+    "float model."
+)
+def test_fused_attention_of_three_axes_that_stays_float(tmp_path: Path) -> None:
+    model, x = _ThreeAxes().eval(), torch.randn(2, 6, 8)
+    quantizer = Quantizer(backend="onnxruntime")
+    quantizer.calibrate(model, [x])
+    with pytest.raises(ExportError, match="only 4D query, key, and value are supported"):
+        quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", x)
+    with pytest.raises(ExportError, match="only 4D query, key, and value are supported"):
+        export_onnx(model, tmp_path / "float.onnx", x, opset=20, dtype=torch.float32)
+    assert list(tmp_path.iterdir()) == []
