@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["NETS", "GoldenNet"]
+__all__ = ["NETS", "GoldenNet", "Packed"]
 
 WIDTH = 16
 
