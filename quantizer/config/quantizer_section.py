@@ -7,6 +7,7 @@ from typing import Any
 from typing import ClassVar
 from typing import Literal
 
+from pydantic import AfterValidator
 from pydantic import BeforeValidator
 from pydantic import Field
 from pydantic import WrapValidator
@@ -14,10 +15,12 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from quantizer.config.section import Expects
+from quantizer.config.section import OneOf
 from quantizer.config.section import Section
 from quantizer.config.section import TextList
 from quantizer.config.section import reject
 from quantizer.config.section import tuple_from_list
+from quantizer.targets.registry import profiles
 
 __all__ = ["ActivationsConfig", "FormatConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
 
@@ -152,7 +155,7 @@ class FormatConfig(SelectionConfig):
         return self
 
 
-_Backend = Literal["tensorrt", "tensorrt-rtx", "openvino", "openvino-avx2", "onnxruntime", "onnxruntime-avx2"]
+_BACKENDS = OneOf(profiles)
 
 
 class QuantizerConfig(Section):
@@ -161,7 +164,7 @@ class QuantizerConfig(Section):
     # With ``to_dict``, what transformers asks of a quantization_config: see ``transformers_plugin.py``.
     quant_method: ClassVar[str] = "quantizer"
 
-    backend: _Backend = Field(
+    backend: Annotated[str, AfterValidator(_BACKENDS.check), _BACKENDS] = Field(
         default="tensorrt",
         description="The engine that will run the quantized model; 'openvino-avx2' and 'onnxruntime-avx2': these on "
         "x86 without VNNI, with weights of 7 bits.",

@@ -15,7 +15,19 @@ from pydantic import ConfigDict
 from pydantic import StringConstraints
 from pydantic_core import PydanticCustomError
 
-__all__ = ["AxisRange", "Expects", "Section", "Text", "TextList", "reject", "some_and_unique", "tuple_from_list"]
+from quantizer.registry import Registry
+
+__all__ = [
+    "AxisRange",
+    "Expects",
+    "OneOf",
+    "Section",
+    "Text",
+    "TextList",
+    "reject",
+    "some_and_unique",
+    "tuple_from_list",
+]
 
 
 class Section(BaseModel):
@@ -33,6 +45,24 @@ class Expects:
     """
 
     words: str
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A field whose values are the names in a registry, which may grow; ``check`` is its validator."""
+
+    registry: Registry[Any]
+
+    def check(self, name: str) -> str:
+        """Return the name.
+
+        Raises:
+            PydanticCustomError: it is not in the registry.
+        """
+        if name not in self.registry:
+            known = ", ".join(map(repr, self.registry))
+            raise PydanticCustomError("one_of", "Input should be one of {known}", {"known": known})
+        return name
 
 
 def reject(*problems: tuple[str, str]) -> NoReturn:

@@ -333,7 +333,7 @@ class _Run:
         )
 
     def _capability(self, name: str) -> str | None:
-        return self.asked.compute_capability if name == "tensorrt-rtx" else None
+        return self.asked.compute_capability if profile(name).capabilities else None
 
     def _precision(self, name: str) -> str | None:
         return self.asked.inference_precision if profile(name).inference_precisions else None

@@ -15,6 +15,7 @@ from quantizer.errors import QuantizerError
 from quantizer.files import checked_folder
 from quantizer.files import restore_folder
 from quantizer.targets import profile
+from quantizer.targets import profiles
 from quantizer.tasks import tasks
 
 __all__ = ["BATCH_SIZES", "CONVERSION", "SEQUENCE_LENGTHS", "Conversion", "Sizes", "convertible_tasks"]
@@ -27,7 +28,6 @@ CONVERSION = "conversion"
 
 BATCH_SIZES: Sizes = (1, 8, 32)
 SEQUENCE_LENGTHS: Sizes = (16, 128, 512)
-_AHEAD_OF_TIME = "tensorrt-rtx"
 
 
 def convertible_tasks() -> list[str]:
@@ -103,15 +103,17 @@ class Conversion:
             yield f"--backend {' '.join(self.backends) or '(none)'}: expected at least one, each of them once"
         if self.task is not None and self.task not in convertible_tasks():
             yield f"--task {self.task}: unknown; expected one of {', '.join(convertible_tasks())}"
-        if self.compute_capability is not None and _AHEAD_OF_TIME not in self.backends:
-            yield f"--compute-capability {self.compute_capability} is for --backend {_AHEAD_OF_TIME}; leave it out"
+        ahead_of_time = [name for name in profiles if profile(name).capabilities]
+        chosen = [name for name in ahead_of_time if name in self.backends]
+        if self.compute_capability is not None and not chosen:
+            names = " or ".join(ahead_of_time)
+            yield f"--compute-capability {self.compute_capability} is for --backend {names}; leave it out"
         elif self.compute_capability is not None and not re.fullmatch("sm[0-9]{2,3}", self.compute_capability):
             yield f"--compute-capability {self.compute_capability}: expected one such as sm89"
         elif self.compute_capability is not None:
             formats = {self.dtype or "int8"} if self.quantization else set()
-            reason = profile(_AHEAD_OF_TIME).capability_reason(self.compute_capability, formats)
-            if reason is not None:
-                yield f"--compute-capability: {reason}"
+            reasons = [profile(name).capability_reason(self.compute_capability, formats) for name in chosen]
+            yield from (f"--compute-capability: {reason}" for reason in reasons if reason is not None)
 
         known = [profile(name) for name in self.backends if name in backends.names()]
         if self.inference_precision is not None and known:

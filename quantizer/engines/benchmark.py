@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantizer.engines.registry import backends
 from quantizer.errors import EngineError
 
 __all__ = ["PeakMemory", "interleaved_latency", "medians", "peak_memory_mib"]
@@ -93,6 +94,7 @@ def peak_memory_mib(
         "-m",
         "quantizer.engines.memory",
         str(path),
+        type(backends[backend]).__module__,
         backend,
         *map(str, (batch, sequence, threads)),
     ]

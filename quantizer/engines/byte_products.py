@@ -7,11 +7,9 @@ from pathlib import Path
 
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.onnx_graph import read_graph
+from quantizer.targets import profile
 
 __all__ = ["saturates", "saturation_warnings"]
-
-_EXACT = {"openvino": "openvino-avx2", "onnxruntime": "onnxruntime-avx2"}
-"""The backend whose files such a CPU computes exactly, by the one whose files it does not."""
 
 
 def saturates() -> bool:
@@ -26,11 +24,12 @@ def saturates() -> bool:
 
 def saturation_warnings(backend: str, onnx_path: Path) -> tuple[str, ...]:
     """What to say of a quantized file that is built for ``backend`` on this CPU; nothing without the package onnx."""
-    if backend not in _EXACT or not saturates() or find_spec("onnx") is None:
+    exact = profile(backend).exact_variant
+    if exact is None or not saturates() or find_spec("onnx") is None:
         return ()
     if all(node.op_type != "DequantizeLinear" for node in read_graph(onnx_path).graph.node):
         return ()
     return (
         "this CPU has no VNNI and adds products of bytes in 16 bits, which saturate: the engine is less accurate here "
-        f"than on a CPU with VNNI; for CPUs without it quantize for backend {_EXACT[backend]}",
+        f"than on a CPU with VNNI; for CPUs without it quantize for backend {exact}",
     )

@@ -14,7 +14,6 @@ from quantizer.existing import is_file
 from quantizer.existing import is_folder
 
 __all__ = [
-    "RTX_MAGIC",
     "check_signature",
     "checked_engine",
     "checked_onnx",
@@ -25,9 +24,6 @@ __all__ = [
     "whole_file",
     "write_engine",
 ]
-
-RTX_MAGIC = b"vtrt"
-"""How an engine of TensorRT-RTX begins."""
 
 _NOTE = b"\nquantizer engine: "
 _NOTE_WITHOUT_SUM = b"\nquantizer: "

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from quantizer.engines.files import RTX_MAGIC
 from quantizer.engines.files import checked_engine
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.onnx_graph import read_graph
 from quantizer.errors import EngineError
+from quantizer.targets import profile
+from quantizer.targets import profiles
 
 __all__ = ["backend_of"]
 
 _HEAD = 256
-# What ONNX Runtime's optimizer leaves in a file: operators of its own, which only it runs.
-_OWN_DOMAINS = ("com.microsoft", "com.microsoft.nchwc")
 
 
 def backend_of(path: Path) -> str | None:
@@ -29,10 +29,10 @@ def backend_of(path: Path) -> str | None:
             head = stream.read(_HEAD)
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
-    if b";ov=" in head and b"meta=" in head:
-        return "openvino"
-    if head.startswith(RTX_MAGIC):
-        return "tensorrt-rtx"
+    for name in profiles:
+        magic = profile(name).file_magic
+        if magic is not None and re.match(magic, head, re.DOTALL):
+            return name
     try:
         checked_onnx(path)
     except EngineError as error:
@@ -41,4 +41,4 @@ def backend_of(path: Path) -> str | None:
             "where it is an engine all the same, say of which backend with --backend"
         ) from error
     domains = {node.domain for node in read_graph(path).graph.node}
-    return "onnxruntime" if domains.intersection(_OWN_DOMAINS) else None
+    return next((name for name in profiles if profile(name).file_domains & domains), None)

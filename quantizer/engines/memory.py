@@ -1,4 +1,4 @@
-"""``python -m quantizer.engines.memory PATH BACKEND BATCH SEQUENCE THREADS``: peak memory of one engine, as JSON.
+"""``python -m quantizer.engines.memory PATH MODULE BACKEND BATCH SEQUENCE THREADS``: an engine's peak memory, as JSON.
 
 Run by ``peak_memory_mib`` in a process of its own: a peak never falls, so one process measures one engine.
 """
@@ -11,6 +11,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 from quantizer.engines.benchmark import PeakMemory
@@ -18,15 +19,11 @@ from quantizer.engines.inputs import working_inputs
 from quantizer.engines.optional import import_library
 from quantizer.engines.registry import load_engine
 from quantizer.errors import QuantizerError
+from quantizer.targets import profile
 
 __all__ = ["main", "peak_rss_mib"]
 
 _RUNS = 3
-# What a backend's own load() imports; imported first, so that the baseline has it.
-_LIBRARIES = {
-    **dict.fromkeys(("openvino", "openvino-avx2"), "openvino"),
-    **dict.fromkeys(("onnxruntime", "onnxruntime-avx2"), "onnxruntime"),
-}
 
 
 def peak_rss_mib() -> float:
@@ -42,17 +39,20 @@ def peak_rss_mib() -> float:
 
 def main(arguments: Sequence[str]) -> int:
     """Print one line of JSON; 1 after a message when the engine does not load or run."""
-    path, backend, batch, sequence, threads = arguments
+    path, module, backend, batch, sequence, threads = arguments
     try:
-        if backend in _LIBRARIES:
-            import_library(backend, _LIBRARIES[backend])
+        # A backend from elsewhere is registered where its class is.
+        import_module(module)
+        library = profile(backend).library
+        if library is not None:
+            import_library(backend, library)
         baseline_mib = peak_rss_mib()
         # Reading the file for its checksum is no part of what the engine takes.
         engine = load_engine(backend, path, threads=int(threads), verify=False)
         inputs = working_inputs(engine, int(batch), int(sequence))
         for _ in range(_RUNS):
             engine(inputs)
-    except QuantizerError as error:
+    except (QuantizerError, ImportError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
     print(json.dumps(asdict(PeakMemory(peak_mib=peak_rss_mib(), baseline_mib=baseline_mib))))

@@ -16,7 +16,6 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.facts import inspection_from_layers
 from quantizer.engines.facts import run_note
-from quantizer.engines.files import RTX_MAGIC
 from quantizer.engines.files import checked_engine
 from quantizer.engines.files import checked_onnx
 from quantizer.engines.files import checked_output
@@ -41,6 +40,7 @@ from quantizer.engines.tensorrt_run import TrtLog
 from quantizer.engines.tensorrt_run import trt_log
 from quantizer.errors import EngineError
 from quantizer.targets import profile
+from quantizer.targets.tensorrt_rtx import RTX_MAGIC
 
 __all__ = ["TensorRTBackend"]
 

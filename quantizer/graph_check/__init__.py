@@ -9,7 +9,6 @@ from quantizer.graph_check import rules as _rules
 from quantizer.graph_check.finding import Finding
 from quantizer.graph_check.read import read_subject
 from quantizer.graph_check.rule import rules
-from quantizer.targets.graph_rules import graph_rules
 from quantizer.targets.registry import profile
 
 __all__ = ["Finding", "check_file"]
@@ -33,7 +32,7 @@ def check_file(path: str | os.PathLike[str], target: str) -> list[Finding]:
         ExportError: the file cannot be read as ONNX.
         MissingDependencyError: onnx or onnx-ir is not installed.
     """
-    subject = read_subject(Path(path), profile(target), graph_rules[target])
+    subject = read_subject(Path(path), profile(target))
     found = [
         Finding(name, severity, fault.node, fault.problem, fault.advice)
         for name, severity in subject.limits.severities.items()

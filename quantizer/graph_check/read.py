@@ -14,12 +14,11 @@ from quantizer.existing import is_folder
 from quantizer.graph_check.subject import Subject
 from quantizer.onnx_structure import structural_fault
 from quantizer.targets.base import TargetProfile
-from quantizer.targets.graph_rules import GraphRules
 
 __all__ = ["read_subject"]
 
 
-def read_subject(path: Path, target: TargetProfile, limits: GraphRules) -> Subject:
+def read_subject(path: Path, target: TargetProfile) -> Subject:
     """Read a file for the rules.
 
     Raises:
@@ -34,7 +33,7 @@ def read_subject(path: Path, target: TargetProfile, limits: GraphRules) -> Subje
     proto = _proto(path)
     model = _model(path, proto)
     refused = tuple(_refused_data(model, path.parent))
-    return Subject(model, target, limits, "" if refused else _said_by_checker(path, proto), refused)
+    return Subject(model, target, "" if refused else _said_by_checker(path, proto), refused)
 
 
 def _proto(path: Path) -> Any:

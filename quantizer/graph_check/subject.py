@@ -27,16 +27,19 @@ class Subject:
     Attributes:
         model: the ``onnx_ir.Model``, with the types and shapes that ONNX can infer.
         target: the profile of the backend.
-        limits: what graphs are held to there.
         refused_by_checker: what ONNX's own checker said; empty where it takes the file.
         refused_data: what was wrong with external data, by the name of the tensor.
     """
 
     model: Any
     target: TargetProfile
-    limits: GraphRules
     refused_by_checker: str
     refused_data: tuple[tuple[str, str], ...]
+
+    @property
+    def limits(self) -> GraphRules:
+        """What graphs are held to there."""
+        return self.target.graph_rules
 
     @property
     def opset(self) -> int:

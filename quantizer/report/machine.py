@@ -9,6 +9,8 @@ from importlib import metadata
 
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.cpu import cpu_info
+from quantizer.targets import profile
+from quantizer.targets import profiles
 
 __all__ = ["PACKAGES", "collect_machine", "collect_versions"]
 
@@ -24,21 +26,18 @@ PACKAGES = (
     "onnx",
     "onnx-ir",
     "onnxscript",
-    "onnxruntime",
-    "openvino",
-    "tensorrt",
-    "tensorrt-rtx-cu13-bindings",
-    "tensorrt-rtx-cu13-libs",
-    "nncf",
 )
-"""Distributions whose version can change a figure of a run."""
+"""Distributions whose version can change a figure of a run, besides those of the backends."""
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm", "sve")
 """CPU flags that decide how fast INT8 is, in /proc/cpuinfo's spelling."""
 
 
-def collect_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Version of each of ``packages`` that is installed, in the given order; the others are left out."""
+def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
+    """Return the version of each package that is installed, in the given order; None: all that matter to a run."""
+    if packages is None:
+        backends = (package for name in profiles.names() for package in profile(name).packages)
+        packages = (*PACKAGES, *dict.fromkeys(backends), "nncf")
     versions = {}
     for package in packages:
         try:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from quantizer.targets import onnxruntime as _onnxruntime
-from quantizer.targets import openvino as _openvino
-from quantizer.targets import tensorrt as _tensorrt
-from quantizer.targets import tensorrt_rtx as _tensorrt_rtx
+from importlib import import_module
+
 from quantizer.targets.base import AttentionLimits
 from quantizer.targets.base import FloatDtype
 from quantizer.targets.base import SiteKind
 from quantizer.targets.base import TargetProfile
+from quantizer.targets.graph_rules import GraphRules
 from quantizer.targets.registry import profile
 from quantizer.targets.registry import profiles
 
-__all__ = ["AttentionLimits", "FloatDtype", "SiteKind", "TargetProfile", "profile", "profiles"]
+__all__ = ["AttentionLimits", "FloatDtype", "GraphRules", "SiteKind", "TargetProfile", "profile", "profiles"]
 
-# Importing a profile's file registers it.
-del _onnxruntime, _openvino, _tensorrt, _tensorrt_rtx
+# Importing a profile's file registers it; messages list the names in this order.
+for _file in ("tensorrt", "tensorrt_rtx", "openvino", "onnxruntime"):
+    import_module(f"{__name__}.{_file}")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from dataclasses import field
 from typing import Literal
 
+from quantizer.targets.graph_rules import GraphRules
+
 __all__ = ["AttentionLimits", "FloatDtype", "SiteKind", "TargetProfile"]
 
 FloatDtype = Literal["float16", "bfloat16", "float32"]
@@ -52,6 +54,16 @@ class TargetProfile:
         opset: the ONNX opset to write.
         unsigned_activations: where the same INT8 values are stored as UINT8 with zero point 128: nowhere, where they
             feed a product with a weight, or everywhere.
+        graph_rules: what a Q/DQ file for it is checked for.
+        library: the module that its engine imports to load a file; imported before memory is measured, so that what
+            the library itself takes is not counted.
+        packages: the distributions whose versions a report names.
+        file_magic: a regular expression that the first 256 bytes of its engine files match; None: they are ONNX files,
+            or not known by how they begin.
+        file_domains: domains of operators that only its engine files hold, where those are ONNX files.
+        ahead_of_time: the backend of the same library that builds for another machine's GPU, where this one does not.
+        exact_variant: the backend for CPUs that add products of bytes in 16 bits, where this one's files saturate
+            there.
     """
 
     name: str
@@ -69,6 +81,13 @@ class TargetProfile:
     fp8_from: int | None = None
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
+    graph_rules: GraphRules = field(default_factory=GraphRules)
+    library: str | None = None
+    packages: tuple[str, ...] = ()
+    file_magic: bytes | None = None
+    file_domains: frozenset[str] = frozenset()
+    ahead_of_time: str | None = None
+    exact_variant: str | None = None
 
     @property
     def rule(self) -> str:
@@ -143,7 +162,8 @@ class TargetProfile:
         if self.fp8_from is None:
             return f"{self.name} runs on a CPU, which has no compute capability; leave {capability!r} out"
         if not self.capabilities:
-            return f"{self.name} builds for the GPU of this machine; leave {capability!r} out, or take tensorrt-rtx"
+            other = "" if self.ahead_of_time is None else f", or take {self.ahead_of_time}"
+            return f"{self.name} builds for the GPU of this machine; leave {capability!r} out{other}"
         number = int(capability.removeprefix("sm"))
         if number not in self.capabilities:
             known = ", ".join(f"sm{entry}" for entry in sorted(self.capabilities))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantizer.targets.base import TargetProfile
+from quantizer.targets.graph_rules import ALWAYS
+from quantizer.targets.graph_rules import GraphRules
 from quantizer.targets.registry import profiles
 
 __all__ = ["ONNXRUNTIME", "ONNXRUNTIME_AVX2"]
@@ -19,9 +21,21 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         weight_dtypes=frozenset({"int8", "int4"}),
         # Quantized attention matmuls and adds gained nothing there.
         site_kinds=frozenset({"linear", "conv", "embedding"}),
+        graph_rules=GraphRules(
+            severities={**ALWAYS, "gemm-bias": "warning", "signedness": "warning"},
+            own_domains=frozenset({"com.microsoft"}),
+            signed_cost="leaves half of such products in float behind their DequantizeLinear",
+        ),
+        library="onnxruntime",
+        packages=("onnxruntime",),
+        # What its optimizer leaves in a file: operators of its own, which only it runs.
+        file_domains=frozenset({"com.microsoft", "com.microsoft.nchwc"}),
+        exact_variant="onnxruntime-avx2",
     )
 )
 
 # Without VNNI bytes are multiplied by VPMADDUBSW, which adds two products in 16 bits and saturates: 2 * 255 * 64 is the
 # most that fits, so weights have 7 bits.
-ONNXRUNTIME_AVX2 = profiles.add("onnxruntime-avx2")(replace(ONNXRUNTIME, name="onnxruntime-avx2", weight_steps=64))
+ONNXRUNTIME_AVX2 = profiles.add("onnxruntime-avx2")(
+    replace(ONNXRUNTIME, name="onnxruntime-avx2", weight_steps=64, exact_variant=None)
+)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantizer.targets.base import TargetProfile
+from quantizer.targets.graph_rules import ALWAYS
+from quantizer.targets.graph_rules import GraphRules
 from quantizer.targets.registry import profiles
 
 __all__ = ["OPENVINO", "OPENVINO_AVX2"]
@@ -19,11 +21,32 @@ OPENVINO = profiles.add("openvino")(
         weight_dtypes=frozenset({"int8", "int4"}),
         # Its linear kernel is a tenth faster with U8 inputs; its fused attention takes S8 alone.
         unsigned_activations="weighted",
+        graph_rules=GraphRules(
+            severities={
+                **ALWAYS,
+                "half-attention": "warning",
+                "attention-operator": "warning",
+                "signedness": "warning",
+            },
+            own_domains=frozenset({"com.microsoft"}),
+            refused=frozenset({"QGemm"}),
+            signed_cost="is a tenth slower",
+        ),
+        library="openvino",
+        packages=("openvino",),
+        file_magic=rb"(?=.*;ov=).*meta=",
+        exact_variant="openvino-avx2",
     )
 )
 
 # Without VNNI it multiplies bytes as ONNX Runtime does there (see onnxruntime.py). Two activations have no bit to
 # spare, so that attention stays float.
 OPENVINO_AVX2 = profiles.add("openvino-avx2")(
-    replace(OPENVINO, name="openvino-avx2", weight_steps=64, site_kinds=OPENVINO.site_kinds - {"matmul"})
+    replace(
+        OPENVINO,
+        name="openvino-avx2",
+        weight_steps=64,
+        site_kinds=OPENVINO.site_kinds - {"matmul"},
+        exact_variant=None,
+    )
 )

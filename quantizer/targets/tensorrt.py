@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from quantizer.targets.base import AttentionLimits
 from quantizer.targets.base import TargetProfile
+from quantizer.targets.graph_rules import ALWAYS
+from quantizer.targets.graph_rules import OPERATOR_FORMAT
+from quantizer.targets.graph_rules import GraphRules
 from quantizer.targets.registry import profiles
 
 __all__ = ["TENSORRT"]
@@ -26,5 +29,38 @@ TENSORRT = profiles.add("tensorrt")(
             "fp8": AttentionLimits(head_multiple=16),
         },
         fp8_from=89,
+        graph_rules=GraphRules(
+            severities={
+                **ALWAYS,
+                # Types live in the graph and the build stops, or the product runs in float, where these are broken.
+                "opset-range": "error",
+                "zero-point": "error",
+                "scale-constant": "error",
+                "scale-type": "error",
+                "pair-differs": "error",
+                "format": "error",
+                "quantize-alone": "error",
+                "cast-between": "error",
+                "scaled-operand": "error",
+                "half-site": "error",
+                "weight-axis": "error",
+                "activation-channels": "error",
+                "float32-rest": "error",
+                "fp8-attention": "error",
+                "half-attention": "warning",
+                "attention-size": "warning",
+                "attention-operator": "warning",
+                "int8-with-fp8-attention": "warning",
+                "small-product": "warning",
+                "matrix-vector": "warning",
+                "residual-side": "warning",
+            },
+            opsets=(9, 24),
+            integer_bias=False,
+            refused=OPERATOR_FORMAT,
+            own_domains=frozenset({"trt"}),
+        ),
+        packages=("tensorrt",),
+        ahead_of_time="tensorrt-rtx",
     )
 )

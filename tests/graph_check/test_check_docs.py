@@ -8,7 +8,7 @@ import pytest
 
 import quantizer.graph_check
 from quantizer.graph_check.rule import rules
-from quantizer.targets.graph_rules import graph_rules
+from quantizer.targets import profile
 
 PAGE = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
 ROWS = {
@@ -26,7 +26,7 @@ def test_a_rule_is_explained(name: str) -> None:
     assert holds == (rules[name].__doc__ or "").splitlines()[0]
     assert why
     targets = ("tensorrt", "openvino", "onnxruntime")
-    assert severities == [graph_rules[target].severities.get(name, "-") for target in targets]
+    assert severities == [profile(target).graph_rules.severities.get(name, "-") for target in targets]
 
 
 def test_no_other_rule_is_listed() -> None:

@@ -20,7 +20,6 @@ from quantizer.graph_check.rule import rules
 from quantizer.numerics.qtype import FP8
 from quantizer.targets import profile
 from quantizer.targets import profiles
-from quantizer.targets.graph_rules import graph_rules
 
 TENSORRT, OPENVINO, ONNXRUNTIME = "tensorrt", "openvino", "onnxruntime"
 
@@ -670,7 +669,7 @@ def test_a_graph_that_breaks_a_rule_is_caught_by_it_alone(case: Case, tmp_path: 
     found = check_file(case.broken().save(tmp_path / "m.onnx"), case.target)
     assert {finding.rule for finding in found} == {case.rule}, "\n".join(map(str, found))
     first = found[0]
-    assert first.severity == graph_rules[case.target].severities[case.rule]
+    assert first.severity == profile(case.target).graph_rules.severities[case.rule]
     assert first.node == case.node
     assert re.search(case.problem, first.problem), first.problem
     assert first.advice
@@ -696,12 +695,12 @@ def test_every_rule_has_a_case() -> None:
 
 @pytest.mark.parametrize("target", profiles.names())
 def test_what_a_target_is_held_to_are_rules(target: str) -> None:
-    assert set(graph_rules[target].severities) <= set(rules.names())
+    assert set(profile(target).graph_rules.severities) <= set(rules.names())
     assert profile(target).name == target
 
 
 def test_every_rule_belongs_to_a_target() -> None:
-    assert set(rules.names()) == {name for target in graph_rules.names() for name in graph_rules[target].severities}
+    assert set(rules.names()) == {name for target in profiles for name in profile(target).graph_rules.severities}
 
 
 @pytest.mark.parametrize("name", rules.names())

@@ -1,0 +1,136 @@
+"""A backend from outside the package: the one of the guide, as its whole code stands there, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+for _package in ("transformers", "scipy", "onnx", "onnxscript"):
+    pytest.importorskip(_package, reason="the backend of the guide needs quantizer[hf,onnx]")
+
+from tiny_run import tiny_run  # noqa: E402
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "add-a-backend.md"
+
+PRELUDE = """
+import sys
+from pathlib import Path
+
+import reference_backend
+import torch
+
+from quantizer import Quantizer
+from quantizer.errors import ConfigError, EngineError
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the guide's module lies, with a tiny classifier and its rows."""
+    path = tmp_path_factory.mktemp("outside")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), flags=re.M | re.S)
+    (path / "reference_backend.py").write_text(block, encoding="utf-8")
+    tiny_run(path)
+    return path
+
+
+def run(folder: Path, text: str) -> str:
+    """Run a script after the import of the module; what it printed."""
+    search = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + text],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_by_class(folder: Path) -> None:
+    run(
+        folder,
+        """
+from quantizer.engines import inspect_engine, inspect_file, load_engine, peak_memory_mib
+from quantizer.graph_check import check_file
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)).eval()
+data = [torch.randn(4, 16) for _ in range(4)]
+q = Quantizer(backend="reference")
+q.calibrate(net, data)
+int8 = q.quantize(net)
+assert "linear 2 of 2" in str(q.coverage), q.coverage
+q.export(int8, "net.onnx", (data[0],))
+assert check_file("net.onnx", "reference") == []
+built = q.build("net.onnx", "net.engine")
+engine = load_engine("reference", built.path)
+(output,) = engine({engine.input_names[0]: data[0]}).values()
+torch.testing.assert_close(torch.from_numpy(output), int8(data[0]), atol=1e-4, rtol=0)
+assert (torch.from_numpy(output) - net(data[0])).abs().max() > 1e-4
+assert inspect_engine("reference", built.path).low_share() == 1.0
+assert inspect_file(Path("net.engine"), "reference").backend == "reference"
+assert peak_memory_mib(built.path, "reference").peak_mib > 0
+q.save("saved")
+assert Quantizer.load("saved").config.backend == "reference"
+other = q.for_backend("openvino").for_backend("reference")
+assert str(other.coverage) == str(q.coverage)
+""",
+    )
+
+
+def test_what_it_cannot_do_is_refused_in_the_usual_words(folder: Path) -> None:
+    run(
+        folder,
+        """
+import pytest
+
+from quantizer.conversion import Conversion
+from quantizer.engines import BuildOptions, backend
+
+net = torch.nn.Linear(4, 4)
+fp8 = Quantizer(backend="reference", dtype="fp8")
+fp8.calibrate(net, [torch.ones(1, 4)])
+with pytest.raises(ConfigError, match="quantizer.dtype: reference has no activations in fp8; it takes int8, uint8"):
+    fp8.quantize(net)
+with pytest.raises(ConfigError, match="'onnxruntime-avx2' or 'reference'; did you mean 'reference'"):
+    Quantizer(backend="referense")
+with pytest.raises(ConfigError, match="reference does not compute in it; expected int8 or uint8"):
+    Conversion(model="m", output=Path("out"), backends=["reference"], quantization=True, dtype="fp8")
+with pytest.raises(EngineError, match="reference computes in the types of the ONNX file"):
+    backend("reference").check(BuildOptions(inference_precision="bfloat16"))
+""",
+    )
+
+
+def test_by_configuration(folder: Path) -> None:
+    words = ["run", "run.yaml", "quantizer.backend=reference", "output=done"]
+    (folder / "run.yaml").write_text(yaml.safe_dump(tiny_run(folder)), encoding="utf-8")
+    run(folder, f"from quantizer.cli.main import main\nsys.exit(main({words}))")
+    record = json.loads((folder / "done" / "report.json").read_text(encoding="utf-8"))
+    assert record["engine"]["backend"] == record["inspection"]["backend"] == "reference"
+    assert record["engine"]["verified"] == "ran here, and was scored"
+    assert record["memory"]
+    assert "onnx" in record["versions"]
+
+
+def test_converted_beside_another(folder: Path) -> None:
+    pytest.importorskip("openvino", reason="install quantizer[openvino]")
+    words = ["convert", "-m", "model", "--quantization", "--calibration", "text-csv:calibration.csv", "--rows", "12"]
+    words += ["--backend", "openvino", "reference", "--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
+    run(folder, f"from quantizer.cli.main import main\nsys.exit(main({[*words, '-o', 'converted']}))")
+    record = json.loads((folder / "converted" / "conversion.json").read_text(encoding="utf-8"))
+    assert [entry["backend"] for entry in record["backends"]] == ["openvino", "reference"]
+    for entry in record["backends"]:
+        assert entry["quantization"] is not None
+        assert entry["checks"]
