@@ -65,7 +65,6 @@ from quantizer.report.search_records import fallback_reason
 from quantizer.report.search_records import fallback_record
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
-from quantizer.settings import float_dtype
 from quantizer.stages import Kept
 from quantizer.stages import Stages
 from quantizer.stages import bar
@@ -352,7 +351,7 @@ class _Run:
         """The engine, or what foresees its score where nothing here runs it; nothing, where the proxy does."""
         if engines:
             return {"engine": engines["engine"]}
-        half = float_dtype(self.config.quantizer) is not torch.float32
+        half = self.config.quantizer.target.torch_dtype is not torch.float32
         return {"simulation": quantizer.simulate(model)} if half else {}
 
     def _predictions(

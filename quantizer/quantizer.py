@@ -43,7 +43,6 @@ from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
 from quantizer.sensitivity_view import Sensitivity
 from quantizer.served import Served
-from quantizer.settings import float_dtype
 from quantizer.settings import observation_of
 from quantizer.settings import refused_sites
 from quantizer.views import Coverage
@@ -269,7 +268,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return simulate(self.quantize(model), float_dtype(self.config), self._served.decisions.regions())
+        return simulate(self.quantize(model), self.config.target.torch_dtype, self._served.decisions.regions())
 
     # -- scales from elsewhere -------------------------------------------------------------------------------------
 
@@ -293,7 +292,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
         """
-        self._served.replace(with_scales(self._served.decided(), scales, float_dtype(self.config)))
+        self._served.replace(with_scales(self._served.decided(), scales, self.config.target.torch_dtype))
 
     # -- files -----------------------------------------------------------------------------------------------------
 

@@ -37,11 +37,9 @@ from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
 from quantizer.sensitivity import operands_of
 from quantizer.sensitivity_view import Sensitivity
-from quantizer.settings import float_dtype
 from quantizer.settings import tell_where_nothing_is_quantized
 from quantizer.settings import warn_of_float32
 from quantizer.source.operator_patches import OperatorPatch
-from quantizer.targets import profile
 from quantizer.trainable import Trainable
 from quantizer.views import Coverage
 
@@ -64,6 +62,7 @@ class Served:
         self.fallback: Fallback | None = None
         self.trainable: Trainable | None = None
         self._config = config
+        self._target = config.target
         self._model: weakref.ref[nn.Module] | None = None
         self._skipped: list[SkippedSource] = []
         self._patches: tuple[OperatorPatch, ...] = ()
@@ -146,9 +145,9 @@ class Served:
             # Not from the scales of an earlier training, whose weights may have been those of a copy.
             # Nor is anybody told that the weights changed, where that training changed them.
             plan = self._scaled_for(model, self.decisions.plan(), told=self.trainable is not None)
-            self.trainable = Trainable(model, plan, groups, scales, float_dtype(self._config), own=own)
+            self.trainable = Trainable(model, plan, groups, scales, self._target.torch_dtype, own=own)
             return self.trainable.proxy
-        trainable = Trainable(model, None, {}, scales, float_dtype(self._config), own=own)
+        trainable = Trainable(model, None, {}, scales, self._target.torch_dtype, own=own)
         trainable.calibrate_first(self.calibrate(model, resume=False), self.decisions.plan)
         self.trainable = trainable
         return trainable.proxy
@@ -186,8 +185,7 @@ class Served:
             refuse_other_shapes(before, now)
             if not told:
                 warn_of_other_weights(before, now)
-        steps = profile(self._config.backend).weight_steps
-        return with_scales_of_weights(plan, model, float_dtype(self._config), steps)
+        return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_steps)
 
     def decided(self) -> Plan:
         """What calibration decided or training learned, with what was put back."""
@@ -243,18 +241,18 @@ class Served:
 
         if not is_proxy(quant_model) or self.is_working_proxy(quant_model) or is_simulation(quant_model):
             raise ProxyError("export() takes the model that quantize() returned")
-        require_scales_of(quant_model, float_dtype(self._config), self._config.backend)
-        target, regions = profile(self._config.backend), self.decisions.regions()
-        warn_of_float32(self._config, regions)
+        require_scales_of(quant_model, self._target.torch_dtype, self._target.name)
+        regions = self.decisions.regions()
+        warn_of_float32(self._target, regions)
         return export_onnx(
             quant_model,
             path,
             example,
-            opset=opset or max(target.opset, least_opset(quant_model)),
-            dtype=float_dtype(self._config),
+            opset=opset or max(self._target.opset, least_opset(quant_model)),
+            dtype=self._target.torch_dtype,
             regions=regions,
             axes=axes,
-            unsigned=target.unsigned_activations,
+            unsigned=self._target.unsigned_activations,
         )
 
     def document(self) -> dict[str, Any]:

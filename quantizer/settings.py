@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from quantizer.calibrators import OF_FORMAT
@@ -32,11 +31,10 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import refusals
-from quantizer.targets import profile
+from quantizer.targets import TargetProfile
 
 __all__ = [
     "calibrator_of",
-    "float_dtype",
     "observation_of",
     "plan_settings",
     "refused_sites",
@@ -98,15 +96,9 @@ def _rules(section: SelectionConfig) -> Rules:
     return Rules(module_types=section.module_types, names=section.names, sites=section.sites)
 
 
-def float_dtype(config: QuantizerConfig) -> torch.dtype:
-    """The type of what is not quantized, scales included."""
-    dtype: torch.dtype = getattr(torch, config.fallback_dtype or profile(config.backend).float_dtype)
-    return dtype
-
-
-def warn_of_float32(config: QuantizerConfig, regions: Regions) -> None:
+def warn_of_float32(target: TargetProfile, regions: Regions) -> None:
     """Say which modules stay float32 in what is made for the target, where some do."""
-    if regions.applies_to(float_dtype(config)):
+    if regions.applies_to(target.torch_dtype):
         warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 holds such values", stacklevel=3)
 
 
@@ -130,8 +122,8 @@ def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
         formats=_formats(config, proxy),
         per_channel=config.weights.granularity == "per_channel",
         switches=config.sites.model_dump(),
-        scale_dtype=float_dtype(config),
-        profile=profile(config.backend),
+        scale_dtype=config.target.torch_dtype,
+        profile=config.target,
     )
 
 
@@ -140,4 +132,4 @@ def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
         FormatRule(format=wanted, kinds=rule.kinds, sites=_rules(rule))
         for wanted, rule in zip(rule_formats(config), config.formats, strict=True)
     ]
-    return formats_for(proxy, sites_of(proxy), default_format(config), rules, profile(config.backend))
+    return formats_for(proxy, sites_of(proxy), default_format(config), rules, config.target)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from quantizer.targets import profiles
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "quantizer").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -129,3 +131,22 @@ def test_no_model_family_is_named_in_the_core() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
                 words = set(re.findall(r"[a-z0-9_]+", node.value.lower()))
                 assert not words & families, _at(file, node.lineno, repr(node.value))
+
+
+def test_a_backend_is_named_in_its_own_files_alone() -> None:
+    """One from elsewhere is treated as those of the package: what depends on a backend is in its profile or engine."""
+    # Defaults, what people write for a name, and who a patch was made for.
+    may = ("convert.py", "describe.py", "quantizer_section.py", "settings.py", "transformers_models.py")
+    libraries = tuple({re.split("[-_]", name)[0] for name in profiles})
+    for file in FILES:
+        own = _room(file) == "targets" or any(part.startswith(libraries) for part in file.relative_to(ROOT).parts)
+        docstrings = {id(node.value) for node in _nodes(file) if isinstance(node, ast.Expr)}
+        named = {
+            node.value: node.lineno
+            for node in _nodes(file)
+            if isinstance(node, ast.Constant) and node.value in list(profiles) and id(node) not in docstrings
+        }
+        assert own or file.name in may or not named, _at(file, *reversed(min(named.items())))
+        switches = [node for node in _nodes(file) if isinstance(node, ast.Compare | ast.Subscript | ast.MatchValue)]
+        inside = [inner for node in switches for inner in ast.walk(node) if isinstance(inner, ast.Constant)]
+        assert own or not [inner for inner in inside if inner.value in named], _at(file, 1, "asks for a backend's name")

@@ -9,7 +9,6 @@ from quantizer.numerics.qtype import qtype
 from quantizer.targets.formats import Format
 from quantizer.targets.formats import impossible
 from quantizer.targets.formats import least_opset_of
-from quantizer.targets.registry import profile
 
 __all__ = ["default_format", "refuse_formats", "refuse_run", "rule_formats"]
 
@@ -20,7 +19,7 @@ def refuse_formats(config: QuantizerConfig) -> None:
     Raises:
         ConfigError: it does not; all that it lacks are listed.
     """
-    problems = impossible(default_format(config), rule_formats(config), profile(config.backend))
+    problems = impossible(default_format(config), rule_formats(config), config.target)
     if problems:
         raise ConfigError(problems)
 
@@ -32,7 +31,7 @@ def refuse_run(config: RunConfig) -> None:
         ConfigError: formats that the target or the opset has not, an inference precision that it cannot be told, or a
             compute capability that it does not build for or that has not the formats; all of them are listed.
     """
-    target = profile(config.quantizer.backend)
+    target = config.quantizer.target
     default, rules = default_format(config.quantizer), rule_formats(config.quantizer)
     formats = [default, *rules]
     problems = impossible(default, rules, target)

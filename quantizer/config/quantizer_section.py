@@ -20,6 +20,8 @@ from quantizer.config.section import Section
 from quantizer.config.section import TextList
 from quantizer.config.section import reject
 from quantizer.config.section import tuple_from_list
+from quantizer.targets.base import TargetProfile
+from quantizer.targets.registry import profile
 from quantizer.targets.registry import profiles
 
 __all__ = ["ActivationsConfig", "FormatConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
@@ -195,6 +197,11 @@ class QuantizerConfig(Section):
             text = "got 'entropy', which counts equal steps, and those of fp8 are not; expected another calibrator"
             reject(("activations.calibrator", text))
         return self
+
+    @property
+    def target(self) -> TargetProfile:
+        """The backend's profile, with ``fallback_dtype`` where that is given."""
+        return profile(self.backend, self.fallback_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, and the name that transformers knows them by."""

@@ -28,7 +28,6 @@ from quantizer.config.section import tuple_from_list
 from quantizer.config.sensitivity_section import AmpConfig
 from quantizer.config.sensitivity_section import FallbackConfig
 from quantizer.config.training_section import QatConfig
-from quantizer.targets.registry import profile
 
 __all__ = [
     "DynamicConfig",
@@ -194,7 +193,7 @@ class RunConfig(Section):
         problems = []
         data, model, quantizer = (info.data.get(name) for name in ("data", "model", "quantizer"))
         if isinstance(quantizer, QuantizerConfig) and export.opset < _HALF_SCALES_OPSET:
-            half = quantizer.fallback_dtype or profile(quantizer.backend).float_dtype
+            half = quantizer.target.float_dtype
             if half != "float32":
                 text = f"got {export.opset}; expected {_HALF_SCALES_OPSET} or later, the first with {half} scales"
                 problems.append(("opset", text))

@@ -213,7 +213,7 @@ class _Run:
         folder = self.target / name
         folder.mkdir()
         self.console.print(f"[bold]{name}[/bold]")
-        float_dtype: torch.dtype = getattr(torch, profile(name).float_dtype)
+        float_dtype = profile(name).torch_dtype
         quantized = None if quantizer is None else self._quantized(quantizer)
         with self.stage("export"):
             if quantizer is None or quantized is None:

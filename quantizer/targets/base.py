@@ -6,9 +6,13 @@ from collections.abc import Collection
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
+from typing import TYPE_CHECKING
 from typing import Literal
 
 from quantizer.targets.graph_rules import GraphRules
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["AttentionLimits", "FloatDtype", "SiteKind", "TargetProfile"]
 
@@ -88,6 +92,14 @@ class TargetProfile:
     file_domains: frozenset[str] = frozenset()
     ahead_of_time: str | None = None
     exact_variant: str | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``float_dtype`` as torch has it."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.float_dtype)
+        return found
 
     @property
     def rule(self) -> str:
