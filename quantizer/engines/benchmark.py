@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantizer.engines.registry import backends
+from quantizer.engines.registry import backend as registered
 from quantizer.errors import EngineError
 
 __all__ = ["PeakMemory", "interleaved_latency", "medians", "peak_memory_mib"]
@@ -85,7 +85,7 @@ def peak_memory_mib(
         timeout_s: seconds until the process is given up.
 
     Raises:
-        EngineError: the engine does not load or run there, or takes longer than ``timeout_s``.
+        EngineError: unknown backend; the engine does not load or run there, or takes longer than ``timeout_s``.
     """
     command = [
         sys.executable,
@@ -94,7 +94,7 @@ def peak_memory_mib(
         "-m",
         "quantizer.engines.memory",
         str(path),
-        type(backends[backend]).__module__,
+        type(registered(backend)).__module__,
         backend,
         *map(str, (batch, sequence, threads)),
     ]

@@ -69,6 +69,8 @@ def test_peak_memory_is_not_that_of_the_caller(qdq: Any) -> None:
 def test_peak_memory_of_what_does_not_load(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"measuring the memory of .*none\.onnx failed: .*file not found"):
         peak_memory_mib(tmp_path / "none.onnx", "openvino")
+    with pytest.raises(EngineError, match="unknown backend 'openvin'; known: onnxruntime"):
+        peak_memory_mib(tmp_path / "none.onnx", "openvin")
 
 
 def test_peak_memory_gives_up(qdq: Any) -> None:
