@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from quantizer.common.distributed import gathered
+from quantizer.common.distributed import rank_number
+from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.proxy.freeze import apply_plan
 from quantizer.proxy.freeze import frozen_proxy
 from quantizer.proxy.freeze import store_weights
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back
-from quantizer.proxy.ranks import gathered
-from quantizer.proxy.ranks import rank_number
 from quantizer.proxy.shared_tensors import watch
 from quantizer.proxy.sharing import OwnBuffers
 from quantizer.sensitivity import Fallback

@@ -10,23 +10,23 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.common.distributed import gathered
+from quantizer.common.distributed import rank_number
+from quantizer.common.distributed import ranks
+from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.fingerprint import warn_of_other_weights
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.completeness import CountedProduct
-from quantizer.proxy.fingerprint import Fingerprint
-from quantizer.proxy.fingerprint import warn_of_other_weights
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.observed import restored
 from quantizer.proxy.observed import snapshot
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.ranks import gathered
-from quantizer.proxy.ranks import rank_number
-from quantizer.proxy.ranks import ranks
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.seen import Seen
 from quantizer.proxy.sharing import OwnBuffers

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from quantizer.calibration import Calibration
+from quantizer.common.fingerprint import Fingerprint
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import CountedProduct
-from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.regions import Regions

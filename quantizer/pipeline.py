@@ -20,6 +20,7 @@ from rich.syntax import Syntax
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.common.fingerprint import Fingerprint
 from quantizer.config import AmpConfig
 from quantizer.config import FallbackConfig
 from quantizer.config import QatConfig
@@ -44,7 +45,6 @@ from quantizer.files import write_folder
 from quantizer.histograms import noisiest
 from quantizer.preflight import check_rows
 from quantizer.preflight import require_tools
-from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.quantizer import Quantizer
 from quantizer.report import EngineFile
 from quantizer.report import Latency

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.amp import Amp
-from quantizer.batches import run_batches
+from quantizer.common.batches import run_batches
+from quantizer.common.distributed import ranks
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.config.feasibility import refuse_formats
@@ -29,7 +30,6 @@ from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.ranks import ranks
 from quantizer.proxy.scales import scales_of
 from quantizer.proxy.scales import with_scales
 from quantizer.proxy.simulate import simulate

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.common.distributed import summed
 from quantizer.config import QuantizerConfig
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.auto_range import Trial
@@ -28,7 +29,6 @@ from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.operand_plans import judged_as
 from quantizer.proxy.padding import padding_mask
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.ranks import summed
 from quantizer.proxy.seen import Seen
 from quantizer.proxy.smooth import ALPHAS
 from quantizer.proxy.smooth import migrate

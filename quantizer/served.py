@@ -12,6 +12,9 @@ from typing import Any
 from torch import nn
 
 from quantizer.amp import Amp
+from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.fingerprint import refuse_other_shapes
+from quantizer.common.fingerprint import warn_of_other_weights
 from quantizer.config import QuantizerConfig
 from quantizer.decisions import Decisions
 from quantizer.errors import CalibrationError
@@ -22,9 +25,6 @@ from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.completeness import CountedProduct
-from quantizer.proxy.fingerprint import Fingerprint
-from quantizer.proxy.fingerprint import refuse_other_shapes
-from quantizer.proxy.fingerprint import warn_of_other_weights
 from quantizer.proxy.freeze import frozen_proxy
 from quantizer.proxy.freeze import require_scales_of
 from quantizer.proxy.plan import Plan

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.common.plain_values import decoded
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
-from quantizer.plain import decoded
 from quantizer.qat import Distillation
 from quantizer.qat import Schedule
 from quantizer.qat import parameter_groups

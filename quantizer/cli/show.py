@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quantizer.common.paths import is_file
+from quantizer.common.paths import is_folder
 from quantizer.errors import QuantizerError
-from quantizer.existing import is_file
-from quantizer.existing import is_folder
 from quantizer.files import restore_folder
 
 __all__ = ["Show"]

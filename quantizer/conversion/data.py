@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantizer.common.paths import is_file
+from quantizer.common.paths import is_folder
 from quantizer.errors import ConfigError
 from quantizer.errors import TaskError
-from quantizer.existing import is_file
-from quantizer.existing import is_folder
 from quantizer.tasks import Row
 from quantizer.tasks import Sample
 from quantizer.tasks import Task

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantizer.common.plain_values import decoded
+from quantizer.common.plain_values import json_values
 from quantizer.engines import Array
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
-from quantizer.plain import decoded
-from quantizer.plain import json_values
 from quantizer.tasks import Sample
 from quantizer.tasks import load_processor
 from quantizer.tasks import read_image

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quantizer import files
+from quantizer.common.paths import is_file
+from quantizer.common.paths import is_folder
 from quantizer.errors import EngineError
-from quantizer.existing import is_file
-from quantizer.existing import is_folder
 
 __all__ = [
     "check_signature",

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quantizer.common.registry import Registry
 from quantizer.engines.base import Backend
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import Engine
 from quantizer.engines.inspection import Inspection
 from quantizer.errors import EngineError
-from quantizer.registry import Registry
 
 __all__ = ["backend", "backends", "build_engine", "inspect_engine", "load_engine"]
 

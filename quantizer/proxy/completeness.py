@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
-from quantizer.plain import decoded
+from quantizer.common.plain_values import decoded
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.caller import Caller
 from quantizer.proxy.caller import callers

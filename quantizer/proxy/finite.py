@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from quantizer.common.tensor_version import tensor_version
 from quantizer.errors import CalibrationError
-from quantizer.proxy.tensor_version import tensor_version
 from quantizer.proxy.weight import non_finite
 
 __all__ = ["FiniteParameters"]

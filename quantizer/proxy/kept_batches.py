@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.proxy.ranks import gathered
-from quantizer.proxy.ranks import rank_number
+from quantizer.common.distributed import gathered
+from quantizer.common.distributed import rank_number
 
 __all__ = ["Batch", "KeptBatches", "copied"]
 

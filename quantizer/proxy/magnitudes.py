@@ -28,9 +28,9 @@ from torch import nn
 from torch.utils import _pytree
 
 from quantizer.calibrators.histogram import in_memory_order
+from quantizer.common.tensor_version import tensor_version
 from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.proxy.regions import Regions
-from quantizer.proxy.tensor_version import tensor_version
 
 __all__ = ["Frame", "Magnitudes", "ParameterMagnitudes"]
 

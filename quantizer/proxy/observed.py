@@ -26,9 +26,9 @@ from torch import nn
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators.histogram import BINS
 from quantizer.calibrators.histogram import Histogram
+from quantizer.common.plain_values import json_values
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
-from quantizer.plain import json_values
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.observed_fields import SeenDocument
 from quantizer.proxy.observed_fields import SeenGroup

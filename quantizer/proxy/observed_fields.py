@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import Any
 
 from quantizer.calibrators.histogram import BINS
-from quantizer.plain import decoded
+from quantizer.common.plain_values import decoded
 from quantizer.source.catalogue import Kind
 
 __all__ = ["SeenDocument", "SeenGroup", "SeenHistogram", "SeenOperand", "SeenSite", "SeenWeight", "seen_document"]

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch import nn
 from torch.utils import _pytree
 
+from quantizer.common.plain_values import decoded
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.numerics.float16 import FLOAT16_MASK
 from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.numerics.qtype import QTYPES
-from quantizer.plain import decoded
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 

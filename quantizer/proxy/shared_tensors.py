@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.common.tensor_version import tensor_version
 from quantizer.errors import ProxyError
 from quantizer.proxy.local_hook import LocalHook
-from quantizer.proxy.tensor_version import tensor_version
 
 __all__ = ["SMALL", "watch"]
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibrators import Calibrator
+from quantizer.common.distributed import ranks
 from quantizer.errors import CalibrationError
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.freeze import apply_site_plan
@@ -34,7 +35,6 @@ from quantizer.proxy.range_group import ChannelRange
 from quantizer.proxy.range_group import Migration
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.range_group import RangeGroup
-from quantizer.proxy.ranks import ranks
 from quantizer.proxy.replay import SiteCall
 from quantizer.proxy.replay import replay
 from quantizer.proxy.seen import Seen

@@ -25,13 +25,13 @@ from safetensors.torch import load
 from safetensors.torch import save
 from torch import Tensor
 
-from quantizer.digest import tensors_digest
+from quantizer.common.digest import tensors_digest
+from quantizer.common.plain_values import decoded
+from quantizer.common.plain_values import json_values
+from quantizer.common.plain_values import yaml_values
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.files import write_folder
-from quantizer.plain import decoded
-from quantizer.plain import json_values
-from quantizer.plain import yaml_values
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan

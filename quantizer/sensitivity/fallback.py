@@ -11,8 +11,8 @@ from dataclasses import asdict
 from dataclasses import dataclass
 from typing import Any
 
+from quantizer.common.plain_values import decoded
 from quantizer.errors import SensitivityError
-from quantizer.plain import decoded
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.rules import matches
 from quantizer.sensitivity.measurement import GroupError

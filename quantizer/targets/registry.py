@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.registry import Registry
+from quantizer.common.registry import Registry
 from quantizer.targets.base import FloatDtype
 from quantizer.targets.base import TargetProfile
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
-from quantizer.out_of_memory import is_out_of_memory
 
 __all__ = ["call", "run_batches"]
 
