@@ -26,6 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
+from quantizer.operations.catalogue import kind_of
+from quantizer.operations.gemm_shape import Call
 from quantizer.proxy.caller import callers
 from quantizer.proxy.caller import innermost_frame
 from quantizer.proxy.completeness import Explanations
@@ -53,8 +55,6 @@ from quantizer.proxy.site_record import same_weight
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import Weights
 from quantizer.proxy.weight import is_transformed
-from quantizer.source.catalogue import kind_of
-from quantizer.source.geometry import Call
 
 __all__ = ["Pass", "Watched"]
 

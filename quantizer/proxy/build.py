@@ -13,6 +13,7 @@ from torch import nn
 
 from quantizer import patches as _patches
 from quantizer.errors import ProxyError
+from quantizer.operations.catalogue import operation
 from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.classes import REWRITER
 from quantizer.proxy.classes import as_sharer
@@ -25,7 +26,6 @@ from quantizer.proxy.classes import with_forward
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.sharing import share
 from quantizer.proxy.site import Site
-from quantizer.source.catalogue import operation
 from quantizer.source.find import SiteSource
 from quantizer.source.operator_patches import OperatorPatch
 from quantizer.source.text import Key

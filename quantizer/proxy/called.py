@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
-from quantizer.source.catalogue import METHODS
-from quantizer.source.catalogue import Operation
-from quantizer.source.catalogue import operation_of
+from quantizer.operations.catalogue import METHODS
+from quantizer.operations.catalogue import Operation
+from quantizer.operations.catalogue import operation_of
 
 __all__ = ["Called", "called"]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from quantizer.operations.catalogue import OPERATORS
+from quantizer.operations.catalogue import Operation
 from quantizer.proxy.called import Called
 from quantizer.proxy.called import called
 from quantizer.proxy.classes import REWRITER
-from quantizer.source.catalogue import OPERATORS
-from quantizer.source.catalogue import Operation
 from quantizer.source.live_names import LIVE
 
 __all__ = ["Caller", "callers", "innermost_frame"]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from quantizer.errors import ConfigError
+from quantizer.operations.catalogue import Kind
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import matched
 from quantizer.proxy.site import Site
-from quantizer.source.catalogue import Kind
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format
 from quantizer.targets.formats import impossible

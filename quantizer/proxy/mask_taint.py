@@ -16,7 +16,7 @@ from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.numerics.float16 import FLOAT16_MASK
-from quantizer.proxy.products import product_name
+from quantizer.operations.aten_products import product_name
 
 __all__ = ["MaskTaint"]
 

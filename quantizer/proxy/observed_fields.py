@@ -11,7 +11,7 @@ from typing import Any
 
 from quantizer.calibrators.histogram import BINS
 from quantizer.common.plain_values import decoded
-from quantizer.source.catalogue import Kind
+from quantizer.operations.catalogue import Kind
 
 __all__ = ["SeenDocument", "SeenGroup", "SeenHistogram", "SeenOperand", "SeenSite", "SeenWeight", "seen_document"]
 

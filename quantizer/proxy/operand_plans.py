@@ -13,6 +13,7 @@ from quantizer.calibrators import Calibrator
 from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
+from quantizer.operations.catalogue import Operand
 from quantizer.proxy.formats import Formats
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.range_group import Migration
@@ -23,7 +24,6 @@ from quantizer.proxy.weight_scales import ONE_SCALE
 from quantizer.proxy.weight_scales import beyond
 from quantizer.proxy.weight_scales import scale_of
 from quantizer.proxy.weight_scales import scaled_for
-from quantizer.source.catalogue import Operand
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from quantizer.errors import ConfigError
+from quantizer.operations.catalogue import Kind
 from quantizer.proxy.classes import original_class
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
-from quantizer.source.catalogue import Kind
 
 __all__ = ["Rules", "by_kind", "matched", "matches", "refusals"]
 

@@ -16,8 +16,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.numerics.float16 import FLOAT16_MAX
+from quantizer.operations.aten_products import product_name
 from quantizer.proxy.mask_taint import MaskTaint
-from quantizer.proxy.products import product_name
 from quantizer.proxy.regions import Regions
 from quantizer.proxy.regions import convert_floats
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from dataclasses import field
 
+from quantizer.operations.catalogue import Kind
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.weight import Weight
-from quantizer.source.catalogue import Kind
 
 __all__ = ["EMPTY", "OF_PARAMETERS", "NOT_TENSORS", "TRANSFORMED", "VARIES", "SiteRecord", "one_size", "same_weight"]
 

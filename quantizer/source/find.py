@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.source import einsum
-from quantizer.source.catalogue import METHODS
-from quantizer.source.catalogue import OPERATORS
-from quantizer.source.catalogue import Operation
-from quantizer.source.catalogue import is_fast_path_switch
-from quantizer.source.catalogue import operation_of
+from quantizer.operations import einsum
+from quantizer.operations.catalogue import METHODS
+from quantizer.operations.catalogue import OPERATORS
+from quantizer.operations.catalogue import Operation
+from quantizer.operations.catalogue import is_fast_path_switch
+from quantizer.operations.catalogue import operation_of
 from quantizer.source.found import Form
 from quantizer.source.found import FunctionSource
 from quantizer.source.found import HelperCall

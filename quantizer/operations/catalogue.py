@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from quantizer.source import geometry
+from quantizer.operations import gemm_shape as geometry
 
 __all__ = [
     "CATALOGUE",

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantizer.source.einsum import labels
-from quantizer.source.einsum import volume
+from quantizer.operations.einsum import labels
+from quantizer.operations.einsum import volume
 
 __all__ = ["Call", "Geometry", "GeometryOf", "attention", "einsum", "lookup", "product", "transposed", "weighted"]
 
