@@ -21,7 +21,7 @@ from quantizer.engines.multiply_adds import convolution_work
 from quantizer.engines.multiply_adds import matmul_work
 from quantizer.engines.optional import import_library
 from quantizer.errors import EngineError
-from quantizer.onnx_structure import structural_fault
+from quantizer.qdq.structure import structural_fault
 
 __all__ = ["MOVES", "graph_inspection", "precision_of", "read_graph"]
 
