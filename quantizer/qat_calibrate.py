@@ -23,10 +23,10 @@ from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.observe import Observation
 from quantizer.proxy.plan import Plan
 from quantizer.ranges import plan_of
+from quantizer.rewrite.constructor_patch import Source
+from quantizer.rewrite.constructor_patch import patched
 from quantizer.settings import observation_of
 from quantizer.settings import refused_sites
-from quantizer.source.patched import Source
-from quantizer.source.patched import patched
 from quantizer.views import Coverage
 
 __all__ = ["QATCalibrate"]

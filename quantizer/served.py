@@ -33,13 +33,13 @@ from quantizer.proxy.regions import Regions
 from quantizer.proxy.simulate import is_simulation
 from quantizer.proxy.weight_scales import with_scales_of_weights
 from quantizer.qat import Scales
+from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
 from quantizer.sensitivity import operands_of
 from quantizer.sensitivity_view import Sensitivity
 from quantizer.settings import tell_where_nothing_is_quantized
 from quantizer.settings import warn_of_float32
-from quantizer.source.operator_patches import OperatorPatch
 from quantizer.trainable import Trainable
 from quantizer.views import Coverage
 

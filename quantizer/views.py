@@ -23,7 +23,7 @@ from quantizer.report.text import decibels
 from quantizer.report.text import format_name
 from quantizer.report.text import granularity
 from quantizer.report.text import percent
-from quantizer.source.operator_patches import OperatorPatch
+from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.table_view import View
 
 __all__ = ["Coverage", "CoverageRow", "Escaped", "RangeRow", "Ranges"]

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from quantizer.source.lend import EAGER
-from quantizer.source.lend import RECORDED
+from quantizer.rewrite.host_argument import EAGER
+from quantizer.rewrite.host_argument import RECORDED
 
 __all__ = ["as_recorded", "use_eager_attention"]
 

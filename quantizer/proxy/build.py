@@ -26,10 +26,10 @@ from quantizer.proxy.classes import with_forward
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.sharing import share
 from quantizer.proxy.site import Site
-from quantizer.source.find import SiteSource
-from quantizer.source.operator_patches import OperatorPatch
-from quantizer.source.text import Key
-from quantizer.source.text import SourceFile
+from quantizer.rewrite.find_sites import SiteSource
+from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.rewrite.source_file import Key
+from quantizer.rewrite.source_file import SourceFile
 
 __all__ = [
     "SkippedSource",

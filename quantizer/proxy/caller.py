@@ -18,7 +18,7 @@ from quantizer.operations.catalogue import Operation
 from quantizer.proxy.called import Called
 from quantizer.proxy.called import called
 from quantizer.proxy.classes import REWRITER
-from quantizer.source.live_names import LIVE
+from quantizer.rewrite.live_names import LIVE
 
 __all__ = ["Caller", "callers", "innermost_frame"]
 

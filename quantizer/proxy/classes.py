@@ -17,10 +17,10 @@ from quantizer.proxy.containers import container_views
 from quantizer.proxy.rewriter import ClassRewriter
 from quantizer.proxy.sharing import end_sharing
 from quantizer.proxy.sharing import hand_back
-from quantizer.source.closures import held
-from quantizer.source.closures import rebound
-from quantizer.source.lend import WRITTEN
-from quantizer.source.lend import as_written
+from quantizer.rewrite.closures import held
+from quantizer.rewrite.closures import rebound
+from quantizer.rewrite.host_argument import WRITTEN
+from quantizer.rewrite.host_argument import as_written
 
 __all__ = [
     "REWRITER",

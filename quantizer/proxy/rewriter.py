@@ -24,13 +24,13 @@ from torch import nn
 
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
-from quantizer.source.found import SiteSource
-from quantizer.source.lend import HOSTS
-from quantizer.source.operator_patches import changes
-from quantizer.source.rebuild import Rebuilder
-from quantizer.source.rebuild import Rebuilt
-from quantizer.source.text import Key
-from quantizer.source.text import SourceFile
+from quantizer.rewrite.host_argument import HOSTS
+from quantizer.rewrite.operator_patches import changes
+from quantizer.rewrite.rebuild import Rebuilder
+from quantizer.rewrite.rebuild import Rebuilt
+from quantizer.rewrite.source_file import Key
+from quantizer.rewrite.source_file import SourceFile
+from quantizer.rewrite.source_sites import SiteSource
 
 __all__ = ["ClassRewriter", "Rewritten"]
 

@@ -20,7 +20,7 @@ from quantizer.operations.catalogue import operation
 from quantizer.proxy.fused_attention import attention
 from quantizer.proxy.fused_attention import observed_probabilities
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.source.find import SiteSource
+from quantizer.rewrite.find_sites import SiteSource
 
 __all__ = ["Judge", "Observer", "Site"]
 

@@ -20,8 +20,8 @@ from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
-from quantizer.source.patched import Source
-from quantizer.source.patched import patched
+from quantizer.rewrite.constructor_patch import Source
+from quantizer.rewrite.constructor_patch import patched
 
 __all__ = ["deactivate", "initialize", "quantize_model"]
 

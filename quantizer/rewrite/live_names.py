@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
-from quantizer.source.names import FunctionNode
-from quantizer.source.names import bound_names
-from quantizer.source.splice import Edit
-from quantizer.source.splice import LineIndex
+from quantizer.rewrite.names import FunctionNode
+from quantizer.rewrite.names import bound_names
+from quantizer.rewrite.text_edits import Edit
+from quantizer.rewrite.text_edits import LineIndex
 
 __all__ = ["LIVE", "NOW", "live_edits", "why_not_live"]
 

@@ -10,20 +10,20 @@ from dataclasses import field
 from typing import Any
 from typing import Protocol
 
-from quantizer.source.found import SiteSource
-from quantizer.source.lend import LEND
-from quantizer.source.lend import PADDED
-from quantizer.source.lend import TAKES_APART
-from quantizer.source.lend import VISIBLE
-from quantizer.source.lend import WRITTEN_CLASS
-from quantizer.source.lend import Borrowers
-from quantizer.source.lend import as_written
-from quantizer.source.lend import lender
-from quantizer.source.lend import takes_apart
-from quantizer.source.lend import viewer
-from quantizer.source.live_names import LIVE
-from quantizer.source.live_names import NOW
-from quantizer.source.padded import padded
+from quantizer.rewrite.host_argument import LEND
+from quantizer.rewrite.host_argument import PADDED
+from quantizer.rewrite.host_argument import TAKES_APART
+from quantizer.rewrite.host_argument import VISIBLE
+from quantizer.rewrite.host_argument import WRITTEN_CLASS
+from quantizer.rewrite.host_argument import Borrowers
+from quantizer.rewrite.host_argument import as_written
+from quantizer.rewrite.host_argument import lender
+from quantizer.rewrite.host_argument import takes_apart
+from quantizer.rewrite.host_argument import viewer
+from quantizer.rewrite.live_names import LIVE
+from quantizer.rewrite.live_names import NOW
+from quantizer.rewrite.padded_output import padded
+from quantizer.rewrite.source_sites import SiteSource
 
 __all__ = ["SyntheticModules"]
 

@@ -22,18 +22,18 @@ from typing import Any
 from typing import TypeGuard
 
 from quantizer.errors import SourceError
-from quantizer.source.decorators import clone_chain
-from quantizer.source.decorators import innermost
-from quantizer.source.decorators import transplant
-from quantizer.source.found import FunctionSource
-from quantizer.source.found import HelperCall
-from quantizer.source.found import SiteSource
-from quantizer.source.keywords import hand_on_keywords
-from quantizer.source.lend import guarded
-from quantizer.source.synthetic import SyntheticModules
-from quantizer.source.text import Key
-from quantizer.source.text import SourceFile
-from quantizer.source.text import future_flags
+from quantizer.rewrite.decorator_keywords import hand_on_keywords
+from quantizer.rewrite.decorators import clone_chain
+from quantizer.rewrite.decorators import innermost
+from quantizer.rewrite.decorators import transplant
+from quantizer.rewrite.host_argument import guarded
+from quantizer.rewrite.module_globals import SyntheticModules
+from quantizer.rewrite.source_file import Key
+from quantizer.rewrite.source_file import SourceFile
+from quantizer.rewrite.source_file import future_flags
+from quantizer.rewrite.source_sites import FunctionSource
+from quantizer.rewrite.source_sites import HelperCall
+from quantizer.rewrite.source_sites import SiteSource
 
 __all__ = ["Lent", "Rebuilt", "Rebuilder"]
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from dataclasses import field
 
 from quantizer.errors import SourceError
-from quantizer.source.names import FunctionNode
-from quantizer.source.names import functions_in
-from quantizer.source.splice import first_line
+from quantizer.rewrite.names import FunctionNode
+from quantizer.rewrite.names import functions_in
+from quantizer.rewrite.text_edits import first_line
 
 __all__ = [
     "OperatorPatch",

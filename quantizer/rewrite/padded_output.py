@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from quantizer.source.lend import RECORDED
-from quantizer.source.lend import takes_apart
+from quantizer.rewrite.host_argument import RECORDED
+from quantizer.rewrite.host_argument import takes_apart
 
 __all__ = ["padded"]
 

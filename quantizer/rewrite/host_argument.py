@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from quantizer.source.found import FunctionSource
-from quantizer.source.names import FunctionNode
-from quantizer.source.splice import Edit
-from quantizer.source.splice import LineIndex
-from quantizer.source.splice import first_line
+from quantizer.rewrite.names import FunctionNode
+from quantizer.rewrite.source_sites import FunctionSource
+from quantizer.rewrite.text_edits import Edit
+from quantizer.rewrite.text_edits import LineIndex
+from quantizer.rewrite.text_edits import first_line
 
 __all__ = [
     "EAGER",

@@ -10,9 +10,9 @@ import ast
 import types
 
 from quantizer.errors import SourceError
-from quantizer.source.decorators import between
-from quantizer.source.decorators import variables_that_lead_to
-from quantizer.source.text import definition_of
+from quantizer.rewrite.decorators import between
+from quantizer.rewrite.decorators import variables_that_lead_to
+from quantizer.rewrite.source_file import definition_of
 
 __all__ = ["hand_on_keywords"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from dataclasses import field
 from typing import Literal
 
-from quantizer.source.operator_patches import OperatorPatch
-from quantizer.source.splice import Edit
+from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.rewrite.text_edits import Edit
 
 __all__ = ["Form", "FunctionSource", "HelperCall", "SiteSource"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from quantizer.source.closures import cells
-from quantizer.source.closures import contents
-from quantizer.source.closures import copy_attributes
-from quantizer.source.closures import rebound
+from quantizer.rewrite.closures import cells
+from quantizer.rewrite.closures import contents
+from quantizer.rewrite.closures import copy_attributes
+from quantizer.rewrite.closures import rebound
 
 __all__ = ["between", "clone_chain", "innermost", "transplant", "variables_that_lead_to"]
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from quantizer.errors import SourceError
-from quantizer.source.find import find_functions
-from quantizer.source.found import FunctionSource
-from quantizer.source.found import HelperCall
-from quantizer.source.operator_patches import apply_operator_patches
-from quantizer.source.operator_patches import changes
-from quantizer.source.splice import LineIndex
-from quantizer.source.splice import apply_edits
-from quantizer.source.splice import first_line
+from quantizer.rewrite.find_sites import find_functions
+from quantizer.rewrite.operator_patches import apply_operator_patches
+from quantizer.rewrite.operator_patches import changes
+from quantizer.rewrite.source_sites import FunctionSource
+from quantizer.rewrite.source_sites import HelperCall
+from quantizer.rewrite.text_edits import LineIndex
+from quantizer.rewrite.text_edits import apply_edits
+from quantizer.rewrite.text_edits import first_line
 
 __all__ = ["SourceFile", "definition_of", "future_flags", "read_source"]
 
