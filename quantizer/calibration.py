@@ -17,6 +17,7 @@ from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.fingerprint import warn_of_other_weights
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
+from quantizer.float16.float32_modules import Regions
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
@@ -27,7 +28,6 @@ from quantizer.proxy.observe import Observation
 from quantizer.proxy.observed import restored
 from quantizer.proxy.observed import snapshot
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.regions import Regions
 from quantizer.proxy.seen import Seen
 from quantizer.proxy.sharing import OwnBuffers
 from quantizer.ranges import plan_of

@@ -8,11 +8,11 @@ from quantizer.calibration import Calibration
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
+from quantizer.float16.float32_modules import Regions
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.regions import Regions
 
 __all__ = ["Decisions"]
 

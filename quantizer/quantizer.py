@@ -23,6 +23,7 @@ from quantizer.config.feasibility import refuse_formats
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
+from quantizer.float16.simulate import simulate
 from quantizer.histogram_view import HistogramView
 from quantizer.histograms import histogram_of
 from quantizer.proxy.build import applied_patches
@@ -32,7 +33,6 @@ from quantizer.proxy.build import source_diff
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.scales import scales_of
 from quantizer.proxy.scales import with_scales
-from quantizer.proxy.simulate import simulate
 from quantizer.proxy.state import load_state
 from quantizer.proxy.state import save_state
 from quantizer.qat import Scales

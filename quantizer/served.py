@@ -20,6 +20,8 @@ from quantizer.decisions import Decisions
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import SensitivityError
+from quantizer.float16.float32_modules import Regions
+from quantizer.float16.simulate import is_simulation
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import is_proxy
@@ -29,8 +31,6 @@ from quantizer.proxy.freeze import frozen_proxy
 from quantizer.proxy.freeze import require_scales_of
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import put_back as without_groups
-from quantizer.proxy.regions import Regions
-from quantizer.proxy.simulate import is_simulation
 from quantizer.proxy.weight_scales import with_scales_of_weights
 from quantizer.qat import Scales
 from quantizer.rewrite.operator_patches import OperatorPatch

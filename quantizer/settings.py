@@ -19,6 +19,7 @@ from quantizer.config import QuantizerConfig
 from quantizer.config import SelectionConfig
 from quantizer.config.feasibility import default_format
 from quantizer.config.feasibility import rule_formats
+from quantizer.float16.float32_modules import Regions
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.formats import FormatRule
@@ -28,7 +29,6 @@ from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.plan import NEVER_RAN
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.regions import Regions
 from quantizer.proxy.rules import Rules
 from quantizer.proxy.rules import refusals
 from quantizer.targets import TargetProfile

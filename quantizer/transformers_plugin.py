@@ -25,6 +25,7 @@ from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
+from quantizer.float16.simulate import is_simulation
 from quantizer.interop.transformers_folder import METHOD
 from quantizer.interop.transformers_folder import STATE
 from quantizer.interop.transformers_folder import SavedConfig
@@ -44,7 +45,6 @@ from quantizer.proxy.freeze import frozen_skeleton
 from quantizer.proxy.freeze import is_frozen_by
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.simulate import is_simulation
 from quantizer.proxy.state import state_bytes
 from quantizer.proxy.state import state_of_bytes
 from quantizer.quantizer import Quantizer

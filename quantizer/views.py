@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quantizer.float16.float32_modules import Regions
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.escaped import EscapedProduct
@@ -17,7 +18,6 @@ from quantizer.proxy.plan import NOT_CALIBRATED
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
-from quantizer.proxy.regions import Regions
 from quantizer.report.tables import Column
 from quantizer.report.text import decibels
 from quantizer.report.text import format_name

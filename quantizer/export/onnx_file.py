@@ -31,12 +31,12 @@ from quantizer.export.passes import run_passes
 from quantizer.export.translate import translations
 from quantizer.export.write import write_onnx
 from quantizer.files import checked_file
+from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import convert_floats
 from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.build import own_copy
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.regions import Regions
-from quantizer.proxy.regions import convert_floats
 
 __all__ = ["export_onnx", "least_opset", "require_exporter"]
 

@@ -26,6 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
+from quantizer.float16.overflow import Magnitudes
+from quantizer.float16.overflow import ParameterMagnitudes
 from quantizer.operations.catalogue import kind_of
 from quantizer.operations.gemm_shape import Call
 from quantizer.proxy.caller import callers
@@ -34,8 +36,6 @@ from quantizer.proxy.completeness import Explanations
 from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.finite import FiniteParameters
 from quantizer.proxy.kept_batches import Batch
-from quantizer.proxy.magnitudes import Magnitudes
-from quantizer.proxy.magnitudes import ParameterMagnitudes
 from quantizer.proxy.padding import without_padding
 from quantizer.proxy.provenance import Origin
 from quantizer.proxy.provenance import Provenance

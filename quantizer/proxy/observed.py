@@ -29,6 +29,7 @@ from quantizer.calibrators.histogram import Histogram
 from quantizer.common.plain_values import json_values
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
+from quantizer.float16.float32_modules import Regions
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.observed_fields import SeenDocument
 from quantizer.proxy.observed_fields import SeenGroup
@@ -38,7 +39,6 @@ from quantizer.proxy.observed_fields import seen_document
 from quantizer.proxy.range_group import ChannelRange
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.range_group import RangeGroup
-from quantizer.proxy.regions import Regions
 from quantizer.proxy.seen import Seen
 from quantizer.proxy.site_record import SiteRecord
 from quantizer.proxy.weight import Weight

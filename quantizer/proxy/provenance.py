@@ -24,11 +24,11 @@ from torch import Tensor
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantizer.float16.overflow import Magnitudes
 from quantizer.operations.aten_products import PRODUCTS
 from quantizer.operations.aten_products import is_composite
 from quantizer.operations.aten_products import product_name
 from quantizer.proxy.completeness import ProductCounter
-from quantizer.proxy.magnitudes import Magnitudes
 from quantizer.proxy.weight import is_transformed
 
 __all__ = ["Origin", "Provenance"]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
 
+from quantizer.float16.float32_modules import Regions
 from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.range_group import RangeGroup
-from quantizer.proxy.regions import Regions
 from quantizer.proxy.site_record import SiteRecord
 
 __all__ = ["Seen"]

@@ -29,8 +29,8 @@ from torch.utils import _pytree
 
 from quantizer.calibrators.histogram import in_memory_order
 from quantizer.common.tensor_version import tensor_version
+from quantizer.float16.float32_modules import Regions
 from quantizer.numerics.float16 import FLOAT16_MAX
-from quantizer.proxy.regions import Regions
 
 __all__ = ["Frame", "Magnitudes", "ParameterMagnitudes"]
 

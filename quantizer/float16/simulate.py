@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import convert_floats
+from quantizer.float16.mask_taint import MaskTaint
 from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.operations.aten_products import product_name
-from quantizer.proxy.mask_taint import MaskTaint
-from quantizer.proxy.regions import Regions
-from quantizer.proxy.regions import convert_floats
 
 __all__ = ["is_simulation", "simulate"]
 
