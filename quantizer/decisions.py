@@ -9,9 +9,9 @@ from quantizer.common.fingerprint import Fingerprint
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Regions
+from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.replay_batches import KeptBatches
 from quantizer.proxy.build import SkippedSource
-from quantizer.proxy.completeness import CountedProduct
-from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.plan import Plan
 
 __all__ = ["Decisions"]

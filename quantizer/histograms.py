@@ -13,10 +13,10 @@ from quantizer.calibrators.histogram import Histogram as Counts
 from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
+from quantizer.observe.statistics import Seen
 from quantizer.proxy.operand_plans import judged_as
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.seen import Seen
 from quantizer.report.record import Histogram
 from quantizer.report.record import RangeCandidate
 

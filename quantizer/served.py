@@ -22,11 +22,11 @@ from quantizer.errors import ProxyError
 from quantizer.errors import SensitivityError
 from quantizer.float16.float32_modules import Regions
 from quantizer.float16.simulate import is_simulation
+from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
-from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.freeze import frozen_proxy
 from quantizer.proxy.freeze import require_scales_of
 from quantizer.proxy.plan import Plan

@@ -20,12 +20,12 @@ from quantizer.config import SelectionConfig
 from quantizer.config.feasibility import default_format
 from quantizer.config.feasibility import rule_formats
 from quantizer.float16.float32_modules import Regions
+from quantizer.observe.observation import Observation
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.formats import FormatRule
 from quantizer.proxy.formats import Formats
 from quantizer.proxy.formats import formats_for
-from quantizer.proxy.observe import Observation
 from quantizer.proxy.operand_plans import PlanSettings
 from quantizer.proxy.plan import NEVER_RAN
 from quantizer.proxy.plan import Plan

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.float16.float32_modules import Regions
+from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.proxy.build import SkippedSource
-from quantizer.proxy.completeness import CountedProduct
 from quantizer.proxy.escaped import EscapedProduct
 from quantizer.proxy.escaped import covered_share
 from quantizer.proxy.escaped import escaped_products

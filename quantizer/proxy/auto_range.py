@@ -21,10 +21,10 @@ from torch import nn
 from quantizer.calibrators import estimates
 from quantizer.common.distributed import summed
 from quantizer.numerics.qtype import QType
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.replay_batches import Batch
 from quantizer.proxy.freeze import apply_factor
-from quantizer.proxy.kept_batches import Batch
 from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.range_group import RangeGroup
 from quantizer.proxy.replay import SiteCall
 from quantizer.proxy.replay import replay
 from quantizer.proxy.site import Site

@@ -12,6 +12,11 @@ from torch import nn
 
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
+from quantizer.observe.site_statistics import EMPTY
+from quantizer.observe.site_statistics import NOT_TENSORS
+from quantizer.observe.site_statistics import TRANSFORMED
+from quantizer.observe.site_statistics import SiteRecord
+from quantizer.observe.statistics import Seen
 from quantizer.proxy.classes import original_class
 from quantizer.proxy.groups import group_names
 from quantizer.proxy.operand_plans import PlanSettings
@@ -23,12 +28,7 @@ from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.plan import summary
 from quantizer.proxy.rules import by_kind
-from quantizer.proxy.seen import Seen
 from quantizer.proxy.site import Site
-from quantizer.proxy.site_record import EMPTY
-from quantizer.proxy.site_record import NOT_TENSORS
-from quantizer.proxy.site_record import TRANSFORMED
-from quantizer.proxy.site_record import SiteRecord
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format
 

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantizer.proxy.completeness import CountedProduct
-from quantizer.proxy.completeness import Reason
+from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.completeness.product_counter import Reason
+from quantizer.observe.site_statistics import OF_PARAMETERS
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.site_record import OF_PARAMETERS
 
 __all__ = ["EscapedProduct", "covered_share", "escaped_products"]
 

@@ -13,13 +13,13 @@ from quantizer.calibrators import Calibrator
 from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
+from quantizer.observe.range_group import Migration
+from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.site_statistics import SiteRecord
 from quantizer.operations.catalogue import Operand
 from quantizer.proxy.formats import Formats
 from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.range_group import Migration
-from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.site import Site
-from quantizer.proxy.site_record import SiteRecord
 from quantizer.proxy.weight_scales import ONE_SCALE
 from quantizer.proxy.weight_scales import beyond
 from quantizer.proxy.weight_scales import scale_of

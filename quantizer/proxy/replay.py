@@ -18,9 +18,9 @@ from torch import Tensor
 from torch import nn
 from tqdm.auto import tqdm
 
-from quantizer.proxy.kept_batches import Batch
-from quantizer.proxy.padding import padding_mask
-from quantizer.proxy.padding import without_padding
+from quantizer.observe.padding import padding_mask
+from quantizer.observe.padding import without_padding
+from quantizer.observe.replay_batches import Batch
 from quantizer.proxy.site import Site
 from quantizer.proxy.unmoved import unmoved
 

@@ -28,16 +28,16 @@ from torch import nn
 from quantizer.calibrators import Calibrator
 from quantizer.common.distributed import ranks
 from quantizer.errors import CalibrationError
+from quantizer.observe.range_group import ChannelRange
+from quantizer.observe.range_group import Migration
+from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.statistics import Seen
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.freeze import apply_site_plan
 from quantizer.proxy.plan import Plan
-from quantizer.proxy.range_group import ChannelRange
-from quantizer.proxy.range_group import Migration
-from quantizer.proxy.range_group import OperandRecord
-from quantizer.proxy.range_group import RangeGroup
 from quantizer.proxy.replay import SiteCall
 from quantizer.proxy.replay import replay
-from quantizer.proxy.seen import Seen
 
 __all__ = ["ALPHAS", "migrate", "migration_factors"]
 

@@ -32,7 +32,7 @@ from quantizer.common.plain_values import yaml_values
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.files import write_folder
-from quantizer.proxy.completeness import CountedProduct
+from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.proxy.plan import OperandPlan
 from quantizer.proxy.plan import Plan
 from quantizer.proxy.plan import SitePlan

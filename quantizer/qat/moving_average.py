@@ -21,9 +21,9 @@ from quantizer.common.distributed import ranks
 from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
+from quantizer.observe.padding import read_mask
+from quantizer.observe.padding import without_padding
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.padding import read_mask
-from quantizer.proxy.padding import without_padding
 
 __all__ = ["MOMENTUM", "MovingAverage", "Padding", "least_scale", "step"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import SensitivityError
-from quantizer.proxy.padding import has_padding
-from quantizer.proxy.padding import output_without_padding
+from quantizer.observe.padding import has_padding
+from quantizer.observe.padding import output_without_padding
 
 __all__ = ["Divergence", "Probe", "flat_output"]
 

@@ -24,9 +24,9 @@ from tqdm.auto import tqdm
 
 from quantizer.common.distributed import summed
 from quantizer.errors import SensitivityError
+from quantizer.observe.replay_batches import copied
 from quantizer.proxy.attention import as_recorded
 from quantizer.proxy.classes import called_through
-from quantizer.proxy.kept_batches import copied
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.unmoved import Held
 from quantizer.proxy.unmoved import unmoved

@@ -23,15 +23,15 @@ from torch.utils import _pytree
 
 from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
-from quantizer.proxy.batch_pass import Pass
-from quantizer.proxy.batch_pass import Watched
+from quantizer.observe.batch_pass import Pass
+from quantizer.observe.batch_pass import Watched
+from quantizer.observe.completeness.product_counter import Explanations
+from quantizer.observe.padding import read_mask
+from quantizer.observe.replay_batches import KeptBatches
+from quantizer.observe.statistics import Seen
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.classes import called_through
-from quantizer.proxy.completeness import Explanations
-from quantizer.proxy.kept_batches import KeptBatches
 from quantizer.proxy.local_hook import LocalHook
-from quantizer.proxy.padding import read_mask
-from quantizer.proxy.seen import Seen
 from quantizer.proxy.site import Site
 
 __all__ = ["Observation"]

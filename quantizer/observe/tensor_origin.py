@@ -25,10 +25,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.float16.overflow import Magnitudes
+from quantizer.observe.completeness.product_counter import ProductCounter
 from quantizer.operations.aten_products import PRODUCTS
 from quantizer.operations.aten_products import is_composite
 from quantizer.operations.aten_products import product_name
-from quantizer.proxy.completeness import ProductCounter
 from quantizer.proxy.weight import is_transformed
 
 __all__ = ["Origin", "Provenance"]

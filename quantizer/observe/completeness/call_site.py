@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from quantizer.observe.completeness.called_object import Called
+from quantizer.observe.completeness.called_object import called
 from quantizer.operations.catalogue import OPERATORS
 from quantizer.operations.catalogue import Operation
-from quantizer.proxy.called import Called
-from quantizer.proxy.called import called
 from quantizer.proxy.classes import REWRITER
 from quantizer.rewrite.live_names import LIVE
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from dataclasses import field
 
+from quantizer.observe.range_group import OperandRecord
 from quantizer.operations.catalogue import Kind
-from quantizer.proxy.range_group import OperandRecord
 from quantizer.proxy.weight import Weight
 
 __all__ = ["EMPTY", "OF_PARAMETERS", "NOT_TENSORS", "TRANSFORMED", "VARIES", "SiteRecord", "one_size", "same_weight"]

@@ -24,15 +24,15 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.common.plain_values import decoded
+from quantizer.observe.completeness.call_site import Caller
+from quantizer.observe.completeness.call_site import callers
+from quantizer.observe.completeness.call_site import innermost_frame
+from quantizer.observe.completeness.running_modules import follow
+from quantizer.observe.completeness.running_modules import leave
 from quantizer.operations.aten_products import FUSED_KERNELS
 from quantizer.operations.aten_products import PRODUCTS
 from quantizer.operations.aten_products import RECURRENT_KERNELS
 from quantizer.proxy.build import SkippedSource
-from quantizer.proxy.caller import Caller
-from quantizer.proxy.caller import callers
-from quantizer.proxy.caller import innermost_frame
-from quantizer.proxy.running import follow
-from quantizer.proxy.running import leave
 from quantizer.proxy.site import Site
 
 __all__ = ["CountedProduct", "Explanations", "ProductCounter", "Reason"]

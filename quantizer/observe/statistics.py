@@ -14,11 +14,11 @@ from dataclasses import field
 from dataclasses import replace
 
 from quantizer.float16.float32_modules import Regions
-from quantizer.proxy.completeness import CountedProduct
-from quantizer.proxy.kept_batches import KeptBatches
-from quantizer.proxy.range_group import OperandRecord
-from quantizer.proxy.range_group import RangeGroup
-from quantizer.proxy.site_record import SiteRecord
+from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.replay_batches import KeptBatches
+from quantizer.observe.site_statistics import SiteRecord
 
 __all__ = ["Seen"]
 
