@@ -24,11 +24,11 @@ from quantizer.observe.replay_batches import KeptBatches
 from quantizer.observe.snapshot import restored
 from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
+from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.local_hook import LocalHook
-from quantizer.proxy.plan import Plan
 from quantizer.proxy.sharing import OwnBuffers
 from quantizer.ranges import plan_of
 from quantizer.settings import observation_of

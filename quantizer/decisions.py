@@ -11,8 +11,8 @@ from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Regions
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.replay_batches import KeptBatches
+from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import SkippedSource
-from quantizer.proxy.plan import Plan
 
 __all__ = ["Decisions"]
 

@@ -14,9 +14,9 @@ from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.statistics import Seen
-from quantizer.proxy.operand_plans import judged_as
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import Plan
+from quantizer.plan.decide_operands import judged_as
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
 from quantizer.report.record import Histogram
 from quantizer.report.record import RangeCandidate
 

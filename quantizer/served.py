@@ -23,15 +23,15 @@ from quantizer.errors import SensitivityError
 from quantizer.float16.float32_modules import Regions
 from quantizer.float16.simulate import is_simulation
 from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.plan.apply import frozen_proxy
+from quantizer.plan.apply import require_scales_of
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import put_back as without_groups
+from quantizer.plan.weight_scales import with_scales_of_weights
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
-from quantizer.proxy.freeze import frozen_proxy
-from quantizer.proxy.freeze import require_scales_of
-from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import put_back as without_groups
-from quantizer.proxy.weight_scales import with_scales_of_weights
 from quantizer.qat import Scales
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.sensitivity import Fallback

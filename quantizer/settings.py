@@ -21,16 +21,16 @@ from quantizer.config.feasibility import default_format
 from quantizer.config.feasibility import rule_formats
 from quantizer.float16.float32_modules import Regions
 from quantizer.observe.observation import Observation
+from quantizer.plan.decide_operands import PlanSettings
+from quantizer.plan.operand_formats import FormatRule
+from quantizer.plan.operand_formats import Formats
+from quantizer.plan.operand_formats import formats_for
+from quantizer.plan.selection import Rules
+from quantizer.plan.selection import refusals
+from quantizer.plan.site_plan import NEVER_RAN
+from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.formats import FormatRule
-from quantizer.proxy.formats import Formats
-from quantizer.proxy.formats import formats_for
-from quantizer.proxy.operand_plans import PlanSettings
-from quantizer.proxy.plan import NEVER_RAN
-from quantizer.proxy.plan import Plan
-from quantizer.proxy.rules import Rules
-from quantizer.proxy.rules import refusals
 from quantizer.targets import TargetProfile
 
 __all__ = [

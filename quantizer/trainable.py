@@ -12,16 +12,16 @@ from torch import nn
 
 from quantizer.errors import CalibrationError
 from quantizer.errors import TrainingError
+from quantizer.plan.apply import apply_plan
+from quantizer.plan.apply import switch_on
+from quantizer.plan.replace_scales import with_given_weights
+from quantizer.plan.replace_scales import with_scales
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import put_back
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import own_copy
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.freeze import apply_plan
-from quantizer.proxy.freeze import switch_on
 from quantizer.proxy.local_hook import LocalHook
-from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import put_back
-from quantizer.proxy.scales import with_given_weights
-from quantizer.proxy.scales import with_scales
 from quantizer.proxy.sharing import hand_back_buffers
 from quantizer.proxy.sharing import share_for_good
 from quantizer.qat import Scales

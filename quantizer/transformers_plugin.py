@@ -36,17 +36,17 @@ from quantizer.numerics.packing import pack_pairs
 from quantizer.numerics.packing import packed_size
 from quantizer.numerics.packing import unpack_pairs
 from quantizer.numerics.qtype import qtype
+from quantizer.plan.apply import dropped_parameters
+from quantizer.plan.apply import frozen_skeleton
+from quantizer.plan.apply import is_frozen_by
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.storage import state_bytes
+from quantizer.plan.storage import state_of_bytes
 from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.freeze import dropped_parameters
-from quantizer.proxy.freeze import frozen_skeleton
-from quantizer.proxy.freeze import is_frozen_by
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.plan import Plan
-from quantizer.proxy.state import state_bytes
-from quantizer.proxy.state import state_of_bytes
 from quantizer.quantizer import Quantizer
 
 if TYPE_CHECKING:

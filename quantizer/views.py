@@ -10,14 +10,14 @@ from typing import Any
 
 from quantizer.float16.float32_modules import Regions
 from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.plan.site_plan import NOT_CALIBRATED
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.unquantized import EscapedProduct
+from quantizer.plan.unquantized import covered_share
+from quantizer.plan.unquantized import escaped_products
 from quantizer.proxy.build import SkippedSource
-from quantizer.proxy.escaped import EscapedProduct
-from quantizer.proxy.escaped import covered_share
-from quantizer.proxy.escaped import escaped_products
-from quantizer.proxy.plan import NOT_CALIBRATED
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import SitePlan
 from quantizer.report.tables import Column
 from quantizer.report.text import decibels
 from quantizer.report.text import format_name

@@ -10,8 +10,8 @@ import torch
 from helpers import Mlp
 
 from quantizer import Quantizer
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import SitePlan
 from quantizer.views import Ranges
 
 

@@ -14,7 +14,7 @@ from quantizer.conversion.folder import ONNX
 from quantizer.conversion.folder import processor_folder
 from quantizer.conversion.measure import ShapeLatency
 from quantizer.conversion.settings import Sizes
-from quantizer.proxy.plan import NEVER_RAN
+from quantizer.plan.site_plan import NEVER_RAN
 from quantizer.qdq.signature import Signature
 from quantizer.quantizer import Quantizer
 from quantizer.report import Score

@@ -1,7 +1,7 @@
 """What the folder of a quantized ``transformers`` model holds, and what is refused of one.
 
 ``config.json`` has a ``quantization_config``; ``model.safetensors`` the tensors of the frozen proxy under their own
-names, and one more, ``quantizer_state`` uint8: plan, ranges and config, see ``proxy/state.py``. So they lie in the file
+names, and one more, ``quantizer_state`` uint8: plan, ranges and config, see ``plan/storage.py``. So they lie in the file
 of the weights that they belong to, wherever that is split, renamed or sent to.
 """
 
@@ -25,8 +25,8 @@ from quantizer.config import quantizer_config
 from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
+from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.plan import Plan
 
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel

@@ -23,8 +23,8 @@ from quantizer.common.distributed import summed
 from quantizer.numerics.qtype import QType
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.replay_batches import Batch
-from quantizer.proxy.freeze import apply_factor
-from quantizer.proxy.plan import OperandPlan
+from quantizer.plan.apply import apply_factor
+from quantizer.plan.site_plan import OperandPlan
 from quantizer.proxy.replay import SiteCall
 from quantizer.proxy.replay import replay
 from quantizer.proxy.site import Site

@@ -33,9 +33,9 @@ from quantizer.observe.range_group import Migration
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.statistics import Seen
+from quantizer.plan.apply import apply_site_plan
+from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.freeze import apply_site_plan
-from quantizer.proxy.plan import Plan
 from quantizer.proxy.replay import SiteCall
 from quantizer.proxy.replay import replay
 

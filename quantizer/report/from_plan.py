@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from quantizer.proxy.escaped import EscapedProduct as EscapedRow
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import Plan
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.unquantized import EscapedProduct as EscapedRow
 from quantizer.report.record import EscapedProduct
 from quantizer.report.record import Operand
 from quantizer.report.record import Site

@@ -18,7 +18,7 @@ from quantizer.common.plain_values import json_values
 from quantizer.errors import SensitivityError
 from quantizer.files import checked_file
 from quantizer.files import whole_file
-from quantizer.proxy.plan import SitePlan
+from quantizer.plan.site_plan import SitePlan
 
 __all__ = ["ScoreCache", "check_scores", "fingerprint"]
 

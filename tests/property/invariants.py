@@ -31,7 +31,7 @@ from quantizer.conversion.check import TWICE_DB
 from quantizer.engines import load_engine
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
-from quantizer.proxy.plan import Plan
+from quantizer.plan.site_plan import Plan
 from tests.helpers import Snapshot
 from tests.helpers import assert_same
 

@@ -21,7 +21,7 @@ from quantizer.common.distributed import gathered
 from quantizer.common.distributed import summed
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
-from quantizer.proxy.plan import Plan
+from quantizer.plan.site_plan import Plan
 from tests.helpers import ConvNet
 from tests.helpers import Mlp
 

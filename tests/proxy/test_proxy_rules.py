@@ -14,7 +14,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.errors import ConfigError
-from quantizer.proxy.rules import matches
+from quantizer.plan.selection import matches
 from quantizer.views import CoverageRow
 
 

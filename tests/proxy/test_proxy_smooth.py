@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.proxy.plan import OperandPlan
+from quantizer.plan.site_plan import OperandPlan
 from quantizer.proxy.smooth import ALPHAS
 from quantizer.proxy.smooth import migration_factors
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics.qtype import QTYPES
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import SitePlan
 
 __all__ = ["check_plan"]
 

@@ -17,13 +17,13 @@ from quantizer.observe.range_group import Migration
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.site_statistics import SiteRecord
 from quantizer.operations.catalogue import Operand
-from quantizer.proxy.formats import Formats
-from quantizer.proxy.plan import OperandPlan
+from quantizer.plan.operand_formats import Formats
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.weight_scales import ONE_SCALE
+from quantizer.plan.weight_scales import beyond
+from quantizer.plan.weight_scales import scale_of
+from quantizer.plan.weight_scales import scaled_for
 from quantizer.proxy.site import Site
-from quantizer.proxy.weight_scales import ONE_SCALE
-from quantizer.proxy.weight_scales import beyond
-from quantizer.proxy.weight_scales import scale_of
-from quantizer.proxy.weight_scales import scaled_for
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.completeness.product_counter import Reason
 from quantizer.observe.site_statistics import OF_PARAMETERS
-from quantizer.proxy.plan import Plan
+from quantizer.plan.site_plan import Plan
 
 __all__ = ["EscapedProduct", "covered_share", "escaped_products"]
 

@@ -13,16 +13,16 @@ from torch import nn
 
 from quantizer.errors import ProxyError
 from quantizer.numerics.qtype import qtype
+from quantizer.plan.changed_tensors import SMALL
+from quantizer.plan.changed_tensors import watch
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import SitePlan
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.classes import with_listed_weights
 from quantizer.proxy.classes import with_stored_weight
 from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import SitePlan
-from quantizer.proxy.shared_tensors import SMALL
-from quantizer.proxy.shared_tensors import watch
 from quantizer.proxy.sharing import OwnBuffers
 from quantizer.proxy.sharing import take_small
 from quantizer.proxy.site import Site

@@ -13,8 +13,8 @@ from quantizer.errors import CalibrationError
 from quantizer.numerics.held_scale import held_scale
 from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import qtype
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import Plan
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
 
 __all__ = ["scale_group", "scales_of", "with_given_weights", "with_scales"]
 

@@ -19,8 +19,8 @@ from quantizer.numerics.held_scale import is_normal
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import Plan
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
 
 __all__ = ["ONE_SCALE", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
 

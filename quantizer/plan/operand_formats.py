@@ -10,8 +10,8 @@ from torch import nn
 
 from quantizer.errors import ConfigError
 from quantizer.operations.catalogue import Kind
-from quantizer.proxy.rules import Rules
-from quantizer.proxy.rules import matched
+from quantizer.plan.selection import Rules
+from quantizer.plan.selection import matched
 from quantizer.proxy.site import Site
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format

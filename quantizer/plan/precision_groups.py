@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quantizer.proxy.plan import SitePlan
+    from quantizer.plan.site_plan import SitePlan
 
 __all__ = ["group_names"]
 
