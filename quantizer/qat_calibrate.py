@@ -7,7 +7,10 @@ from typing import Literal
 
 from torch import nn
 
-from quantizer.calibration import seen_by_all_ranks
+from quantizer.calibration.choose_ranges import plan_of
+from quantizer.calibration.session import seen_by_all_ranks
+from quantizer.calibration.settings import observation_of
+from quantizer.calibration.settings import refused_sites
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
@@ -22,11 +25,8 @@ from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.build import skipped_sources
-from quantizer.ranges import plan_of
 from quantizer.rewrite.constructor_patch import Source
 from quantizer.rewrite.constructor_patch import patched
-from quantizer.settings import observation_of
-from quantizer.settings import refused_sites
 from quantizer.views import Coverage
 
 __all__ = ["QATCalibrate"]

@@ -15,6 +15,9 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.amp import Amp
+from quantizer.calibration.choose_ranges import plan_of
+from quantizer.calibration.settings import observation_of
+from quantizer.calibration.settings import refused_sites
 from quantizer.common.batches import run_batches
 from quantizer.common.distributed import ranks
 from quantizer.config import QuantizerConfig
@@ -36,15 +39,12 @@ from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
 from quantizer.qat import Scales
-from quantizer.ranges import plan_of
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
 from quantizer.sensitivity_view import Sensitivity
 from quantizer.served import Served
-from quantizer.settings import observation_of
-from quantizer.settings import refused_sites
 from quantizer.views import Coverage
 from quantizer.views import Ranges
 

@@ -12,11 +12,13 @@ from typing import Any
 from torch import nn
 
 from quantizer.amp import Amp
+from quantizer.calibration.plan_source import Decisions
+from quantizer.calibration.settings import tell_where_nothing_is_quantized
+from quantizer.calibration.settings import warn_of_float32
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.fingerprint import refuse_other_shapes
 from quantizer.common.fingerprint import warn_of_other_weights
 from quantizer.config import QuantizerConfig
-from quantizer.decisions import Decisions
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import SensitivityError
@@ -38,8 +40,6 @@ from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
 from quantizer.sensitivity import operands_of
 from quantizer.sensitivity_view import Sensitivity
-from quantizer.settings import tell_where_nothing_is_quantized
-from quantizer.settings import warn_of_float32
 from quantizer.trainable import Trainable
 from quantizer.views import Coverage
 

@@ -1,6 +1,6 @@
 """Multiplications by one factor a channel, or by one number, folded into what comes before them.
 
-Legend: f [K] the factors, 1 / s of a migration of outliers (``proxy/smooth.py``), or [] the scale of an attention;
+Legend: f [K] the factors, 1 / s of a migration of outliers (``calibration/smoothquant.py``), or [] the scale of an attention;
 x [.., K] what a Q reads; n what a normalization gives before its weight w and bias b; q [K', K] the steps of a linear's
 weight with scales t [K].
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.calibration.replay import SiteCall
+from quantizer.calibration.replay import replay
 from quantizer.calibrators import estimates
 from quantizer.common.distributed import summed
 from quantizer.numerics.qtype import QType
@@ -25,8 +27,6 @@ from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.replay_batches import Batch
 from quantizer.plan.apply import apply_factor
 from quantizer.plan.site_plan import OperandPlan
-from quantizer.proxy.replay import SiteCall
-from quantizer.proxy.replay import replay
 from quantizer.proxy.site import Site
 
 __all__ = ["Trial", "choose_ranges"]

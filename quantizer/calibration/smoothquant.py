@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.calibration.replay import SiteCall
+from quantizer.calibration.replay import replay
 from quantizer.calibrators import Calibrator
 from quantizer.common.distributed import ranks
 from quantizer.errors import CalibrationError
@@ -36,8 +38,6 @@ from quantizer.observe.statistics import Seen
 from quantizer.plan.apply import apply_site_plan
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.replay import SiteCall
-from quantizer.proxy.replay import replay
 
 __all__ = ["ALPHAS", "migrate", "migration_factors"]
 

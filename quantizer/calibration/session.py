@@ -10,6 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.calibration.choose_ranges import plan_of
+from quantizer.calibration.settings import observation_of
+from quantizer.calibration.settings import refused_sites
+from quantizer.calibration.settings import replays_batches
 from quantizer.common.distributed import gathered
 from quantizer.common.distributed import rank_number
 from quantizer.common.distributed import ranks
@@ -30,10 +34,6 @@ from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.sharing import OwnBuffers
-from quantizer.ranges import plan_of
-from quantizer.settings import observation_of
-from quantizer.settings import refused_sites
-from quantizer.settings import replays_batches
 
 __all__ = ["Calibration", "seen_by_all_ranks"]
 

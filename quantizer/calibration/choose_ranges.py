@@ -14,6 +14,13 @@ from torch import Tensor
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.calibration.auto_range import Trial
+from quantizer.calibration.auto_range import choose_ranges
+from quantizer.calibration.settings import calibrator_of
+from quantizer.calibration.settings import plan_settings
+from quantizer.calibration.settings import replays_batches
+from quantizer.calibration.smoothquant import ALPHAS
+from quantizer.calibration.smoothquant import migrate
 from quantizer.common.distributed import summed
 from quantizer.config import QuantizerConfig
 from quantizer.numerics.qtype import qtype
@@ -28,16 +35,9 @@ from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.decide_sites import decide
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_scales import scale_of
-from quantizer.proxy.auto_range import Trial
-from quantizer.proxy.auto_range import choose_ranges
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.smooth import ALPHAS
-from quantizer.proxy.smooth import migrate
 from quantizer.proxy.unmoved import unmoved
 from quantizer.sensitivity.divergence import flat_output
-from quantizer.settings import calibrator_of
-from quantizer.settings import plan_settings
-from quantizer.settings import replays_batches
 
 __all__ = ["plan_of"]
 

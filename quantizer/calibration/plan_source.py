@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quantizer.calibration import Calibration
+from quantizer.calibration.session import Calibration
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
