@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
-from quantizer.amp import Amp
 from quantizer.calibration.choose_ranges import plan_of
 from quantizer.calibration.settings import observation_of
 from quantizer.calibration.settings import refused_sites
@@ -43,6 +42,7 @@ from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
+from quantizer.sensitivity.session import Amp
 from quantizer.sensitivity_view import Sensitivity
 from quantizer.served import Served
 from quantizer.views import Coverage

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.amp import Amp
 from quantizer.calibration.plan_source import Decisions
 from quantizer.calibration.settings import tell_where_nothing_is_quantized
 from quantizer.calibration.settings import warn_of_float32
@@ -35,12 +34,13 @@ from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
 from quantizer.qat import Scales
+from quantizer.qat.session import Trainable
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
 from quantizer.sensitivity import operands_of
+from quantizer.sensitivity.session import Amp
 from quantizer.sensitivity_view import Sensitivity
-from quantizer.trainable import Trainable
 from quantizer.views import Coverage
 
 __all__ = ["Served"]

@@ -30,7 +30,7 @@ from quantizer.qat.checkpoint import LAST
 from quantizer.qat.checkpoint import read_checkpoint
 from quantizer.qat.checkpoint import read_facts
 from quantizer.qat.checkpoint import write_checkpoint
-from quantizer.qat.gradients import has_gradient
+from quantizer.qat.gradient_check import has_gradient
 from quantizer.report.record import TrainingRun
 from quantizer.report.record import TrainingScore
 from quantizer.tasks import Row
