@@ -19,12 +19,12 @@ from quantizer.observe.observation import Observation
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.rewrite.constructor_patch import Source
 from quantizer.rewrite.constructor_patch import patched
 from quantizer.views import Coverage

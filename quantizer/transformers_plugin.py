@@ -42,10 +42,10 @@ from quantizer.plan.apply import is_frozen_by
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.storage import state_bytes
 from quantizer.plan.storage import state_of_bytes
-from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.quantizer import Quantizer
 

@@ -36,7 +36,7 @@ from quantizer.plan.decide_sites import decide
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_scales import scale_of
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.unmoved import unmoved
+from quantizer.proxy.restored_state import unmoved
 from quantizer.sensitivity.divergence import flat_output
 
 __all__ = ["plan_of"]

@@ -21,8 +21,8 @@ from tqdm.auto import tqdm
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.padding import without_padding
 from quantizer.observe.replay_batches import Batch
+from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
-from quantizer.proxy.unmoved import unmoved
 
 __all__ = ["SiteCall", "replay"]
 

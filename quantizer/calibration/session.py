@@ -33,7 +33,7 @@ from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.local_hook import LocalHook
-from quantizer.proxy.sharing import OwnBuffers
+from quantizer.proxy.model_sharing import OwnBuffers
 
 __all__ = ["Calibration", "seen_by_all_ranks"]
 

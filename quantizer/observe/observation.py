@@ -30,7 +30,7 @@ from quantizer.observe.padding import read_mask
 from quantizer.observe.replay_batches import KeptBatches
 from quantizer.observe.statistics import Seen
 from quantizer.proxy.build import SkippedSource
-from quantizer.proxy.classes import called_through
+from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.site import Site
 

@@ -19,12 +19,12 @@ from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.classes import with_listed_weights
-from quantizer.proxy.classes import with_stored_weight
 from quantizer.proxy.frozen_operand import FrozenOperand
+from quantizer.proxy.generated_classes import with_listed_weights
+from quantizer.proxy.generated_classes import with_stored_weight
+from quantizer.proxy.model_sharing import OwnBuffers
+from quantizer.proxy.model_sharing import take_small
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.sharing import OwnBuffers
-from quantizer.proxy.sharing import take_small
 from quantizer.proxy.site import Site
 
 __all__ = [

@@ -27,7 +27,7 @@ from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.plan.site_plan import summary
-from quantizer.proxy.classes import original_class
+from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.site import Site
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format

@@ -21,7 +21,7 @@ from torch import nn
 
 from quantizer.errors import ConfigError
 from quantizer.operations.catalogue import Kind
-from quantizer.proxy.classes import original_class
+from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 

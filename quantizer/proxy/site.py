@@ -17,9 +17,9 @@ from torch import nn
 from quantizer.errors import ProxyError
 from quantizer.operations.catalogue import Operation
 from quantizer.operations.catalogue import operation
-from quantizer.proxy.fused_attention import attention
-from quantizer.proxy.fused_attention import observed_probabilities
 from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.split_attention import attention
+from quantizer.proxy.split_attention import observed_probabilities
 from quantizer.rewrite.find_sites import SiteSource
 
 __all__ = ["Judge", "Observer", "Site"]

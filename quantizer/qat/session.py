@@ -22,8 +22,8 @@ from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import own_copy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.local_hook import LocalHook
-from quantizer.proxy.sharing import hand_back_buffers
-from quantizer.proxy.sharing import share_for_good
+from quantizer.proxy.model_sharing import hand_back_buffers
+from quantizer.proxy.model_sharing import share_for_good
 from quantizer.qat import Scales
 from quantizer.qat import changed_scales
 from quantizer.qat import kinds_of

@@ -21,7 +21,7 @@ from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import put_back
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.sharing import OwnBuffers
+from quantizer.proxy.model_sharing import OwnBuffers
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
 from quantizer.sensitivity import Loss

@@ -17,7 +17,7 @@ from quantizer.observe.completeness.called_object import Called
 from quantizer.observe.completeness.called_object import called
 from quantizer.operations.catalogue import OPERATORS
 from quantizer.operations.catalogue import Operation
-from quantizer.proxy.classes import REWRITER
+from quantizer.proxy.generated_classes import REWRITER
 from quantizer.rewrite.live_names import LIVE
 
 __all__ = ["Caller", "callers", "innermost_frame"]

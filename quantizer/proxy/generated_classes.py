@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
+from quantizer.proxy.class_rewriter import ClassRewriter
 from quantizer.proxy.containers import container_views
-from quantizer.proxy.rewriter import ClassRewriter
-from quantizer.proxy.sharing import end_sharing
-from quantizer.proxy.sharing import hand_back
+from quantizer.proxy.model_sharing import end_sharing
+from quantizer.proxy.model_sharing import hand_back
 from quantizer.rewrite.closures import held
 from quantizer.rewrite.closures import rebound
 from quantizer.rewrite.host_argument import WRITTEN
