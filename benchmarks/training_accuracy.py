@@ -27,7 +27,7 @@ from quantizer import Quantizer
 from quantizer.config import QatConfig
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
-from quantizer.engines.onnxruntime import ONNXRuntimeEngine
+from quantizer.engines.onnxruntime.engine import ONNXRuntimeEngine
 from quantizer.stages import runner
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row

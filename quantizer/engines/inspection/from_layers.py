@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
-from quantizer.engines.inspection import LOW_PRECISIONS
-from quantizer.engines.inspection import Inspection
-from quantizer.engines.inspection import Layer
-from quantizer.engines.inspection import PrecisionShare
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.inspection import PrecisionShare
 
 __all__ = ["RUNS", "WARMUP", "block_of", "inspection_from_layers", "is_product", "named", "run_note"]
 

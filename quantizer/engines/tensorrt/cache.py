@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quantizer.engines.files import whole_file
+from quantizer.engines.engine_file import whole_file
 from quantizer.errors import EngineError
 
 __all__ = ["save_cache", "use_cache"]

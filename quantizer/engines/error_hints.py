@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quantizer.engines.onnx_graph import read_graph
+from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.errors import QuantizerError
 
 __all__ = ["hint_for", "named_node", "refusal"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quantizer.engines.facts import is_product
-from quantizer.engines.facts import named
-from quantizer.engines.inspection import LOW_PRECISIONS
-from quantizer.engines.inspection import Inspection
+from quantizer.engines.inspection.from_layers import is_product
+from quantizer.engines.inspection.from_layers import named
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS
+from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
 
 __all__ = ["LEAST_SHARE", "check_precision"]

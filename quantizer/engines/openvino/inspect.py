@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantizer.engines.base import Array
-from quantizer.engines.facts import RUNS
-from quantizer.engines.facts import WARMUP
-from quantizer.engines.inspection import LOW_PRECISIONS
-from quantizer.engines.inspection import Layer
-from quantizer.engines.multiply_adds import attention_work
-from quantizer.engines.multiply_adds import convolution_work
-from quantizer.engines.multiply_adds import matmul_work
+from quantizer.engines.inspection.from_layers import RUNS
+from quantizer.engines.inspection.from_layers import WARMUP
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.multiply_adds import attention_work
+from quantizer.engines.inspection.multiply_adds import convolution_work
+from quantizer.engines.inspection.multiply_adds import matmul_work
 
 __all__ = ["observed_layers"]
 

@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from quantizer.engines.files import checked_onnx
+from quantizer.engines.engine_file import checked_onnx
 from quantizer.errors import EngineError
 
 __all__ = ["refit", "strip_weights", "stripping_hint", "weights_note"]

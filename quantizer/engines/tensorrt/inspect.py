@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
-from quantizer.engines.inspection import Layer
-from quantizer.engines.multiply_adds import convolution_work
-from quantizer.engines.multiply_adds import matmul_work
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.multiply_adds import convolution_work
+from quantizer.engines.inspection.multiply_adds import matmul_work
 from quantizer.errors import EngineError
 
 __all__ = ["layers_from_json"]

@@ -19,27 +19,27 @@ from typing import TypeAlias
 
 import numpy as np
 
+from quantizer.engines.backends import backends
 from quantizer.engines.base import Array
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
-from quantizer.engines.byte_products import saturation_warnings
 from quantizer.engines.dimensions import input_dimensions
-from quantizer.engines.facts import inspection_from_layers
-from quantizer.engines.facts import run_note
-from quantizer.engines.files import checked_engine
-from quantizer.engines.files import checked_onnx
-from quantizer.engines.files import checked_output
-from quantizer.engines.files import read_engine
-from quantizer.engines.files import write_engine
-from quantizer.engines.inputs import made_up_inputs
-from quantizer.engines.inspection import Inspection
-from quantizer.engines.openvino_inspect import observed_layers
-from quantizer.engines.optional import import_library
-from quantizer.engines.refusal import refusal
-from quantizer.engines.registry import backends
-from quantizer.engines.signal_stack import kept_signal_stack
+from quantizer.engines.engine_file import checked_engine
+from quantizer.engines.engine_file import checked_onnx
+from quantizer.engines.engine_file import checked_output
+from quantizer.engines.engine_file import read_engine
+from quantizer.engines.engine_file import write_engine
+from quantizer.engines.error_hints import refusal
+from quantizer.engines.inspection.from_layers import inspection_from_layers
+from quantizer.engines.inspection.from_layers import run_note
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.int8_saturation import saturation_warnings
+from quantizer.engines.measure.dummy_inputs import made_up_inputs
+from quantizer.engines.openvino.inspect import observed_layers
+from quantizer.engines.openvino.signal_stack import kept_signal_stack
+from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
 
 __all__ = ["OpenVINOBackend", "OpenVINOEngine"]

@@ -1,4 +1,4 @@
-"""``python -m quantizer.engines.memory PATH MODULE BACKEND BATCH SEQUENCE THREADS``: an engine's peak memory, as JSON.
+"""``python -m quantizer.engines.measure.memory PATH MODULE BACKEND BATCH SEQUENCE THREADS``: an engine's peak memory, as JSON.
 
 Run by ``peak_memory_mib`` in a process of its own: a peak never falls, so one process measures one engine.
 """
@@ -14,10 +14,10 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from quantizer.engines.benchmark import PeakMemory
-from quantizer.engines.inputs import working_inputs
-from quantizer.engines.optional import import_library
-from quantizer.engines.registry import load_engine
+from quantizer.engines.backends import load_engine
+from quantizer.engines.measure.benchmark import PeakMemory
+from quantizer.engines.measure.dummy_inputs import working_inputs
+from quantizer.engines.optional_import import import_library
 from quantizer.errors import QuantizerError
 from quantizer.targets import profile
 

@@ -13,11 +13,11 @@ import numpy as np
 from quantizer.engines.base import Array
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
-from quantizer.engines.facts import RUNS
-from quantizer.engines.facts import WARMUP
-from quantizer.engines.inspection import Layer
-from quantizer.engines.tensorrt_inspect import layers_from_json
-from quantizer.engines.tensorrt_refit import refit
+from quantizer.engines.inspection.from_layers import RUNS
+from quantizer.engines.inspection.from_layers import WARMUP
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.tensorrt.inspect import layers_from_json
+from quantizer.engines.tensorrt.refit import refit
 from quantizer.errors import EngineError
 
 __all__ = ["TensorRTEngine", "TrtLog", "trt_log", "trt_profiler"]

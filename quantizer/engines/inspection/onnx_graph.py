@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.engines.dimensions import dimension_sizes
-from quantizer.engines.facts import inspection_from_layers
-from quantizer.engines.files import checked_onnx
-from quantizer.engines.inspection import LOW_PRECISIONS
-from quantizer.engines.inspection import Inspection
-from quantizer.engines.inspection import Layer
-from quantizer.engines.multiply_adds import convolution_work
-from quantizer.engines.multiply_adds import matmul_work
-from quantizer.engines.optional import import_library
+from quantizer.engines.engine_file import checked_onnx
+from quantizer.engines.inspection.from_layers import inspection_from_layers
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.multiply_adds import convolution_work
+from quantizer.engines.inspection.multiply_adds import matmul_work
+from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
 from quantizer.qdq.structure import structural_fault
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from quantizer.engines.inspection import Inspection
-from quantizer.engines.kind import backend_of
-from quantizer.engines.onnx_graph import graph_inspection
-from quantizer.engines.registry import backend
-from quantizer.engines.registry import inspect_engine
-from quantizer.engines.requirement import check_precision
+from quantizer.engines.backends import backend
+from quantizer.engines.backends import inspect_engine
+from quantizer.engines.detect_backend import backend_of
+from quantizer.engines.inspection.check_precision import check_precision
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.onnx_graph import graph_inspection
 
 __all__ = ["inspect_file", "observe_engine", "runs_here"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quantizer.engines.files import checked_engine
-from quantizer.engines.files import checked_onnx
-from quantizer.engines.onnx_graph import read_graph
+from quantizer.engines.engine_file import checked_engine
+from quantizer.engines.engine_file import checked_onnx
+from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.errors import EngineError
 from quantizer.targets import profile
 from quantizer.targets import profiles

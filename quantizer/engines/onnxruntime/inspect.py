@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantizer.engines.facts import RUNS
-from quantizer.engines.facts import WARMUP
-from quantizer.engines.inspection import Layer
-from quantizer.engines.multiply_adds import convolution_work
-from quantizer.engines.multiply_adds import matmul_work
-from quantizer.engines.onnx_graph import MOVES
-from quantizer.engines.onnx_graph import read_graph
+from quantizer.engines.inspection.from_layers import RUNS
+from quantizer.engines.inspection.from_layers import WARMUP
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.multiply_adds import convolution_work
+from quantizer.engines.inspection.multiply_adds import matmul_work
+from quantizer.engines.inspection.onnx_graph import MOVES
+from quantizer.engines.inspection.onnx_graph import read_graph
 
 __all__ = ["observed_layers"]
 

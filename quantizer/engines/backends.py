@@ -12,7 +12,7 @@ from quantizer.engines.base import Backend
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import Engine
-from quantizer.engines.inspection import Inspection
+from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
 
 __all__ = ["backend", "backends", "build_engine", "inspect_engine", "load_engine"]

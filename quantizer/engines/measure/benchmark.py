@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantizer.engines.registry import backend as registered
+from quantizer.engines.backends import backend as registered
 from quantizer.errors import EngineError
 
 __all__ = ["PeakMemory", "interleaved_latency", "medians", "peak_memory_mib"]
@@ -92,7 +92,7 @@ def peak_memory_mib(
         # Without it modules of the current folder would be imported in the place of installed ones.
         "-P",
         "-m",
-        "quantizer.engines.memory",
+        "quantizer.engines.measure.memory",
         str(path),
         type(registered(backend)).__module__,
         backend,

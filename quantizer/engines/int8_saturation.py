@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quantizer.engines.cpu import cpu_flags
-from quantizer.engines.onnx_graph import read_graph
+from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.targets import profile
 
 __all__ = ["saturates", "saturation_warnings"]

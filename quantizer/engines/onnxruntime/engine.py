@@ -20,26 +20,26 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.engines.backends import backends
 from quantizer.engines.base import Array
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
-from quantizer.engines.byte_products import saturation_warnings
-from quantizer.engines.facts import inspection_from_layers
-from quantizer.engines.facts import run_note
-from quantizer.engines.files import check_signature
-from quantizer.engines.files import checked_onnx
-from quantizer.engines.files import checked_output
-from quantizer.engines.files import sign_onnx
-from quantizer.engines.files import whole_file
-from quantizer.engines.inputs import working_inputs
-from quantizer.engines.inspection import Inspection
-from quantizer.engines.onnxruntime_biases import fuse_biases
-from quantizer.engines.onnxruntime_inspect import observed_layers
-from quantizer.engines.optional import import_library
-from quantizer.engines.refusal import refusal
-from quantizer.engines.registry import backends
+from quantizer.engines.engine_file import check_signature
+from quantizer.engines.engine_file import checked_onnx
+from quantizer.engines.engine_file import checked_output
+from quantizer.engines.engine_file import sign_onnx
+from quantizer.engines.engine_file import whole_file
+from quantizer.engines.error_hints import refusal
+from quantizer.engines.inspection.from_layers import inspection_from_layers
+from quantizer.engines.inspection.from_layers import run_note
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.int8_saturation import saturation_warnings
+from quantizer.engines.measure.dummy_inputs import working_inputs
+from quantizer.engines.onnxruntime.biases import fuse_biases
+from quantizer.engines.onnxruntime.inspect import observed_layers
+from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
 
 __all__ = ["ONNXRuntimeBackend", "ONNXRuntimeEngine"]
