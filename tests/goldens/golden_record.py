@@ -27,7 +27,7 @@ from quantizer import Quantizer
 from quantizer.errors import QuantizerError
 from quantizer.report.html import html_from_record
 from quantizer.report.record import RunRecord
-from quantizer.targets.registry import profiles
+from quantizer.targets.profiles import profiles
 
 __all__ = ["BACKENDS", "EXPORTED", "golden_of", "machine", "recorded", "page_golden"]
 
