@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.picture import Picture
-from quantizer.report.histogram_plot import histogram_figure
-from quantizer.report.histogram_plot import histogram_svg
+from quantizer.report.charts.histogram_plot import histogram_figure
+from quantizer.report.charts.histogram_plot import histogram_svg
 from quantizer.report.record import Histogram
 from quantizer.report.record import RangeCandidate
-from quantizer.report.tables import Column
-from quantizer.report.text import decibels
-from quantizer.report.text import percent
-from quantizer.report.text import significant
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.text import decibels
+from quantizer.report.tables.text import percent
+from quantizer.report.tables.text import significant
 from quantizer.table_view import View
 
 __all__ = ["HistogramBin", "HistogramView"]

@@ -8,14 +8,14 @@ from typing import Any
 
 from quantizer.errors import SensitivityError
 from quantizer.picture import Picture
-from quantizer.report.heat_map import sensitivity_heatmap
-from quantizer.report.measures import error_words
-from quantizer.report.plots import sensitivity_bars
+from quantizer.report.charts.heat_map import sensitivity_heatmap
+from quantizer.report.charts.plots import sensitivity_bars
 from quantizer.report.record import SensitivityRow
 from quantizer.report.search_records import fallback_record
-from quantizer.report.tables import Column
-from quantizer.report.text import compact
-from quantizer.report.text import error
+from quantizer.report.tables.measure_labels import error_words
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.text import compact
+from quantizer.report.tables.text import error
 from quantizer.search_view import Search
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError

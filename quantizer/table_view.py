@@ -13,10 +13,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from quantizer.report.tables import Column
-from quantizer.report.tables import html_table
-from quantizer.report.tables import string_from_table
-from quantizer.report.tables import text_table
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.tables import html_table
+from quantizer.report.tables.tables import string_from_table
+from quantizer.report.tables.tables import text_table
 
 __all__ = ["View"]
 

@@ -18,11 +18,11 @@ from quantizer.plan.unquantized import EscapedProduct
 from quantizer.plan.unquantized import covered_share
 from quantizer.plan.unquantized import escaped_products
 from quantizer.proxy.build import SkippedSource
-from quantizer.report.tables import Column
-from quantizer.report.text import decibels
-from quantizer.report.text import format_name
-from quantizer.report.text import granularity
-from quantizer.report.text import percent
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.text import decibels
+from quantizer.report.tables.text import format_name
+from quantizer.report.tables.text import granularity
+from quantizer.report.tables.text import percent
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.table_view import View
 

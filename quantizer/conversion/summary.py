@@ -15,7 +15,7 @@ from quantizer.conversion.measure import ShapeLatency
 from quantizer.conversion.result import BackendResult
 from quantizer.conversion.result import Facts
 from quantizer.conversion.result import QuantizationFacts
-from quantizer.report import text
+from quantizer.report.tables import text
 
 __all__ = ["print_result", "print_summary"]
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from quantizer.engines import Inspection
-from quantizer.report import text
-from quantizer.report.tables import Column
-from quantizer.report.tables import html_table
-from quantizer.report.tables import text_table
+from quantizer.report.tables import text
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.tables import html_table
+from quantizer.report.tables.tables import text_table
 
 __all__ = ["engine_facts", "engine_table", "layers_table", "print_inspection", "verified_words"]
 

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from itertools import pairwise
 
+from quantizer.report.charts.svg import svg_legend
+from quantizer.report.charts.svg import svg_note
+from quantizer.report.charts.svg import svg_picture
+from quantizer.report.charts.svg import svg_text
 from quantizer.report.record import Evaluation
 from quantizer.report.record import Fallback
-from quantizer.report.svg import svg_legend
-from quantizer.report.svg import svg_note
-from quantizer.report.svg import svg_picture
-from quantizer.report.svg import svg_text
-from quantizer.report.text import amount
-from quantizer.report.text import counted
-from quantizer.report.text import error
-from quantizer.report.text import significant
+from quantizer.report.tables.text import amount
+from quantizer.report.tables.text import counted
+from quantizer.report.tables.text import error
+from quantizer.report.tables.text import significant
 
 __all__ = ["pareto_svg"]
 

@@ -1,6 +1,6 @@
 """The documentation of ``report.json``, made from the records themselves.
 
-``python -m quantizer.report.fields > docs/report-format.md`` writes the page; a test holds the two together.
+``python -m quantizer.report.format_page > docs/report-format.md`` writes the page; a test holds the two together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["field_documentation", "format_page"]
 
 _INTRODUCTION = f"""# The format of `report.json`
 
-<!-- Made by `python -m quantizer.report.fields > docs/report-format.md`: change the records, not this page. -->
+<!-- Made by `python -m quantizer.report.format_page > docs/report-format.md`: change the records, not this page. -->
 
 One run, one object of type [RunRecord](#runrecord). This page describes version {VERSION}; a reader refuses every other
 version, an unknown field, a missing field that has no default, and a value of the wrong type, and says where.

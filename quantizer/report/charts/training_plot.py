@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from itertools import pairwise
 
+from quantizer.report.charts.svg import svg_legend
+from quantizer.report.charts.svg import svg_note
+from quantizer.report.charts.svg import svg_picture
+from quantizer.report.charts.svg import svg_text
 from quantizer.report.record import TrainingRun
-from quantizer.report.svg import svg_legend
-from quantizer.report.svg import svg_note
-from quantizer.report.svg import svg_picture
-from quantizer.report.svg import svg_text
-from quantizer.report.text import counted
-from quantizer.report.text import plain
+from quantizer.report.tables.text import counted
+from quantizer.report.tables.text import plain
 
 __all__ = ["loss_svg", "score_svg", "training_caption"]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from quantizer.errors import MissingDependencyError
 from quantizer.report.json_file import write_text_atomic
+from quantizer.report.page.page_content import view_from_record
 from quantizer.report.record import RunRecord
-from quantizer.report.view import view_from_record
 
 if TYPE_CHECKING:
     import jinja2

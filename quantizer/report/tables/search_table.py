@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.report import text
 from quantizer.report.record import Fallback
-from quantizer.report.tables import Column
+from quantizer.report.tables import text
+from quantizer.report.tables.tables import Column
 
 __all__ = ["EVALUATION_COLUMNS", "evaluation_caption", "evaluation_cells"]
 

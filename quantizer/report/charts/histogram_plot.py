@@ -6,13 +6,13 @@ import html
 import math
 from collections.abc import Iterator
 
+from quantizer.report.charts.svg import svg_picture
+from quantizer.report.charts.svg import svg_text
 from quantizer.report.record import Histogram
 from quantizer.report.record import RangeCandidate
-from quantizer.report.svg import svg_picture
-from quantizer.report.svg import svg_text
-from quantizer.report.text import decibels
-from quantizer.report.text import percent
-from quantizer.report.text import significant
+from quantizer.report.tables.text import decibels
+from quantizer.report.tables.text import percent
+from quantizer.report.tables.text import significant
 
 __all__ = ["histogram_figure", "histogram_svg"]
 

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quantizer.report import text
-from quantizer.report.engine_table import print_inspection
 from quantizer.report.json_file import read_record
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
 from quantizer.report.record import RunRecord
-from quantizer.report.verdict import quantized_score
+from quantizer.report.tables import text
+from quantizer.report.tables.engine_table import print_inspection
+from quantizer.report.tables.headline import quantized_score
 
 __all__ = ["print_record", "print_summary"]
 

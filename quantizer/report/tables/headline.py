@@ -11,10 +11,10 @@ from quantizer.report.ratios import reference_entry
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import Site
-from quantizer.report.text import mebibytes
-from quantizer.report.text import percent
-from quantizer.report.text import score
-from quantizer.report.text import signed
+from quantizer.report.tables.text import mebibytes
+from quantizer.report.tables.text import percent
+from quantizer.report.tables.text import score
+from quantizer.report.tables.text import signed
 
 __all__ = ["covered_share", "multiply_add_share", "quantized_score", "reasons", "verdict"]
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quantizer.report.text import MISSING
-from quantizer.report.text import plain
-from quantizer.report.text import typeset
+from quantizer.report.tables.text import MISSING
+from quantizer.report.tables.text import plain
+from quantizer.report.tables.text import typeset
 
 __all__ = ["Column", "html_table", "string_from_table", "text_table"]
 

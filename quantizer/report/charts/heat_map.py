@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantizer.report.measures import error_words
-from quantizer.report.ranked import RankedRow
-from quantizer.report.ranked import blocks_in_order
-from quantizer.report.svg import svg_legend
-from quantizer.report.svg import svg_note
-from quantizer.report.svg import svg_picture
-from quantizer.report.svg import svg_text
-from quantizer.report.text import MISSING
-from quantizer.report.text import error
-from quantizer.report.text import shorten
+from quantizer.report.charts.svg import svg_legend
+from quantizer.report.charts.svg import svg_note
+from quantizer.report.charts.svg import svg_picture
+from quantizer.report.charts.svg import svg_text
+from quantizer.report.tables.measure_labels import error_words
+from quantizer.report.tables.ranking import RankedRow
+from quantizer.report.tables.ranking import blocks_in_order
+from quantizer.report.tables.text import MISSING
+from quantizer.report.tables.text import error
+from quantizer.report.tables.text import shorten
 
 __all__ = ["sensitivity_heatmap"]
 
