@@ -42,7 +42,6 @@ from quantizer.files import require_room
 from quantizer.files import restore_folder
 from quantizer.files import said_complete
 from quantizer.files import write_folder
-from quantizer.histograms import noisiest
 from quantizer.preflight import check_rows
 from quantizer.preflight import require_tools
 from quantizer.quantizer import Quantizer
@@ -86,6 +85,7 @@ from quantizer.tasks.datasets.rows import content_of
 from quantizer.training import Course
 from quantizer.training import Training
 from quantizer.tuning import TuningScore
+from quantizer.views.histograms import noisiest
 
 __all__ = ["inspect", "run"]
 

@@ -27,7 +27,7 @@ from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.rewrite.constructor_patch import Source
 from quantizer.rewrite.constructor_patch import patched
-from quantizer.views import Coverage
+from quantizer.views.coverage import Coverage
 
 __all__ = ["QATCalibrate"]
 

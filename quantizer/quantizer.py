@@ -26,8 +26,6 @@ from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.float16.simulate import simulate
-from quantizer.histogram_view import HistogramView
-from quantizer.histograms import histogram_of
 from quantizer.plan.replace_scales import scales_of
 from quantizer.plan.replace_scales import with_scales
 from quantizer.plan.site_plan import Plan
@@ -43,10 +41,12 @@ from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
 from quantizer.sensitivity.session import Amp
-from quantizer.sensitivity_view import Sensitivity
 from quantizer.served import Served
-from quantizer.views import Coverage
-from quantizer.views import Ranges
+from quantizer.views.coverage import Coverage
+from quantizer.views.coverage import Ranges
+from quantizer.views.histogram_view import HistogramView
+from quantizer.views.histograms import histogram_of
+from quantizer.views.sensitivity_view import Sensitivity
 
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult

@@ -40,8 +40,8 @@ from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import carried_over
 from quantizer.sensitivity import operands_of
 from quantizer.sensitivity.session import Amp
-from quantizer.sensitivity_view import Sensitivity
-from quantizer.views import Coverage
+from quantizer.views.coverage import Coverage
+from quantizer.views.sensitivity_view import Sensitivity
 
 __all__ = ["Served"]
 

@@ -12,7 +12,7 @@ from helpers import Mlp
 from quantizer import Quantizer
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import SitePlan
-from quantizer.views import Ranges
+from quantizer.views.coverage import Ranges
 
 
 def _calibrated(**options: Any) -> Quantizer:

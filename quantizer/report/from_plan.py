@@ -11,7 +11,7 @@ from quantizer.plan.unquantized import EscapedProduct as EscapedRow
 from quantizer.report.record import EscapedProduct
 from quantizer.report.record import Operand
 from quantizer.report.record import Site
-from quantizer.views import CoverageRow
+from quantizer.views.coverage import CoverageRow
 
 __all__ = ["escaped_records", "site_records"]
 

@@ -15,7 +15,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import ConfigError
 from quantizer.plan.selection import matches
-from quantizer.views import CoverageRow
+from quantizer.views.coverage import CoverageRow
 
 
 class Attention(nn.Module):

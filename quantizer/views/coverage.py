@@ -24,7 +24,7 @@ from quantizer.report.tables.text import format_name
 from quantizer.report.tables.text import granularity
 from quantizer.report.tables.text import percent
 from quantizer.rewrite.operator_patches import OperatorPatch
-from quantizer.table_view import View
+from quantizer.views.table_view import View
 
 __all__ = ["Coverage", "CoverageRow", "Escaped", "RangeRow", "Ranges"]
 

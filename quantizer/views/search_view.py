@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quantizer.picture import Picture
 from quantizer.report.charts.pareto_plot import pareto_svg
 from quantizer.report.record import Evaluation
 from quantizer.report.record import Fallback
@@ -13,7 +12,8 @@ from quantizer.report.tables.search_table import EVALUATION_COLUMNS
 from quantizer.report.tables.search_table import evaluation_caption
 from quantizer.report.tables.search_table import evaluation_cells
 from quantizer.report.tables.tables import Column
-from quantizer.table_view import View
+from quantizer.views.picture import Picture
+from quantizer.views.table_view import View
 
 __all__ = ["Search"]
 

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from quantizer.errors import SensitivityError
-from quantizer.picture import Picture
 from quantizer.report.charts.heat_map import sensitivity_heatmap
 from quantizer.report.charts.plots import sensitivity_bars
 from quantizer.report.record import SensitivityRow
@@ -16,10 +15,11 @@ from quantizer.report.tables.measure_labels import error_words
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.text import compact
 from quantizer.report.tables.text import error
-from quantizer.search_view import Search
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
-from quantizer.table_view import View
+from quantizer.views.picture import Picture
+from quantizer.views.search_view import Search
+from quantizer.views.table_view import View
 
 __all__ = ["Sensitivity"]
 

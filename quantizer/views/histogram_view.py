@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.picture import Picture
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.charts.histogram_plot import histogram_svg
 from quantizer.report.record import Histogram
@@ -16,7 +15,8 @@ from quantizer.report.tables.tables import Column
 from quantizer.report.tables.text import decibels
 from quantizer.report.tables.text import percent
 from quantizer.report.tables.text import significant
-from quantizer.table_view import View
+from quantizer.views.picture import Picture
+from quantizer.views.table_view import View
 
 __all__ = ["HistogramBin", "HistogramView"]
 
