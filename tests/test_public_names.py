@@ -19,7 +19,7 @@ MODULES = sorted(
     if module.name not in ("quantizer.__main__", "quantizer.export.check")
 )
 # What only those import who have transformers.
-PLUGIN = ("quantizer.transformers_plugin", "quantizer.interop.transformers_folder")
+PLUGIN = ("quantizer.interop.transformers.plugin", "quantizer.interop.transformers.folder")
 
 
 def _visible(module: types.ModuleType) -> set[str]:
