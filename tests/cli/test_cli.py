@@ -46,10 +46,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         return called
 
-    module = ModuleType("quantizer.pipeline")
+    module = ModuleType("quantizer.runs.run")
     module.run = note("run")  # type: ignore[attr-defined]
     module.inspect = note("inspect")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quantizer.pipeline", module)
+    monkeypatch.setitem(sys.modules, "quantizer.runs.run", module)
     return calls
 
 
@@ -263,7 +263,7 @@ def test_the_examples_work(
 
 
 def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import quantizer.conversion
+    import quantizer.runs.convert
 
     asked: list[Any] = []
     monkeypatch.chdir(tmp_path)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantizer.conversion.data import DataSource
 from quantizer.engines import backends
 from quantizer.errors import ConfigError
 from quantizer.errors import QuantizerError
 from quantizer.files import checked_folder
 from quantizer.files import restore_folder
+from quantizer.runs.convert.data import DataSource
 from quantizer.targets import profile
 from quantizer.targets import profiles
 from quantizer.tasks import tasks

@@ -7,19 +7,19 @@ from dataclasses import asdict
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.conversion.check import OutputCheck
-from quantizer.conversion.folder import ENGINE
-from quantizer.conversion.folder import FORMAT
-from quantizer.conversion.folder import ONNX
-from quantizer.conversion.folder import processor_folder
-from quantizer.conversion.measure import ShapeLatency
-from quantizer.conversion.settings import Sizes
 from quantizer.plan.site_plan import NEVER_RAN
 from quantizer.qdq.signature import Signature
 from quantizer.quantizer import Quantizer
 from quantizer.report import Score
 from quantizer.report import collect_versions
 from quantizer.report.search_records import fallback_reason
+from quantizer.runs.convert.compare_outputs import OutputCheck
+from quantizer.runs.convert.folder import ENGINE
+from quantizer.runs.convert.folder import FORMAT
+from quantizer.runs.convert.folder import ONNX
+from quantizer.runs.convert.folder import processor_folder
+from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.convert.request import Sizes
 
 __all__ = ["BackendResult", "Facts", "QuantizationFacts", "backend_config", "quantization_facts"]
 

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quantizer.conversion.check import OutputCheck
-from quantizer.conversion.measure import ShapeLatency
-from quantizer.conversion.result import BackendResult
-from quantizer.conversion.result import Facts
-from quantizer.conversion.result import QuantizationFacts
 from quantizer.report.tables import text
+from quantizer.runs.convert.compare_outputs import OutputCheck
+from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.convert.result import BackendResult
+from quantizer.runs.convert.result import Facts
+from quantizer.runs.convert.result import QuantizationFacts
 
 __all__ = ["print_result", "print_summary"]
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from quantizer.stages import bar
-from quantizer.stages import runner
+from quantizer.runs.stages import bar
+from quantizer.runs.stages import runner
 from quantizer.tasks import Row
 from quantizer.tasks import Task
 from quantizer.tasks.datasets.rows import content_of

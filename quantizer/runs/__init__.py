@@ -1,0 +1,1 @@
+"""TODO purpose of this room."""
