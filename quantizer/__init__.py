@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from quantizer import functional
     from quantizer.config import QuantizerConfig
     from quantizer.errors import QuantizerError
-    from quantizer.qat_calibrate import QATCalibrate
+    from quantizer.in_place import QATCalibrate
     from quantizer.quantizer import Quantizer
 
 __all__ = ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError", "functional"]
@@ -19,7 +19,7 @@ __all__ = ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError", "fu
 __version__ = "0.1.0"
 
 _HOMES = {
-    "QATCalibrate": "quantizer.qat_calibrate",
+    "QATCalibrate": "quantizer.in_place",
     "Quantizer": "quantizer.quantizer",
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",

@@ -26,6 +26,7 @@ from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.float16.simulate import simulate
+from quantizer.model_session import Served
 from quantizer.plan.replace_scales import scales_of
 from quantizer.plan.replace_scales import with_scales
 from quantizer.plan.site_plan import Plan
@@ -41,7 +42,6 @@ from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
 from quantizer.sensitivity.session import Amp
-from quantizer.served import Served
 from quantizer.views.coverage import Coverage
 from quantizer.views.coverage import Ranges
 from quantizer.views.histogram_view import HistogramView
