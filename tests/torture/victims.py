@@ -103,7 +103,7 @@ def _translate_once(folder: Path) -> None:
     """
     import onnx_ir
 
-    import quantizer.export.onnx_file as onnx_file
+    import quantizer.export.exporter as onnx_file
 
     translate = onnx_file._export
 

@@ -26,10 +26,10 @@ from quantizer.export.dynamic_axes import check_dynamic
 from quantizer.export.dynamic_axes import dynamic_shapes
 from quantizer.export.dynamic_axes import hint
 from quantizer.export.dynamic_axes import usual_axes
+from quantizer.export.onnx_storage import write_onnx
 from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
-from quantizer.export.translate import translations
-from quantizer.export.write import write_onnx
+from quantizer.export.qdq_translations import translations
 from quantizer.files import checked_file
 from quantizer.float16.float32_modules import Regions
 from quantizer.float16.float32_modules import convert_floats
