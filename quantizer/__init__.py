@@ -27,7 +27,7 @@ _HOMES = {
 
 if "torch" in sys.modules:
     # What torch.jit saved of a frozen model is loaded with our operators, which this registers.
-    import_module("quantizer.numerics.ops")
+    import_module("quantizer.numerics.torch_operators")
 
 
 def __getattr__(name: str) -> Any:
