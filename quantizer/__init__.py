@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 from typing import Any
 
+from quantizer.common.old_paths import find_old_paths
+
 if TYPE_CHECKING:
     from quantizer import functional
     from quantizer.config import QuantizerConfig
@@ -24,6 +26,8 @@ _HOMES = {
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
 }
+
+find_old_paths()
 
 if "torch" in sys.modules:
     # What torch.jit saved of a frozen model is loaded with our operators, which this registers.

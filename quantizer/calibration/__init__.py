@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""One calibration of a model: from batches to ranges, and from ranges to a plan."""

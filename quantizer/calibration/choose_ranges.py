@@ -24,6 +24,7 @@ from quantizer.calibration.smoothquant import migrate
 from quantizer.common.distributed import summed
 from quantizer.config import QuantizerConfig
 from quantizer.numerics.qtype import qtype
+from quantizer.observe.outputs import flat_output
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
 from quantizer.observe.replay_batches import copied
@@ -37,7 +38,6 @@ from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_scales import scale_of
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.restored_state import unmoved
-from quantizer.sensitivity.divergence import flat_output
 
 __all__ = ["plan_of"]
 

@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Helpers without a domain: registries, plain values out of files, checksums, memory errors, ranks of a run."""

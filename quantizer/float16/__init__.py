@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Which values float16 cannot hold, and which modules stay in float32 because of them."""

@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Which operations of torch are quantizable, and how large the products are that they compute."""

@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""``quantizer run`` and ``quantizer convert``: all stages on a task, timed, resumable, reported."""

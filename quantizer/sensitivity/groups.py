@@ -1,8 +1,8 @@
 """The groups of an amp proxy: what is switched together, measured together and put back together.
 
-The smallest are those of the plan (see ``plan/precision_groups.py``). Coarser ones are made of them, by where their first site
-stands: a *block* is a module's path up to its first number (``encoder.layer.3``), and a *layer* is the part of a block
-that a site belongs to (``encoder.layer.3.attention``).
+The smallest are those of the plan (see ``plan/precision_groups.py``). Coarser ones are made of them, by where their
+first site stands: a *block* is a module's path up to its first number (``encoder.layer.3``), and a *layer* is
+the part of a block that a site belongs to (``encoder.layer.3.attention``).
 """
 
 from __future__ import annotations

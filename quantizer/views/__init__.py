@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Tables and pictures that a quantizer shows in a terminal and in a notebook."""

@@ -268,7 +268,7 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     asked: list[Any] = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
-    monkeypatch.setattr(quantizer.conversion, "convert", lambda conversion, _: asked.append(conversion))
+    monkeypatch.setattr(quantizer.runs.convert, "convert", lambda conversion, _: asked.append(conversion))
     (verb,) = [verb for verb in VERBS if verb.name == "convert"]
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:

@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""What an engine runs: its layers, their formats and their multiply-adds."""

@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Latency and peak memory of engines."""

@@ -98,7 +98,7 @@ def peak_memory_mib(
         backend,
         *map(str, (batch, sequence, threads)),
     ]
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(

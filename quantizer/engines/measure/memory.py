@@ -1,6 +1,7 @@
-"""``python -m quantizer.engines.measure.memory PATH MODULE BACKEND BATCH SEQUENCE THREADS``: an engine's peak memory, as JSON.
+"""An engine's peak memory, as JSON.
 
-Run by ``peak_memory_mib`` in a process of its own: a peak never falls, so one process measures one engine.
+``python -m quantizer.engines.measure.memory PATH MODULE BACKEND BATCH SEQUENCE THREADS`` is run by
+``peak_memory_mib`` in a process of its own: a peak never falls, so one process measures one engine.
 """
 
 from __future__ import annotations

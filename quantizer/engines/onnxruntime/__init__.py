@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Engines of ONNX Runtime, for CPUs."""

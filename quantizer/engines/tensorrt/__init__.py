@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Engines of TensorRT and of TensorRT-RTX."""

@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Quantized checkpoints of transformers: hooks of ``from_pretrained`` and ``save_pretrained``."""

@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Counting every product that a pass computes, in sites or not, with the call that made it."""

@@ -31,6 +31,8 @@ _HANDS_ON = (
     "torch.utils",
     "torch.overrides",
     "quantizer.proxy",
+    "quantizer.observe",
+    "quantizer.float16",
 )
 _RUNS_A_MODULE = ("_call_impl", "torch.nn.modules.module")
 

@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Pictures of a report, drawn as SVG."""

@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""The report as one HTML file."""

@@ -1,1 +1,1 @@
-"""TODO purpose of this room."""
+"""Tables and sentences of a report, for terminal and page."""
