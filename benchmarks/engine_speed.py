@@ -30,7 +30,7 @@ from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
-from quantizer.engines.openvino_inspect import observed_layers
+from quantizer.engines.openvino.inspect import observed_layers
 from quantizer.export import export_onnx
 from quantizer.tasks import Run
 from quantizer.tasks import Task

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from quantizer import Quantizer
 from quantizer.engines import load_engine
+from quantizer.observe.padding import padding_mask
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.padding import padding_mask
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import groups_of
 from quantizer.sensitivity.site_changes import watched

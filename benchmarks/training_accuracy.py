@@ -27,12 +27,12 @@ from quantizer import Quantizer
 from quantizer.config import QatConfig
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
-from quantizer.engines.onnxruntime import ONNXRuntimeEngine
-from quantizer.stages import runner
+from quantizer.engines.onnxruntime.engine import ONNXRuntimeEngine
+from quantizer.runs.stages import runner
+from quantizer.runs.train import Training
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
-from quantizer.training import Training
 
 CALIBRATION, TRAINING, TUNING = slice(128), slice(128, 6120), slice(6120, 6920)
 BLOCKS = {"kinds": ["linear"], "activations": "int8", "weights": "int4", "block_size": 32}

@@ -7,11 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 from typing import Any
 
+from quantizer.common.old_paths import find_old_paths
+
 if TYPE_CHECKING:
     from quantizer import functional
     from quantizer.config import QuantizerConfig
     from quantizer.errors import QuantizerError
-    from quantizer.qat_calibrate import QATCalibrate
+    from quantizer.in_place import QATCalibrate
     from quantizer.quantizer import Quantizer
 
 __all__ = ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError", "functional"]
@@ -19,15 +21,17 @@ __all__ = ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError", "fu
 __version__ = "0.1.0"
 
 _HOMES = {
-    "QATCalibrate": "quantizer.qat_calibrate",
+    "QATCalibrate": "quantizer.in_place",
     "Quantizer": "quantizer.quantizer",
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
 }
 
+find_old_paths()
+
 if "torch" in sys.modules:
     # What torch.jit saved of a frozen model is loaded with our operators, which this registers.
-    import_module("quantizer.numerics.ops")
+    import_module("quantizer.numerics.torch_operators")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 Legend: x [*] floating values; s the scale; z the zero point, of the shape of s; q [*] the steps.
 
 The formats are ``int8``, ``fp8`` (E4M3, saturating), ``int4`` and ``uint8``, which takes a zero point; the formulas are
-in ``quantizer.numerics.ops``. The scale says how many values share it:
+in ``quantizer.numerics.torch_operators``. The scale says how many values share it:
 
 - per tensor, s []: no axis;
 - per axis, s [A]: ``axis``, of size A;
@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype

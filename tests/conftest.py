@@ -21,7 +21,7 @@ import torch
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 from hypothesis import settings
 
-from quantizer.targets.registry import profiles
+from quantizer.targets.profiles import profiles
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would the programs that they start and
 # interrupt.

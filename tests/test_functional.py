@@ -14,7 +14,7 @@ from quantizer import functional
 from quantizer.functional import dequantize
 from quantizer.functional import fake_quantize
 from quantizer.functional import quantize
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qtype import QTYPES
 

@@ -13,8 +13,8 @@ from helpers import Mlp
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
-from quantizer.histograms import noisiest
-from quantizer.numerics.ops import fake_quantize
+from quantizer.numerics.torch_operators import fake_quantize
+from quantizer.views.histograms import noisiest
 
 INPUT = "up.forward.linear_0.input"
 

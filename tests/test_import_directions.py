@@ -12,56 +12,61 @@ from structure import FILES
 from structure import imports
 from structure import room_of
 
-# Each line may import from those above it, never from one on its own line.
+# A line may import from lines above it only.
 ORDER = (
-    ("errors", "registry", "files", "plain", "existing", "digest", "onnx_structure", "out_of_memory"),
-    ("numerics",),
-    ("targets",),
-    ("config",),
-    ("calibrators", "functional"),
-    ("source",),
-    ("patches", "qdq"),
-    ("graph_check",),
-    ("proxy",),
-    ("sensitivity", "qat", "export", "interop"),
-    ("engines",),
-    ("tasks", "report"),
-    ("table_view", "histograms", "picture"),
-    ("search_view",),
-    ("views", "sensitivity_view", "settings", "batches"),
-    ("histogram_view",),
-    ("ranges",),
-    ("calibration",),
-    ("decisions", "amp", "trainable", "stages", "preflight"),
-    ("served", "tuning", "training"),
-    ("pipeline", "quantizer", "qat_calibrate", "conversion"),
-    ("transformers_plugin",),
-    ("cli",),
-    ("__main__",),
+    "errors",
+    "reasons",
+    "common",
+    "files",
+    "numerics",
+    "functional",
+    "operations",
+    "targets",
+    "config",
+    "qdq",
+    "rewrite",
+    "patches",
+    "calibrators",
+    "proxy",
+    "float16",
+    "observe",
+    "plan",
+    "calibration",
+    "sensitivity",
+    "qat",
+    "export",
+    "graph_check",
+    "engines",
+    "tasks",
+    "report",
+    "views",
+    "model_session",
+    "in_place",
+    "quantizer",
+    "interop",
+    "runs",
+    "cli",
+    "__main__",
 )
-RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
+RANK = {part: rank for rank, part in enumerate(ORDER)}
 
-# pipeline and conversion know the order of the stages; the facade is their neighbour.
-# The report's tables draw the views, and the rows of the views become the report's records.
-ALLOWED = {
-    ("pipeline", "quantizer"),
-    ("conversion", "quantizer"),
-    ("files", "errors"),
-    ("registry", "errors"),
-    ("report", "views"),
-}
+# The rows of the views become the report's records.
+ALLOWED = {("report", "views")}
 
 # Engines take a path or bytes and know no proxy; the schema does not enter the library.
 FORBIDDEN = {
-    "engines": {"proxy", "source", "export", "sensitivity", "quantizer"},
+    "engines": {"proxy", "rewrite", "observe", "plan", "calibration", "export", "sensitivity"},
     **{
         part: {"config"}
         for part in (
-            "numerics",
+            "qdq",
+            "rewrite",
+            "patches",
             "calibrators",
-            "source",
-            "targets",
             "proxy",
+            "float16",
+            "observe",
+            "plan",
             "sensitivity",
             "export",
             "engines",
@@ -78,14 +83,14 @@ ROOMS = {
     "onnx": {"export", "qdq", "graph_check", "engines"},
     "onnxscript": {"export"},
     "onnx_ir": {"export", "qdq", "graph_check"},
-    "transformers": {"tasks", "interop", "qat", "transformers_plugin"},
+    "transformers": {"tasks", "interop", "qat"},
     "PIL": {"tasks"},
     "sklearn": {"tasks", "interop"},
     "scipy": {"tasks", "interop"},
     "datasets": {"tasks", "interop"},
     "matplotlib": {"report"},
     "jinja2": {"report"},
-    "rich": {"report", "cli", "table_view", "pipeline", "conversion", "engines"},
+    "rich": {"report", "cli", "views", "runs", "engines"},
     "pydantic": {"config"},
     "pydantic_core": {"config"},
     "nncf": set(),

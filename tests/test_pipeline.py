@@ -18,8 +18,8 @@ import pytest
 import torch
 import yaml
 
-import quantizer.pipeline as pipeline
-import quantizer.stages as stages
+import quantizer.runs.run as pipeline
+import quantizer.runs.stages as stages
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run

@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-import quantizer.pipeline as pipeline
+import quantizer.runs.run as pipeline
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.engines import BuildResult
@@ -27,6 +27,7 @@ from quantizer.engines import Inspection
 from quantizer.errors import EngineError
 from quantizer.report import RunRecord
 from quantizer.report import read_record
+from quantizer.runs.task_metric import TuningScore
 from quantizer.sensitivity import Fallback
 from quantizer.tasks import Predictions
 from quantizer.tasks import build_task
@@ -34,7 +35,6 @@ from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
 from quantizer.tasks import tasks
-from quantizer.tuning import TuningScore
 
 for _package in ("transformers", "sklearn", "jinja2"):
     pytest.importorskip(_package, reason="a run needs quantizer[hf,report]")

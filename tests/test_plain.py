@@ -12,9 +12,9 @@ from typing import Literal
 
 import pytest
 
-from quantizer.plain import decoded
-from quantizer.plain import json_values
-from quantizer.plain import yaml_values
+from quantizer.common.plain_values import decoded
+from quantizer.common.plain_values import json_values
+from quantizer.common.plain_values import yaml_values
 
 
 class Colour(Enum):

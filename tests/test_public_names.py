@@ -15,11 +15,10 @@ from quantizer import errors
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(quantizer.__path__, "quantizer.")
-    # The second one warns that it is elsewhere now.
-    if module.name not in ("quantizer.__main__", "quantizer.export.check")
+    if module.name != "quantizer.__main__"
 )
 # What only those import who have transformers.
-PLUGIN = ("quantizer.transformers_plugin", "quantizer.interop.transformers_folder")
+PLUGIN = ("quantizer.interop.transformers.plugin", "quantizer.interop.transformers.folder")
 
 
 def _visible(module: types.ModuleType) -> set[str]:
@@ -34,7 +33,7 @@ def _visible(module: types.ModuleType) -> set[str]:
 def test_all_lists_what_is_visible() -> None:
     for name in quantizer.__all__:
         getattr(quantizer, name)
-    for_the_import = {"Any", "TYPE_CHECKING", "import_module"}
+    for_the_import = {"Any", "TYPE_CHECKING", "find_old_paths", "import_module"}
     assert (_visible(quantizer) | {"functional"}) - for_the_import == set(quantizer.__all__), (
         "list a new name in __all__, or give it an underscore"
     )

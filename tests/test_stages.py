@@ -16,8 +16,8 @@ from quantizer.engines import TensorSpec
 from quantizer.errors import QuantizerError
 from quantizer.files import said_complete
 from quantizer.qat.checkpoint import write_checkpoint
-from quantizer.stages import engine_inputs
-from quantizer.stages import work_kept
+from quantizer.runs.stages import engine_inputs
+from quantizer.runs.stages import work_kept
 
 
 def test_an_engine_of_half_precision_takes_images_in_half() -> None:

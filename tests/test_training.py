@@ -31,14 +31,14 @@ from quantizer.cli.main import main
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
 from quantizer.report import read_record
+from quantizer.runs.train import Course
+from quantizer.runs.train import Training
 from quantizer.tasks import Row
 from quantizer.tasks import Task
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
-from quantizer.training import Course
-from quantizer.training import Training
 
 TASK = "sequence-classification"
 SETTINGS: dict[str, Any] = {"epochs": 2.5, "learning_rate": 0.0001, "tolerance": 0.0}

@@ -27,7 +27,7 @@ from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
 
 tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install quantizer[hf]")
-plugin = importlib.import_module("quantizer.transformers_plugin")
+plugin = importlib.import_module("quantizer.interop.transformers.plugin")
 quantizer_of = plugin.quantizer_of
 
 SHARED = Path(__file__).parents[1].parent / "shared"
@@ -286,7 +286,7 @@ def test_registering_twice_is_harmless(bert, tmp_path):
     model = ready(bert, backend="openvino")
     frozen = quantized(model)
     frozen.save_pretrained(tmp_path / "one")
-    importlib.import_module("quantizer.transformers_plugin")
+    importlib.import_module("quantizer.interop.transformers.plugin")
     importlib.reload(plugin)
     # Those from before go on, and what they saved loads.
     assert plugin.quantizer_of(model) is frozen.hf_quantizer.quantizer

@@ -10,9 +10,9 @@ import torch
 from helpers import Mlp
 
 from quantizer import Quantizer
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import SitePlan
-from quantizer.views import Ranges
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import SitePlan
+from quantizer.views.coverage import Ranges
 
 
 def _calibrated(**options: Any) -> Quantizer:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quantizer.calibrators.histogram import Histogram
 from quantizer.calibrators.histogram import in_memory_order
+from quantizer.common.registry import Registry
 from quantizer.errors import CalibrationError
-from quantizer.registry import Registry
 
 __all__ = ["CALIBRATORS", "Calibrator", "make_calibrator"]
 

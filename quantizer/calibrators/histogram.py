@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from quantizer.numerics.ops import fake_quantize
+from quantizer.numerics.torch_operators import fake_quantize
 
 __all__ = ["BINS", "Histogram", "in_memory_order"]
 

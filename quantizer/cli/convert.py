@@ -77,9 +77,9 @@ complete when the command ends well, and absent otherwise."""
 
     def __call__(self, args: Namespace, console: Console) -> int:
         # Only now: a wrong word on the command line should be told before the seconds that these imports take.
-        from quantizer.conversion import Conversion
-        from quantizer.conversion import convert
-        from quantizer.conversion import data_source
+        from quantizer.runs.convert import Conversion
+        from quantizer.runs.convert import convert
+        from quantizer.runs.convert import data_source
 
         given = {name: value for name, value in vars(args).items() if value is not None}
         for name in ("verb", "parser"):

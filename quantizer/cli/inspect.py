@@ -31,7 +31,7 @@ example:
     def __call__(self, args: Namespace, console: Console) -> int:
         config = load_run(args.config, args.overrides)
         # Only now: a mistake in the file should be told before the seconds that these imports take.
-        from quantizer.pipeline import inspect
+        from quantizer.runs.run import inspect
 
         inspect(config, args.diff, console)
         return 0

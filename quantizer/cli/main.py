@@ -27,8 +27,8 @@ from quantizer.cli.signals import Terminated
 from quantizer.cli.signals import end_as_on_ctrl_c
 from quantizer.cli.validate import Validate
 from quantizer.cli.verb import Verb
+from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.errors import QuantizerError
-from quantizer.out_of_memory import is_out_of_memory
 
 __all__ = ["VERBS", "main"]
 

@@ -36,7 +36,7 @@ kept, with --force too."""
     def __call__(self, args: Namespace, console: Console) -> int:
         config = load_run(args.config, args.overrides)
         # Only now: a mistake in the file should be told before the seconds that these imports take.
-        from quantizer.pipeline import run
+        from quantizer.runs.run import run
 
         run(config, args.output, args.force, console)
         return 0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quantizer.common.paths import is_file
+from quantizer.common.paths import is_folder
 from quantizer.errors import QuantizerError
-from quantizer.existing import is_file
-from quantizer.existing import is_folder
 from quantizer.files import restore_folder
 
 __all__ = ["Show"]
@@ -45,7 +45,7 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
         restore_folder(path)
         if is_file(path):
             from quantizer.engines import inspect_file
-            from quantizer.report.engine_table import print_inspection
+            from quantizer.report.tables.engine_table import print_inspection
 
             found = inspect_file(path, args.backend, threads=args.threads, batch=args.batch, sequence=args.sequence)
             print_inspection(found, console)
@@ -55,7 +55,7 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
             raise QuantizerError(
                 f"{path} {what}; expected a folder that `quantizer run` wrote, such as runs/NAME, or an engine file"
             )
-        from quantizer.report.summary import print_summary
+        from quantizer.report.tables.summary import print_summary
 
         print_summary(path, console)
         return 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from quantizer.common.paths import is_there
 from quantizer.config.data_section import DatasetConfig
 from quantizer.config.describe import nearest
 from quantizer.config.describe import words_for
@@ -24,7 +25,6 @@ from quantizer.config.validate import check_keys
 from quantizer.config.validate import finish
 from quantizer.config.yaml_file import read_yaml
 from quantizer.errors import ConfigError
-from quantizer.existing import is_there
 
 __all__ = ["dump_yaml", "load_run", "quantizer_config"]
 

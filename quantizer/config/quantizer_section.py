@@ -21,8 +21,8 @@ from quantizer.config.section import TextList
 from quantizer.config.section import reject
 from quantizer.config.section import tuple_from_list
 from quantizer.targets.base import TargetProfile
-from quantizer.targets.registry import profile
-from quantizer.targets.registry import profiles
+from quantizer.targets.profiles import profile
+from quantizer.targets.profiles import profiles
 
 __all__ = ["ActivationsConfig", "FormatConfig", "QuantizerConfig", "SelectionConfig", "SitesConfig", "WeightsConfig"]
 

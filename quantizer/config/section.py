@@ -15,7 +15,7 @@ from pydantic import ConfigDict
 from pydantic import StringConstraints
 from pydantic_core import PydanticCustomError
 
-from quantizer.registry import Registry
+from quantizer.common.registry import Registry
 
 __all__ = [
     "AxisRange",

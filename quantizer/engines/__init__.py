@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from quantizer.engines import onnxruntime as _onnxruntime
-from quantizer.engines import openvino as _openvino
-from quantizer.engines import tensorrt as _tensorrt
+from quantizer.engines.backends import backend
+from quantizer.engines.backends import backends
+from quantizer.engines.backends import build_engine
+from quantizer.engines.backends import inspect_engine
+from quantizer.engines.backends import load_engine
 from quantizer.engines.base import Array
 from quantizer.engines.base import Backend
 from quantizer.engines.base import BuildOptions
@@ -12,24 +14,22 @@ from quantizer.engines.base import BuildResult
 from quantizer.engines.base import Engine
 from quantizer.engines.base import Progress
 from quantizer.engines.base import TensorSpec
-from quantizer.engines.benchmark import PeakMemory
-from quantizer.engines.benchmark import interleaved_latency
-from quantizer.engines.benchmark import medians
-from quantizer.engines.benchmark import peak_memory_mib
-from quantizer.engines.inspection import Inspection
-from quantizer.engines.inspection import Layer
-from quantizer.engines.inspection import PrecisionShare
-from quantizer.engines.kind import backend_of
-from quantizer.engines.observation import inspect_file
-from quantizer.engines.observation import observe_engine
-from quantizer.engines.observation import runs_here
-from quantizer.engines.onnx_graph import graph_inspection
-from quantizer.engines.registry import backend
-from quantizer.engines.registry import backends
-from quantizer.engines.registry import build_engine
-from quantizer.engines.registry import inspect_engine
-from quantizer.engines.registry import load_engine
-from quantizer.engines.requirement import check_precision
+from quantizer.engines.detect_backend import backend_of
+from quantizer.engines.inspection.check_precision import check_precision
+from quantizer.engines.inspection.inspect_engine import inspect_file
+from quantizer.engines.inspection.inspect_engine import observe_engine
+from quantizer.engines.inspection.inspect_engine import runs_here
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.inspection import PrecisionShare
+from quantizer.engines.inspection.onnx_graph import graph_inspection
+from quantizer.engines.measure.benchmark import PeakMemory
+from quantizer.engines.measure.benchmark import interleaved_latency
+from quantizer.engines.measure.benchmark import medians
+from quantizer.engines.measure.benchmark import peak_memory_mib
+from quantizer.engines.onnxruntime import engine as _onnxruntime
+from quantizer.engines.openvino import engine as _openvino
+from quantizer.engines.tensorrt import engine as _tensorrt
 
 __all__ = [
     "Array",

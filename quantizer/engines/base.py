@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quantizer.engines.inspection import Inspection
+from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
 from quantizer.targets import profile
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 from typing import TypeAlias
 
-from quantizer.engines.files import read_varint
+from quantizer.engines.engine_file import read_varint
 
 __all__ = ["dimension_sizes", "input_dimensions"]
 

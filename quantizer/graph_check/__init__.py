@@ -9,7 +9,7 @@ from quantizer.graph_check import rules as _rules
 from quantizer.graph_check.finding import Finding
 from quantizer.graph_check.read import read_subject
 from quantizer.graph_check.rule import rules
-from quantizer.targets.registry import profile
+from quantizer.targets.profiles import profile
 
 __all__ = ["Finding", "check_file"]
 

@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from quantizer.common.paths import is_file
+from quantizer.common.paths import is_folder
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
-from quantizer.existing import is_file
-from quantizer.existing import is_folder
 from quantizer.graph_check.subject import Subject
-from quantizer.onnx_structure import structural_fault
+from quantizer.qdq.structure import structural_fault
 from quantizer.targets.base import TargetProfile
 
 __all__ = ["read_subject"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Iterator
 
+from quantizer.common.registry import Registry
 from quantizer.graph_check.finding import Fault
 from quantizer.graph_check.subject import Subject
-from quantizer.registry import Registry
 
 __all__ = ["Rule", "rules"]
 

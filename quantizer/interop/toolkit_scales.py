@@ -26,9 +26,9 @@ from torch import Tensor
 
 from quantizer.errors import QuantizerError
 from quantizer.numerics.qtype import qtype
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import SitePlan
 
 __all__ = ["ToolkitScales", "read_toolkit_scales"]
 

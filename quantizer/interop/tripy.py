@@ -19,9 +19,9 @@ from torch import Tensor
 from quantizer.errors import QuantizerError
 from quantizer.files import whole_file
 from quantizer.numerics.qtype import INT8
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import Plan
-from quantizer.proxy.plan import SitePlan
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import SitePlan
 
 __all__ = ["TripyLinear", "TripyScales", "tripy_scales", "write_tripy_scales"]
 

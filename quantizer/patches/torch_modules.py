@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quantizer.source.lend import PADDED
-from quantizer.source.operator_patches import OperatorPatch
-from quantizer.source.operator_patches import register_operator_patch
+from quantizer.rewrite.host_argument import PADDED
+from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.rewrite.operator_patches import register_operator_patch
 
 __all__ = ["TORCH_PATCHES"]
 

@@ -6,8 +6,8 @@ exception, ``_overflow_guards``, is so in every type but float16, and there up t
 
 from __future__ import annotations
 
-from quantizer.source.operator_patches import OperatorPatch
-from quantizer.source.operator_patches import register_operator_patch
+from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.rewrite.operator_patches import register_operator_patch
 
 __all__ = ["TRANSFORMERS_PATCHES"]
 

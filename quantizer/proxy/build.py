@@ -13,23 +13,23 @@ from torch import nn
 
 from quantizer import patches as _patches
 from quantizer.errors import ProxyError
-from quantizer.proxy.attention import use_eager_attention
-from quantizer.proxy.classes import REWRITER
-from quantizer.proxy.classes import as_sharer
-from quantizer.proxy.classes import leads_to_forward
-from quantizer.proxy.classes import original_class
-from quantizer.proxy.classes import reachable_in
-from quantizer.proxy.classes import rebind_kept
-from quantizer.proxy.classes import rewritten_method
-from quantizer.proxy.classes import with_forward
+from quantizer.operations.catalogue import operation
+from quantizer.proxy.eager_attention import use_eager_attention
+from quantizer.proxy.generated_classes import REWRITER
+from quantizer.proxy.generated_classes import as_sharer
+from quantizer.proxy.generated_classes import leads_to_forward
+from quantizer.proxy.generated_classes import original_class
+from quantizer.proxy.generated_classes import reachable_in
+from quantizer.proxy.generated_classes import rebind_kept
+from quantizer.proxy.generated_classes import rewritten_method
+from quantizer.proxy.generated_classes import with_forward
+from quantizer.proxy.model_sharing import share
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.sharing import share
 from quantizer.proxy.site import Site
-from quantizer.source.catalogue import operation
-from quantizer.source.find import SiteSource
-from quantizer.source.operator_patches import OperatorPatch
-from quantizer.source.text import Key
-from quantizer.source.text import SourceFile
+from quantizer.rewrite.find_sites import SiteSource
+from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.rewrite.source_file import Key
+from quantizer.rewrite.source_file import SourceFile
 
 __all__ = [
     "SkippedSource",

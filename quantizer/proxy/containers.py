@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from quantizer.proxy.site import Site
-from quantizer.source.lend import as_written
+from quantizer.rewrite.host_argument import as_written
 
 __all__ = ["container_views"]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.held_scale import held_scale
-from quantizer.numerics.learning import as_held
-from quantizer.numerics.learning import learned
-from quantizer.numerics.learning import trained_scale
+from quantizer.numerics.learned_scale import as_held
+from quantizer.numerics.learned_scale import learned
+from quantizer.numerics.learned_scale import trained_scale
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.weight import laid_out

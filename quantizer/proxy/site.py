@@ -15,12 +15,12 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ProxyError
-from quantizer.proxy.fused_attention import attention
-from quantizer.proxy.fused_attention import observed_probabilities
+from quantizer.operations.catalogue import Operation
+from quantizer.operations.catalogue import operation
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.source.catalogue import Operation
-from quantizer.source.catalogue import operation
-from quantizer.source.find import SiteSource
+from quantizer.proxy.split_attention import attention
+from quantizer.proxy.split_attention import observed_probabilities
+from quantizer.rewrite.find_sites import SiteSource
 
 __all__ = ["Judge", "Observer", "Site"]
 

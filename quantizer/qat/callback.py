@@ -14,7 +14,7 @@ from quantizer.errors import MissingDependencyError
 from quantizer.errors import TrainingError
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import quantizers_of
-from quantizer.qat.gradients import has_gradient
+from quantizer.qat.gradient_check import has_gradient
 from quantizer.qat.schedule import Schedule
 
 try:

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch import nn
 
-from quantizer.digest import tensors_digest
+from quantizer.common.digest import tensors_digest
+from quantizer.common.plain_values import json_values
 from quantizer.errors import TrainingError
 from quantizer.files import checked_file
 from quantizer.files import whole_file
-from quantizer.plain import json_values
 
 __all__ = [
     "BEST",

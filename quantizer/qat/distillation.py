@@ -22,10 +22,10 @@ from torch import nn
 
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
+from quantizer.observe.padding import output_without_padding
+from quantizer.observe.padding import read_mask
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import own_copy
-from quantizer.proxy.padding import output_without_padding
-from quantizer.proxy.padding import read_mask
 
 __all__ = ["Distillation"]
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.common.distributed import ranks
 from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
+from quantizer.observe.padding import read_mask
+from quantizer.observe.padding import without_padding
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.padding import read_mask
-from quantizer.proxy.padding import without_padding
-from quantizer.proxy.ranks import ranks
 
 __all__ = ["MOMENTUM", "MovingAverage", "Padding", "least_scale", "step"]
 

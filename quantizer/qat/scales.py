@@ -17,13 +17,13 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ConfigError
+from quantizer.plan.replace_scales import scale_group
+from quantizer.plan.selection import matches
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import quantizers_of
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import Plan
-from quantizer.proxy.rules import matches
-from quantizer.proxy.scales import scale_group
 from quantizer.qat.moving_average import MovingAverage
 from quantizer.qat.moving_average import Padding
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.common.plain_values import json_values
 from quantizer.errors import TrainingError
-from quantizer.plain import json_values
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.qat.scales import ScaleKind

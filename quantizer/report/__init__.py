@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from quantizer.report.html import html_from_record
-from quantizer.report.html import require_html
-from quantizer.report.html import write_html
+from quantizer.report.charts.plots import sensitivity_bars
 from quantizer.report.json_file import read_record
 from quantizer.report.json_file import write_record
 from quantizer.report.json_file import write_text_atomic
 from quantizer.report.machine import collect_machine
 from quantizer.report.machine import collect_versions
-from quantizer.report.plots import sensitivity_bars
+from quantizer.report.page.html import html_from_record
+from quantizer.report.page.html import require_html
+from quantizer.report.page.html import write_html
 from quantizer.report.ratios import latency_entries
 from quantizer.report.ratios import memory_entries
 from quantizer.report.ratios import size_entries
@@ -28,13 +28,13 @@ from quantizer.report.record import SensitivityRow
 from quantizer.report.record import Site
 from quantizer.report.record import SizeEntry
 from quantizer.report.record import Stage
-from quantizer.report.summary import print_record
-from quantizer.report.summary import print_summary
-from quantizer.report.tables import Column
-from quantizer.report.tables import html_table
-from quantizer.report.tables import string_from_table
-from quantizer.report.tables import text_table
-from quantizer.report.verdict import verdict
+from quantizer.report.tables.headline import verdict
+from quantizer.report.tables.summary import print_record
+from quantizer.report.tables.summary import print_summary
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.tables import html_table
+from quantizer.report.tables.tables import string_from_table
+from quantizer.report.tables.tables import text_table
 
 __all__ = [
     # records

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from quantizer.common.plain_values import decoded
 from quantizer.errors import QuantizerError
-from quantizer.plain import decoded
 from quantizer.report.record import VERSION
 from quantizer.report.record import RunRecord
 

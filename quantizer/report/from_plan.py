@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from quantizer.proxy.escaped import EscapedProduct as EscapedRow
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import Plan
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.unquantized import EscapedProduct as EscapedRow
 from quantizer.report.record import EscapedProduct
 from quantizer.report.record import Operand
 from quantizer.report.record import Site
-from quantizer.views import CoverageRow
+from quantizer.views.coverage import CoverageRow
 
 __all__ = ["escaped_records", "site_records"]
 

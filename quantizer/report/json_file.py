@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from quantizer.common.plain_values import json_values
 from quantizer.errors import QuantizerError
 from quantizer.files import whole_file
-from quantizer.plain import json_values
 from quantizer.report.codec import mapping_from_record
 from quantizer.report.codec import record_from_mapping
 from quantizer.report.record import RunRecord

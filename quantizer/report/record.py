@@ -13,9 +13,9 @@ from dataclasses import field
 from dataclasses import fields
 from typing import Any
 
-from quantizer.engines.inspection import Inspection
-from quantizer.engines.inspection import Layer
-from quantizer.engines.inspection import PrecisionShare
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.inspection import PrecisionShare
 
 __all__ = [
     "VERSION",

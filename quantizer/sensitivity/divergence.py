@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from quantizer.errors import SensitivityError
-from quantizer.proxy.padding import has_padding
-from quantizer.proxy.padding import output_without_padding
+from quantizer.observe.outputs import flat_output
+from quantizer.observe.outputs import floats
+from quantizer.observe.padding import has_padding
+from quantizer.observe.padding import output_without_padding
 
-__all__ = ["Divergence", "Probe", "flat_output"]
+__all__ = ["Divergence", "Probe"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,21 +81,9 @@ class Divergence:
             direction = root * xi - root.square() * (root * xi).sum(-1, keepdim=True)
             positions = len(_rows(direction, self._mask))
             return Probe(tensors=[logits], directions=[_zero_padding(direction, self._mask)], factor=0.5 / positions)
-        tensors = _floats(output)
+        tensors = floats(output)
         directions = [_zero_padding(_normal(tensor.detach()), self._mask) for tensor in tensors]
         return Probe(tensors=tensors, directions=directions, factor=1 / self._power)
-
-
-def flat_output(output: Any, mask: Tensor | None) -> Tensor:
-    """All floating tensors of an output, of whatever structure, as one float64 vector without padding."""
-    tensors = _floats(output)
-    if not tensors:
-        raise SensitivityError(f"the model's output ({type(output).__name__}) holds no floating-point tensor")
-    return torch.cat([output_without_padding(tensor.detach(), mask).double().flatten() for tensor in tensors])
-
-
-def _floats(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _logits(output: Any) -> Tensor | None:

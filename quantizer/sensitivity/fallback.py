@@ -11,10 +11,10 @@ from dataclasses import asdict
 from dataclasses import dataclass
 from typing import Any
 
+from quantizer.common.plain_values import decoded
 from quantizer.errors import SensitivityError
-from quantizer.plain import decoded
-from quantizer.proxy.plan import Plan
-from quantizer.proxy.rules import matches
+from quantizer.plan.selection import matches
+from quantizer.plan.site_plan import Plan
 from quantizer.sensitivity.measurement import GroupError
 
 __all__ = ["Evaluation", "Fallback", "by_name", "by_rank", "carried_over", "chosen", "operands_of", "per_cost"]

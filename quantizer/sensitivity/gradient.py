@@ -28,7 +28,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import SensitivityError
-from quantizer.proxy.padding import padding_mask
+from quantizer.observe.padding import padding_mask
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.divergence import Probe

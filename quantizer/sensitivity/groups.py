@@ -1,8 +1,8 @@
 """The groups of an amp proxy: what is switched together, measured together and put back together.
 
-The smallest are those of the plan (see ``proxy/groups.py``). Coarser ones are made of them, by where their first site
-stands: a *block* is a module's path up to its first number (``encoder.layer.3``), and a *layer* is the part of a block
-that a site belongs to (``encoder.layer.3.attention``).
+The smallest are those of the plan (see ``plan/precision_groups.py``). Coarser ones are made of them, by where their
+first site stands: a *block* is a module's path up to its first number (``encoder.layer.3``), and a *layer* is
+the part of a block that a site belongs to (``encoder.layer.3.attention``).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quantizer.errors import SensitivityError
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import SitePlan
 from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.plan import SitePlan
 from quantizer.proxy.site import Site
 
 __all__ = ["GRANULARITIES", "Group", "groups_of"]

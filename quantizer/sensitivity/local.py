@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from quantizer.proxy.padding import padding_mask
-from quantizer.proxy.padding import without_padding
+from quantizer.observe.padding import padding_mask
+from quantizer.observe.padding import without_padding
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.passes import pass_of

@@ -22,14 +22,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from tqdm.auto import tqdm
 
+from quantizer.common.distributed import summed
 from quantizer.errors import SensitivityError
-from quantizer.proxy.attention import as_recorded
-from quantizer.proxy.classes import called_through
-from quantizer.proxy.kept_batches import copied
+from quantizer.observe.replay_batches import copied
+from quantizer.proxy.eager_attention import as_recorded
+from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.local_hook import LocalHook
-from quantizer.proxy.ranks import summed
-from quantizer.proxy.unmoved import Held
-from quantizer.proxy.unmoved import unmoved
+from quantizer.proxy.restored_state import Held
+from quantizer.proxy.restored_state import unmoved
 from quantizer.sensitivity.gradient import Loss
 from quantizer.sensitivity.gradient import gradient
 from quantizer.sensitivity.groups import Group

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from quantizer.proxy.padding import padding_mask
-from quantizer.proxy.unmoved import unmoved
+from quantizer.observe.padding import padding_mask
+from quantizer.proxy.restored_state import unmoved
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.passes import pass_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.proxy.kept_batches import copied
+from quantizer.observe.replay_batches import copied
 
 __all__ = ["pass_of"]
 

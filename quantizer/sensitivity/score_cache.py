@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from types import CodeType
 
+from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.plain_values import decoded
+from quantizer.common.plain_values import json_values
 from quantizer.errors import SensitivityError
 from quantizer.files import checked_file
 from quantizer.files import whole_file
-from quantizer.plain import decoded
-from quantizer.plain import json_values
-from quantizer.proxy.fingerprint import Fingerprint
-from quantizer.proxy.plan import SitePlan
+from quantizer.plan.site_plan import SitePlan
 
 __all__ = ["ScoreCache", "check_scores", "fingerprint"]
 

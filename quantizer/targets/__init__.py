@@ -9,8 +9,8 @@ from quantizer.targets.base import FloatDtype
 from quantizer.targets.base import SiteKind
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import GraphRules
-from quantizer.targets.registry import profile
-from quantizer.targets.registry import profiles
+from quantizer.targets.profiles import profile
+from quantizer.targets.profiles import profiles
 
 __all__ = ["AttentionLimits", "FloatDtype", "GraphRules", "SiteKind", "TargetProfile", "profile", "profiles"]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import ALWAYS
 from quantizer.targets.graph_rules import GraphRules
-from quantizer.targets.registry import profiles
+from quantizer.targets.profiles import profiles
 
 __all__ = ["ONNXRUNTIME", "ONNXRUNTIME_AVX2"]
 

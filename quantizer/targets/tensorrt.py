@@ -7,7 +7,7 @@ from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import ALWAYS
 from quantizer.targets.graph_rules import OPERATOR_FORMAT
 from quantizer.targets.graph_rules import GraphRules
-from quantizer.targets.registry import profiles
+from quantizer.targets.profiles import profiles
 
 __all__ = ["TENSORRT"]
 

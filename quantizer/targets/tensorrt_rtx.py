@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantizer.targets.registry import profiles
+from quantizer.targets.profiles import profiles
 from quantizer.targets.tensorrt import TENSORRT
 
 __all__ = ["RTX_MAGIC", "TENSORRT_RTX"]

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from quantizer.common.paths import is_folder
+from quantizer.common.paths import is_there
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
-from quantizer.existing import is_folder
-from quantizer.existing import is_there
 from quantizer.tasks.classification import class_names
 from quantizer.tasks.classification import require_one_label
 from quantizer.tasks.depth import require_depth

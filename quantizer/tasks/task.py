@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quantizer.common.registry import Registry
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
-from quantizer.registry import Registry
 from quantizer.tasks.datasets.rows import Row
 from quantizer.tasks.inputs import Batch
 from quantizer.tasks.inputs import Inputs

@@ -46,10 +46,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         return called
 
-    module = ModuleType("quantizer.pipeline")
+    module = ModuleType("quantizer.runs.run")
     module.run = note("run")  # type: ignore[attr-defined]
     module.inspect = note("inspect")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quantizer.pipeline", module)
+    monkeypatch.setitem(sys.modules, "quantizer.runs.run", module)
     return calls
 
 
@@ -189,9 +189,9 @@ def test_validate_takes_files_on_both_sides_of_an_option(good: str, capsys: pyte
 
 def test_show(good: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Path, Console]] = []
-    module = ModuleType("quantizer.report.summary")
+    module = ModuleType("quantizer.report.tables.summary")
     module.print_summary = lambda folder, console: seen.append((folder, console))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quantizer.report.summary", module)
+    monkeypatch.setitem(sys.modules, "quantizer.report.tables.summary", module)
     Path("report.json").write_text("{}")
     assert main(["show", "."]) == 0
     assert seen[0][0] == Path(".")
@@ -263,12 +263,12 @@ def test_the_examples_work(
 
 
 def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import quantizer.conversion
+    import quantizer.runs.convert
 
     asked: list[Any] = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
-    monkeypatch.setattr(quantizer.conversion, "convert", lambda conversion, _: asked.append(conversion))
+    monkeypatch.setattr(quantizer.runs.convert, "convert", lambda conversion, _: asked.append(conversion))
     (verb,) = [verb for verb in VERBS if verb.name == "convert"]
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:

@@ -26,12 +26,12 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
 
 from tiny_run import tiny_run  # noqa: E402
 
-import quantizer.conversion.run as steps  # noqa: E402
-import quantizer.stages as stages  # noqa: E402
-from quantizer.conversion import load_converted  # noqa: E402
-from quantizer.conversion import measure  # noqa: E402
-from quantizer.conversion.check import OutputCheck  # noqa: E402
-from quantizer.conversion.check import tolerance  # noqa: E402
+import quantizer.runs.convert.run as steps  # noqa: E402
+import quantizer.runs.stages as stages  # noqa: E402
+from quantizer.runs.convert import load_converted  # noqa: E402
+from quantizer.runs.convert import measure  # noqa: E402
+from quantizer.runs.convert.compare_outputs import OutputCheck  # noqa: E402
+from quantizer.runs.convert.compare_outputs import tolerance  # noqa: E402
 
 SIZES = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
 BACKENDS = ("openvino", "onnxruntime")

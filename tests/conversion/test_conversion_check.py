@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from quantizer.conversion.check import NOTHING_DB
-from quantizer.conversion.check import OutputCheck
-from quantizer.conversion.check import Reference
-from quantizer.conversion.check import Tolerance
-from quantizer.conversion.check import check_engine
-from quantizer.conversion.check import reference_outputs
 from quantizer.engines import TensorSpec
 from quantizer.errors import EngineError
+from quantizer.runs.convert.compare_outputs import NOTHING_DB
+from quantizer.runs.convert.compare_outputs import OutputCheck
+from quantizer.runs.convert.compare_outputs import Reference
+from quantizer.runs.convert.compare_outputs import Tolerance
+from quantizer.runs.convert.compare_outputs import check_engine
+from quantizer.runs.convert.compare_outputs import reference_outputs
 
 
 class _Engine:

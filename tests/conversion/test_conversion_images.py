@@ -28,10 +28,10 @@ from tiny_vision import tiny_images  # noqa: E402
 from tiny_vision import tiny_resnet  # noqa: E402
 from tiny_vision import tiny_vit  # noqa: E402
 
-import quantizer.conversion.run as steps  # noqa: E402
+import quantizer.runs.convert.run as steps  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
-from quantizer.conversion import load_converted  # noqa: E402
-from quantizer.conversion import measure  # noqa: E402
+from quantizer.runs.convert import load_converted  # noqa: E402
+from quantizer.runs.convert import measure  # noqa: E402
 
 MADE = {"vit": "openvino", "resnet": "onnxruntime"}
 """Which of the two is converted for which backend."""

@@ -14,7 +14,7 @@ from quantizer.engines import build_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import medians
 from quantizer.engines import peak_memory_mib
-from quantizer.engines.inputs import made_up_inputs
+from quantizer.engines.measure.dummy_inputs import made_up_inputs
 from quantizer.errors import EngineError
 
 

@@ -9,8 +9,8 @@ import pytest
 from helpers import BYTE_PRODUCTS_ARE_EXACT
 
 from quantizer.engines import build_engine
-from quantizer.engines import byte_products
 from quantizer.engines import cpu
+from quantizer.engines import int8_saturation as byte_products
 
 onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
 

@@ -14,9 +14,9 @@ from quantizer.engines import inspect_engine
 from quantizer.engines import load_engine
 from quantizer.engines.dimensions import dimension_sizes
 from quantizer.engines.dimensions import input_dimensions
-from quantizer.engines.files import read_engine
-from quantizer.engines.files import write_engine
-from quantizer.engines.onnx_graph import graph_inspection
+from quantizer.engines.engine_file import read_engine
+from quantizer.engines.engine_file import write_engine
+from quantizer.engines.inspection.onnx_graph import graph_inspection
 from quantizer.errors import EngineError
 
 onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")

@@ -18,8 +18,8 @@ from quantizer.engines import backend
 from quantizer.engines import backends
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
-from quantizer.engines.files import whole_file
-from quantizer.engines.optional import import_library
+from quantizer.engines.engine_file import whole_file
+from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
 from quantizer.errors import MissingDependencyError
 

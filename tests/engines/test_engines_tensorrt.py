@@ -16,8 +16,8 @@ import pytest
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
-from quantizer.engines.monitor import BuildMonitor
-from quantizer.engines.monitor import run_monitored
+from quantizer.engines.tensorrt.build_progress import BuildMonitor
+from quantizer.engines.tensorrt.build_progress import run_monitored
 from quantizer.errors import EngineError
 from quantizer.errors import MissingDependencyError
 

@@ -19,11 +19,11 @@ from quantizer.engines import inspect_engine
 from quantizer.engines import inspect_file
 from quantizer.engines import observe_engine
 from quantizer.engines import runs_here
-from quantizer.engines.facts import inspection_from_layers
-from quantizer.engines.multiply_adds import attention_work
-from quantizer.engines.multiply_adds import convolution_work
-from quantizer.engines.multiply_adds import matmul_work
-from quantizer.engines.tensorrt_inspect import layers_from_json
+from quantizer.engines.inspection.from_layers import inspection_from_layers
+from quantizer.engines.inspection.multiply_adds import attention_work
+from quantizer.engines.inspection.multiply_adds import convolution_work
+from quantizer.engines.inspection.multiply_adds import matmul_work
+from quantizer.engines.tensorrt.inspect import layers_from_json
 from quantizer.errors import EngineError
 
 onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")

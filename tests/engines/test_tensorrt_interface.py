@@ -21,13 +21,13 @@ from engines.interface import interface
 
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
-from quantizer.engines.files import read_engine
-from quantizer.engines.files import write_engine
-from quantizer.engines.tensorrt import TensorRTBackend
-from quantizer.engines.tensorrt_cache import save_cache
-from quantizer.engines.tensorrt_cache import use_cache
-from quantizer.engines.tensorrt_refit import weights_note
-from quantizer.engines.tensorrt_run import TensorRTEngine
+from quantizer.engines.engine_file import read_engine
+from quantizer.engines.engine_file import write_engine
+from quantizer.engines.tensorrt.cache import save_cache
+from quantizer.engines.tensorrt.cache import use_cache
+from quantizer.engines.tensorrt.engine import TensorRTBackend
+from quantizer.engines.tensorrt.refit import weights_note
+from quantizer.engines.tensorrt.run import TensorRTEngine
 from quantizer.errors import EngineError
 
 RECORDED: dict[str, dict[str, list[str]]] = json.loads(

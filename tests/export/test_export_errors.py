@@ -13,7 +13,7 @@ from helpers import Mlp
 from torch import Tensor
 from torch import nn
 
-import quantizer.export.onnx_file as onnx_file
+import quantizer.export.exporter as onnx_file
 from quantizer import Quantizer
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError

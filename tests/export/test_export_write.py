@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from quantizer.errors import ExportError
-from quantizer.export import write
-from quantizer.export.write import write_onnx
+from quantizer.export import onnx_storage as write
+from quantizer.export.onnx_storage import write_onnx
 
 onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
 ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")

@@ -25,9 +25,9 @@ from golden_nets import Packed
 
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
-from quantizer.report.html import html_from_record
+from quantizer.report.page.html import html_from_record
 from quantizer.report.record import RunRecord
-from quantizer.targets.registry import profiles
+from quantizer.targets.profiles import profiles
 
 __all__ = ["BACKENDS", "EXPORTED", "golden_of", "machine", "recorded", "page_golden"]
 

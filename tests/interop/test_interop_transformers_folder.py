@@ -24,7 +24,7 @@ from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 
 tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install quantizer[hf]")
-plugin = importlib.import_module("quantizer.transformers_plugin")
+plugin = importlib.import_module("quantizer.interop.transformers.plugin")
 
 TEXT = batch("bert")
 WEIGHTS = "model.safetensors"

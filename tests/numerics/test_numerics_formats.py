@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch import nn
 
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.granularity import scale_shape

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.granularity import in_blocks
-from quantizer.numerics.learning import GAIN
-from quantizer.numerics.learning import learned
-from quantizer.numerics.learning import trained_scale
+from quantizer.numerics.learned_scale import GAIN
+from quantizer.numerics.learned_scale import learned
+from quantizer.numerics.learned_scale import trained_scale
 from quantizer.numerics.qtype import qtype
 
 

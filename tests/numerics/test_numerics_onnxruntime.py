@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.granularity import scale_shape

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch import nn
 
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import qtype
 

@@ -26,12 +26,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.flop_counter import sdpa_flop_count
 
 from quantizer import Quantizer
-from quantizer.conversion.check import QUANTIZED_DB
-from quantizer.conversion.check import TWICE_DB
 from quantizer.engines import load_engine
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
-from quantizer.proxy.plan import Plan
+from quantizer.plan.site_plan import Plan
+from quantizer.runs.convert.compare_outputs import QUANTIZED_DB
+from quantizer.runs.convert.compare_outputs import TWICE_DB
 from tests.helpers import Snapshot
 from tests.helpers import assert_same
 

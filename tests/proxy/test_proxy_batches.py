@@ -101,7 +101,7 @@ def test_a_refused_batch_does_not_count_and_the_rest_goes_on() -> None:
 
 
 def test_a_batch_that_is_interrupted_while_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantizer.proxy.range_group import RangeGroup
+    from quantizer.observe.range_group import RangeGroup
 
     model = Net().eval()
     data = batches()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.proxy.sharing import OwnBuffers
+from quantizer.proxy.model_sharing import OwnBuffers
 
 
 class Counts(nn.Module):

@@ -17,7 +17,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
-from quantizer.proxy.plan import OperandPlan
+from quantizer.plan.site_plan import OperandPlan
 
 
 def _operand(q: Quantizer, site: str, name: str) -> OperandPlan:

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.errors import QuantizerError
-from quantizer.proxy.completeness import CountedProduct
-from quantizer.proxy.completeness import Reason
-from quantizer.proxy.products import PRODUCTS
+from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.completeness.product_counter import Reason
+from quantizer.operations.aten_products import PRODUCTS
 
 LISTED = {reason.value for reason in Reason}
 

@@ -18,7 +18,7 @@ from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
 from quantizer.errors import ConfigError
-from quantizer.proxy.plan import OperandPlan
+from quantizer.plan.site_plan import OperandPlan
 
 onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
 pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")

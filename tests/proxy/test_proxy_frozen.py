@@ -25,7 +25,7 @@ from quantizer import Quantizer
 from quantizer.errors import QuantizerError
 from quantizer.files.temporary import OLD
 from quantizer.files.temporary import new_name
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import QTYPES
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quantizer import Quantizer
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
-from quantizer.proxy.regions import Regions
+from quantizer.float16.float32_modules import Regions
 
 LARGEST_HALF = 65504.0
 

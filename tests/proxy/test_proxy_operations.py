@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.proxy.fused_attention import attention
-from quantizer.proxy.plan import SitePlan
+from quantizer.plan.site_plan import SitePlan
+from quantizer.proxy.split_attention import attention
 from quantizer.proxy.weight import Weights
 
 sdpa = F.scaled_dot_product_attention

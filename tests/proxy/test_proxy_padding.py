@@ -10,10 +10,10 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.proxy.padding import padding_mask
-from quantizer.proxy.padding import read_mask
-from quantizer.proxy.padding import without_padding
-from quantizer.sensitivity.divergence import flat_output
+from quantizer.observe.outputs import flat_output
+from quantizer.observe.padding import padding_mask
+from quantizer.observe.padding import read_mask
+from quantizer.observe.padding import without_padding
 
 BATCH, LENGTH = 3, 8
 

@@ -12,10 +12,10 @@ from torch import nn
 from quantizer import QATCalibrate
 from quantizer import Quantizer
 from quantizer.errors import SourceError
-from quantizer.source import OperatorPatch
-from quantizer.source import operator_patches
-from quantizer.source import register_operator_patch
-from quantizer.source import unregister_operator_patch
+from quantizer.rewrite import OperatorPatch
+from quantizer.rewrite import operator_patches
+from quantizer.rewrite import register_operator_patch
+from quantizer.rewrite import unregister_operator_patch
 
 
 def positions(ids: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from quantizer import Quantizer
 from quantizer.errors import QuantizerError
 from quantizer.interop.toolkit_scales import read_toolkit_scales
 from quantizer.interop.tripy import tripy_scales
-from quantizer.proxy.plan import OperandPlan
+from quantizer.plan.site_plan import OperandPlan
 
 
 class Two(nn.Module):

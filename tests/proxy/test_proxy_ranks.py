@@ -17,11 +17,11 @@ from torch import nn
 from quantizer import QATCalibrate
 from quantizer import Quantizer
 from quantizer.calibrators.histogram import BINS
+from quantizer.common.distributed import gathered
+from quantizer.common.distributed import summed
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
-from quantizer.proxy.plan import Plan
-from quantizer.proxy.ranks import gathered
-from quantizer.proxy.ranks import summed
+from quantizer.plan.site_plan import Plan
 from tests.helpers import ConvNet
 from tests.helpers import Mlp
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.errors import ConfigError
-from quantizer.proxy.rules import matches
-from quantizer.views import CoverageRow
+from quantizer.plan.selection import matches
+from quantizer.views.coverage import CoverageRow
 
 
 class Attention(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
-from quantizer.proxy.weight_scales import ONE_SCALE
+from quantizer.plan.weight_scales import ONE_SCALE
 from tests.helpers import Mlp
 
 BACKENDS = ("tensorrt", "openvino")

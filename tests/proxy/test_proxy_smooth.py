@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.proxy.plan import OperandPlan
-from quantizer.proxy.smooth import ALPHAS
-from quantizer.proxy.smooth import migration_factors
+from quantizer.calibration.smoothquant import ALPHAS
+from quantizer.calibration.smoothquant import migration_factors
+from quantizer.plan.site_plan import OperandPlan
 
 GAIN_DB = 15.0
 """What smoothing adds to the output's SQNR where outliers are planted; measured: 24 to 26."""

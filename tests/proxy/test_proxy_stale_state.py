@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from quantizer import Quantizer
 from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
+from quantizer.plan.apply import is_frozen_by
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.freeze import is_frozen_by
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
 

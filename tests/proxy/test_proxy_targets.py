@@ -22,7 +22,7 @@ from quantizer.config import RunConfig
 from quantizer.config.feasibility import refuse_run
 from quantizer.errors import ConfigError
 from quantizer.errors import ExportError
-from quantizer.proxy.plan import NEVER_RAN
+from quantizer.plan.site_plan import NEVER_RAN
 
 TARGET = "target tensorrt"
 

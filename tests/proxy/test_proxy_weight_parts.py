@@ -13,15 +13,15 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
-from quantizer.numerics.learning import GAIN
+from quantizer.numerics.learned_scale import GAIN
+from quantizer.plan.apply import frozen_proxy
+from quantizer.plan.apply import is_frozen_by
+from quantizer.plan.apply import require_scales_of
+from quantizer.plan.weight_scales import with_scales_of_weights
 from quantizer.proxy.build import sites_of
-from quantizer.proxy.freeze import frozen_proxy
-from quantizer.proxy.freeze import is_frozen_by
-from quantizer.proxy.freeze import require_scales_of
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.weight import Weights
 from quantizer.proxy.weight import non_finite
-from quantizer.proxy.weight_scales import with_scales_of_weights
 
 
 def _found(parameter: nn.Parameter, value: Tensor) -> Tensor | None:

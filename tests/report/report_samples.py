@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from quantizer.engines.facts import inspection_from_layers
-from quantizer.engines.inspection import Inspection
-from quantizer.engines.inspection import Layer
+from quantizer.engines.inspection.from_layers import inspection_from_layers
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.inspection import Layer
 from quantizer.report import EngineFile
 from quantizer.report import Fallback
 from quantizer.report import Latency

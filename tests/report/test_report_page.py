@@ -34,12 +34,12 @@ from quantizer.report import text_table
 from quantizer.report import verdict
 from quantizer.report import write_html
 from quantizer.report import write_record
-from quantizer.report.histogram_plot import histogram_figure
+from quantizer.report.charts.histogram_plot import histogram_figure
+from quantizer.report.page.page_content import diff_files
 from quantizer.report.record import RangeCandidate
-from quantizer.report.text import significant
-from quantizer.report.text import typeset
-from quantizer.report.verdict import reasons
-from quantizer.report.view import diff_files
+from quantizer.report.tables.headline import reasons
+from quantizer.report.tables.text import significant
+from quantizer.report.tables.text import typeset
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 VOID = {"meta", "input", "br", "img", "link"}

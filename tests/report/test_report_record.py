@@ -28,8 +28,8 @@ from quantizer.report import write_record
 from quantizer.report import write_text_atomic
 from quantizer.report.codec import mapping_from_record
 from quantizer.report.codec import record_from_mapping
-from quantizer.report.fields import field_documentation
-from quantizer.report.fields import format_page
+from quantizer.report.format_page import field_documentation
+from quantizer.report.format_page import format_page
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
 
@@ -166,7 +166,7 @@ def test_records_are_frozen_keyword_only_and_documented(cls: type) -> None:
 
 def test_the_page_of_the_format_is_up_to_date() -> None:
     page = ROOT / "docs" / "report-format.md"
-    advice = "run: python -m quantizer.report.fields > docs/report-format.md"
+    advice = "run: python -m quantizer.report.format_page > docs/report-format.md"
     assert page.read_text(encoding="utf-8") == format_page(), advice
     assert all(f"## {cls.__name__}\n" in format_page() for cls in (RunRecord, *RECORDS))
 

@@ -19,7 +19,7 @@ from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import SensitivityError
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
 from quantizer.sensitivity import by_rank

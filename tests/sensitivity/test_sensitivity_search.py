@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
-from quantizer.proxy.fingerprint import Fingerprint
 from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError

@@ -16,7 +16,7 @@ from quantizer.errors import SensitivityError
 from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import GroupError
-from quantizer.sensitivity_view import Sensitivity
+from quantizer.views.sensitivity_view import Sensitivity
 
 SVG = "{http://www.w3.org/2000/svg}"
 RANKING = [

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from quantizer.source.find import FunctionSource
-from quantizer.source.find import SiteSource
-from quantizer.source.lend import HOST
-from quantizer.source.lend import LEND
-from quantizer.source.lend import TAKES_APART
-from quantizer.source.lend import VISIBLE
-from quantizer.source.lend import WRITTEN_CLASS
-from quantizer.source.live_names import LIVE
-from quantizer.source.live_names import NOW
-from quantizer.source.text import SourceFile
+from quantizer.rewrite.find_sites import FunctionSource
+from quantizer.rewrite.find_sites import SiteSource
+from quantizer.rewrite.host_argument import HOST
+from quantizer.rewrite.host_argument import LEND
+from quantizer.rewrite.host_argument import TAKES_APART
+from quantizer.rewrite.host_argument import VISIBLE
+from quantizer.rewrite.host_argument import WRITTEN_CLASS
+from quantizer.rewrite.live_names import LIVE
+from quantizer.rewrite.live_names import NOW
+from quantizer.rewrite.source_file import SourceFile
 
 NAMESPACE = {"__name__": "sample", "torch": torch, "nn": torch.nn, "F": functional}
 

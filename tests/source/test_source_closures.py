@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quantizer.source.closures import held
-from quantizer.source.closures import rebound
+from quantizer.rewrite.closures import held
+from quantizer.rewrite.closures import rebound
 
 
 class Thing:

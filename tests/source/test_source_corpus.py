@@ -14,7 +14,7 @@ from source_tools import stripped
 from torch import nn
 from torch.nn import functional
 
-from quantizer.source.text import SourceFile
+from quantizer.rewrite.source_file import SourceFile
 
 # Architectures that differ in how they write their products; a fixed choice, so that a failure can be repeated.
 SAMPLE = (

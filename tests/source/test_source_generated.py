@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
-from quantizer.source.text import SourceFile
+from quantizer.rewrite.source_file import SourceFile
 
 # Every expression is a square matrix, so that any two can be multiplied, added and compared.
 NAMES = ("a", "b", "ä", "self.w")

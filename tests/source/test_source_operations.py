@@ -12,13 +12,13 @@ from source_tools import sites_of
 from source_tools import source_file
 from torch.nn import functional
 
-from quantizer.source.catalogue import CATALOGUE
-from quantizer.source.catalogue import kind_of
-from quantizer.source.catalogue import operation
-from quantizer.source.catalogue import operation_of
-from quantizer.source.einsum import labels
-from quantizer.source.geometry import Call
-from quantizer.source.geometry import Geometry
+from quantizer.operations.catalogue import CATALOGUE
+from quantizer.operations.catalogue import kind_of
+from quantizer.operations.catalogue import operation
+from quantizer.operations.catalogue import operation_of
+from quantizer.operations.einsum import labels
+from quantizer.operations.gemm_shape import Call
+from quantizer.operations.gemm_shape import Geometry
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from source_tools import sites_of
 from source_tools import source_file
 from source_tools import stripped
 
-from quantizer.source.lend import HOST
-from quantizer.source.splice import Edit
-from quantizer.source.splice import LineIndex
-from quantizer.source.splice import apply_edits
-from quantizer.source.splice import find_symbol
+from quantizer.rewrite.host_argument import HOST
+from quantizer.rewrite.text_edits import Edit
+from quantizer.rewrite.text_edits import LineIndex
+from quantizer.rewrite.text_edits import apply_edits
+from quantizer.rewrite.text_edits import find_symbol
 
 
 @pytest.mark.parametrize(

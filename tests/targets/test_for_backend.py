@@ -17,7 +17,7 @@ from quantizer import Quantizer
 from quantizer.engines import load_engine
 from quantizer.errors import CalibrationError
 from quantizer.errors import ConfigError
-from quantizer.proxy.plan import Plan
+from quantizer.plan.site_plan import Plan
 from quantizer.targets import profiles
 from quantizer.tasks import load_model
 from quantizer.tasks import load_tokenizer

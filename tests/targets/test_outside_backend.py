@@ -95,7 +95,7 @@ def test_what_it_cannot_do_is_refused_in_the_usual_words(folder: Path) -> None:
         """
 import pytest
 
-from quantizer.conversion import Conversion
+from quantizer.runs.convert import Conversion
 from quantizer.engines import BuildOptions, backend
 
 net = torch.nn.Linear(4, 4)

@@ -136,7 +136,7 @@ def _carried_out(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A run that may not begin to calibrate."""
     from rich.console import Console
 
-    from quantizer import pipeline
+    from quantizer.runs import run as pipeline
 
     def no_pass(*_: object, **__: object) -> None:
         raise AssertionError("it calibrates, and the mistake was not told")
@@ -158,7 +158,7 @@ def test_a_run_tells_of_labels_before_it_calibrates(
 def test_a_run_tells_of_missing_packages_before_it_calibrates(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantizer.report import html
+    from quantizer.report.page import html
 
     def missing() -> None:
         raise MissingDependencyError("jinja2", "report")

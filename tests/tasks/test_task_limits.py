@@ -12,9 +12,10 @@ from PIL import Image as Picture
 from tiny_vision import tiny_vit
 from transformers import BertForSequenceClassification
 
-from quantizer.conversion.folder import Converted
 from quantizer.errors import QuantizerError
 from quantizer.errors import TaskError
+from quantizer.runs.convert.folder import Converted
+from quantizer.runs.task_metric import TuningScore
 from quantizer.tasks import Image
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
@@ -22,7 +23,6 @@ from quantizer.tasks import load_rows
 from quantizer.tasks import read_checkpoint
 from quantizer.tasks import read_image
 from quantizer.tasks import read_images
-from quantizer.tuning import TuningScore
 
 # -- labels ----------------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from quantizer import Quantizer
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
-from quantizer.engines.files import write_engine
-from quantizer.engines.tensorrt import _read_rtx
+from quantizer.engines.engine_file import write_engine
+from quantizer.engines.tensorrt.engine import _read_rtx
 from quantizer.targets.tensorrt_rtx import RTX_MAGIC
 from torture import mutations
 from torture.kinds import Kind

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from quantizer.engines import inspect_file
 from quantizer.graph_check import check_file
-from quantizer.report.engine_table import print_inspection
+from quantizer.report.tables.engine_table import print_inspection
 from torture import mutations
 from torture.kinds import Kind
 from torture.kinds import kind

@@ -75,7 +75,7 @@ def _make_training(folder: Path) -> None:
 
 
 def _run(inputs: Path, out: Path, former: bool) -> int:
-    import quantizer.pipeline as pipeline
+    import quantizer.runs.run as pipeline
 
     _translate_once(inputs)
     # Seconds each, and no part of what is compared.
@@ -86,7 +86,7 @@ def _run(inputs: Path, out: Path, former: bool) -> int:
 
 
 def _convert(inputs: Path, out: Path, former: bool) -> int:
-    import quantizer.conversion.measure as measure
+    import quantizer.runs.convert.measure as measure
 
     _translate_once(inputs)
     mock.patch.object(measure, "_SECONDS", 0.01).start()
@@ -103,7 +103,7 @@ def _translate_once(folder: Path) -> None:
     """
     import onnx_ir
 
-    import quantizer.export.onnx_file as onnx_file
+    import quantizer.export.exporter as onnx_file
 
     translate = onnx_file._export
 

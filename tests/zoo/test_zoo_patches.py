@@ -24,10 +24,10 @@ from quantizer.errors import EngineError
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
 from quantizer.patches.transformers_models import TRANSFORMERS_PATCHES
-from quantizer.source import OperatorPatch
-from quantizer.source import register_operator_patch
-from quantizer.source import unregister_operator_patch
-from quantizer.source.operator_patches import apply_operator_patches
+from quantizer.rewrite import OperatorPatch
+from quantizer.rewrite import register_operator_patch
+from quantizer.rewrite import unregister_operator_patch
+from quantizer.rewrite.operator_patches import apply_operator_patches
 
 pytest.importorskip("transformers", reason="install quantizer[hf]")
 pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from quantizer import Quantizer
-from quantizer.views import Coverage
+from quantizer.views.coverage import Coverage
 
 __all__ = ["all_the_way", "each_pattern", "off_is_identical", "repeated_patterns"]
 

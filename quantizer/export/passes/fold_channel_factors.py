@@ -1,8 +1,8 @@
 """Multiplications by one factor a channel, or by one number, folded into what comes before them.
 
-Legend: f [K] the factors, 1 / s of a migration of outliers (``proxy/smooth.py``), or [] the scale of an attention;
-x [.., K] what a Q reads; n what a normalization gives before its weight w and bias b; q [K', K] the steps of a linear's
-weight with scales t [K].
+Legend: f [K] the factors, 1 / s of a migration of outliers (``calibration/smoothquant.py``), or [] the scale of an
+attention; x [.., K] what a Q reads; n what a normalization gives before its weight w and bias b; q [K', K] the steps of
+a linear's weight with scales t [K].
 
     (n * w + b) * f = n * (w * f) + b * f        (x' (q * t) + b) * f = x' (q * (t * f)) + b * f
 

@@ -14,7 +14,7 @@ import torch
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import block_size
 from quantizer.export.passes.base import drop_unread
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import QTYPES
 from quantizer.numerics.qtype import QType
 

@@ -12,7 +12,7 @@ from quantizer.graph_check.rules import opset as _opset
 from quantizer.graph_check.rules import pairs as _pairs
 from quantizer.graph_check.rules import placement as _placement
 from quantizer.graph_check.rules import readers as _readers
-from quantizer.graph_check.rules import residual as _residual
+from quantizer.graph_check.rules import residual_adds_in_files as _residual
 from quantizer.graph_check.rules import scales as _scales
 from quantizer.graph_check.rules import sizes as _sizes
 from quantizer.graph_check.rules import valid as _valid

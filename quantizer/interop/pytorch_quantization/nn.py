@@ -13,7 +13,7 @@ from quantizer.interop.pytorch_quantization.calib import HistogramCalibrator
 from quantizer.interop.pytorch_quantization.calib import MaxCalibrator
 from quantizer.interop.pytorch_quantization.calib import amax_of
 from quantizer.interop.pytorch_quantization.tensor_quant import QuantDescriptor
-from quantizer.numerics import ops
+from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import INT8
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 

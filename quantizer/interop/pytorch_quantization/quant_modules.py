@@ -16,12 +16,12 @@ from quantizer.interop.pytorch_quantization.nn import QuantConvTranspose2d
 from quantizer.interop.pytorch_quantization.nn import QuantConvTranspose3d
 from quantizer.interop.pytorch_quantization.nn import QuantLinear
 from quantizer.interop.pytorch_quantization.nn import TensorQuantizer
-from quantizer.proxy.attention import use_eager_attention
 from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of
-from quantizer.source.patched import Source
-from quantizer.source.patched import patched
+from quantizer.proxy.eager_attention import use_eager_attention
+from quantizer.rewrite.constructor_patch import Source
+from quantizer.rewrite.constructor_patch import patched
 
 __all__ = ["deactivate", "initialize", "quantize_model"]
 

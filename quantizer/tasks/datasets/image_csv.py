@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quantizer.common.paths import is_file
 from quantizer.errors import TaskError
-from quantizer.existing import is_file
 from quantizer.tasks.datasets.columns import read_columns
 from quantizer.tasks.datasets.rows import Image
 from quantizer.tasks.datasets.rows import Row

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from quantizer.common.paths import is_file
+from quantizer.common.paths import is_folder
+from quantizer.common.registry import Registry
 from quantizer.errors import TaskError
-from quantizer.existing import is_file
-from quantizer.existing import is_folder
-from quantizer.registry import Registry
 
 __all__ = [
     "Image",

@@ -9,8 +9,8 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
+from quantizer.common.plain_values import json_values
 from quantizer.errors import TaskError
-from quantizer.plain import json_values
 from quantizer.tasks.datasets.rows import read_lines
 from quantizer.tasks.datasets.rows import require_file
 

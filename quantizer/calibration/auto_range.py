@@ -1,0 +1,112 @@
+"""``auto``: of several estimates of an operand's range, the one with which its site's output comes out best.
+
+Kept batches are run once more (``replay.py`` says what the error of an output is), and every site tries all candidates
+on its real operands, each operand alone. Operands that read one tensor share a range, so their errors are added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.calibration.replay import SiteCall
+from quantizer.calibration.replay import replay
+from quantizer.calibrators import estimates
+from quantizer.common.distributed import summed
+from quantizer.numerics.qtype import QType
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.replay_batches import Batch
+from quantizer.plan.apply import apply_factor
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.proxy.site import Site
+
+__all__ = ["Trial", "choose_ranges"]
+
+_SHARES = tuple(0.9**step for step in range(1, 17))
+"""Shares of the largest value that are tried too: down to 0.19, in steps that change the error by little."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """An operand whose range is chosen: its site, its name, the format it is held in and those it shares a range with.
+
+    ``scale`` gives the scale of an amax as the target holds it; ``planned`` are all operands of the site.
+    """
+
+    site: Site
+    operand: str
+    group: RangeGroup
+    dtype: QType
+    scale: Callable[[Tensor], Tensor]
+    planned: tuple[OperandPlan, ...]
+
+
+def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[Batch]) -> None:
+    """Set ``chosen`` of every range group among ``trials``.
+
+    It is the candidate with the least error of all ranks, of equal ones the larger range.
+
+    Args:
+        proxy: the proxy that was calibrated, its sites inactive.
+        trials: the operands to be quantized.
+        batches: inputs of the proxy.
+    """
+    by_site: dict[str, list[Trial]] = defaultdict(list)
+    errors: dict[RangeGroup, dict[tuple[float, str], float]] = {}
+    calls: Counter[RangeGroup] = Counter()
+    for trial in trials:
+        by_site[trial.site.path].append(trial)
+        if trial.group not in errors:
+            errors[trial.group] = dict.fromkeys(_candidates(trial), 0.0)
+
+    def visit(call: SiteCall) -> None:
+        if call.expected is None:
+            return
+        for trial in by_site[call.site.path]:
+            calls[trial.group] += 1
+            with _migrated(trial):
+                quantizer = trial.site.quantizer_of(trial.operand)
+                for amax, name in errors[trial.group]:
+                    quantizer.set_scale(trial.scale(torch.tensor(amax, dtype=torch.float32)), trial.dtype.name, None)
+                    errors[trial.group][amax, name] += call.error()
+
+    replay(proxy, [trials[0].site for trials in by_site.values()], batches, visit, "choosing ranges")
+    totals = iter(summed(error for of_group in errors.values() for error in of_group.values()))
+    reached = iter(summed(calls[group] for group in errors))
+    for group, candidates in errors.items():
+        of_group = {candidate: next(totals) for candidate in candidates}
+        if next(reached) == 0:
+            # No batch that was kept gets there: the calibrator's own estimate, or an earlier choice, stays.
+            continue
+        group.chosen = min(of_group, key=lambda candidate: (of_group[candidate], -candidate[0]))
+
+
+@contextmanager
+def _migrated(trial: Trial) -> Iterator[None]:
+    """The site's operands with their outliers migrated, where the plan does so, and not rounded; off afterwards."""
+    quantizers = [(trial.site.quantizer_of(planned.name), planned) for planned in trial.planned]
+    try:
+        for quantizer, planned in quantizers:
+            apply_factor(quantizer, planned)
+        yield
+    finally:
+        for quantizer, _ in quantizers:
+            quantizer.reset()
+
+
+def _candidates(trial: Trial) -> list[tuple[float, str]]:
+    found: dict[float, str] = {}
+    for name, amax in estimates(trial.group.calibrator, trial.dtype):
+        found.setdefault(amax, name)
+    for share in _SHARES:
+        found.setdefault(trial.group.calibrator.largest * share, f"{share:.2f} of max")
+    return list(found.items())

@@ -1,0 +1,141 @@
+"""From what calibration saw to a plan: ranges that need the model once more are chosen first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch import nn
+from tqdm.auto import tqdm
+
+from quantizer.calibration.auto_range import Trial
+from quantizer.calibration.auto_range import choose_ranges
+from quantizer.calibration.settings import calibrator_of
+from quantizer.calibration.settings import plan_settings
+from quantizer.calibration.settings import replays_batches
+from quantizer.calibration.smoothquant import ALPHAS
+from quantizer.calibration.smoothquant import migrate
+from quantizer.common.distributed import summed
+from quantizer.config import QuantizerConfig
+from quantizer.numerics.qtype import qtype
+from quantizer.observe.outputs import flat_output
+from quantizer.observe.padding import padding_mask
+from quantizer.observe.replay_batches import Batch
+from quantizer.observe.replay_batches import copied
+from quantizer.observe.statistics import Seen
+from quantizer.plan.apply import apply_plan
+from quantizer.plan.apply import switch_on
+from quantizer.plan.decide_operands import PlanSettings
+from quantizer.plan.decide_operands import judged_as
+from quantizer.plan.decide_sites import decide
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.weight_scales import scale_of
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.restored_state import unmoved
+
+__all__ = ["plan_of"]
+
+
+def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Seen, refused: Mapping[str, str]) -> Plan:
+    """Decide every site of a calibrated proxy; where the config asks for it, choose its ranges first.
+
+    Ranges are chosen once for what was seen, and again when more data came since. That runs the proxy, which nobody
+    may observe meanwhile.
+    """
+    settings = plan_settings(config, proxy)
+
+    def decided() -> Plan:
+        return decide(proxy, list(sites_of(proxy)), observation, refused, settings)
+
+    if not replays_batches(config) or observation.batches in (0, observation.chosen_at):
+        return decided()
+    activations = config.activations
+    with torch.no_grad():
+        if activations.smooth is not None:
+            migrate(
+                proxy,
+                observation,
+                decided,
+                alphas=ALPHAS if activations.smooth == "auto" else (activations.smooth,),
+                make=partial(calibrator_of, config, histogram=False),
+                scale_dtype=settings.scale_dtype,
+            )
+        if activations.calibrator == "auto":
+            assert observation.kept is not None
+            choose_ranges(proxy, _trials(proxy, decided(), observation, settings), observation.kept)
+        elif activations.calibrator == "percentile" and len(activations.percentiles) > 1:
+            _choose_percentile(activations.percentiles, proxy, observation, decided)
+    observation.chosen_at = observation.batches
+    return decided()
+
+
+def _trials(proxy: nn.Module, plan: Plan, observation: Seen, settings: PlanSettings) -> Iterator[Trial]:
+    """The activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
+    for site in sites_of(proxy):
+        for operand in plan[site.path].operands:
+            seen = observation.records[site.path].operands[operand.name]
+            group, dtype = seen.range, judged_as(qtype(operand.dtype))
+            fixed = dtype.is_float and seen.softmax
+            if group is not None and operand.scale is not None and not fixed:
+                yield Trial(
+                    site=site,
+                    operand=operand.name,
+                    group=group,
+                    dtype=dtype,
+                    scale=partial(scale_of, dtype=dtype, scale_dtype=settings.scale_dtype),
+                    planned=plan[site.path].operands,
+                )
+
+
+def _choose_percentile(
+    percentiles: Sequence[float], proxy: nn.Module, observation: Seen, decided: Callable[[], Plan]
+) -> None:
+    """Give every range the percentile with which the model's output, everything quantized, comes out best."""
+    assert observation.kept is not None
+    expected = [(batch, _output(proxy, batch)) for batch in observation.kept]
+    errors: dict[float, float] = {}
+    for percentile in tqdm(percentiles, "choosing a percentile", leave=False, disable=None):
+        _take_percentile(observation, percentile)
+        with _quantized(proxy, decided()):
+            errors[percentile] = sum(_error(_output(proxy, batch), output) for batch, output in expected)
+    errors = dict(zip(errors, summed(errors.values()), strict=True))
+    # Of equal errors, the larger range.
+    _take_percentile(observation, min(errors, key=lambda percentile: (errors[percentile], -percentile)))
+
+
+def _take_percentile(observation: Seen, percentile: float) -> None:
+    for group in observation.groups:
+        estimate = group.calibrator.seen_as("percentile", percentile=percentile)
+        group.chosen = (estimate.amax(), f"percentile {percentile:g}")
+
+
+@contextmanager
+def _quantized(proxy: nn.Module, plan: Plan) -> Iterator[None]:
+    """The proxy with a plan carried out, its weights still float parameters; as it was afterwards."""
+    apply_plan(proxy, plan)
+    try:
+        switch_on(proxy, plan)
+        yield
+    finally:
+        for site in sites_of(proxy):
+            site.active = False
+            for place in range(len(site.quantizers)):
+                site.quantizer(place).reset()
+
+
+def _output(proxy: nn.Module, batch: Batch) -> Tensor:
+    args, keywords = copied(*batch)
+    # Not the module itself: its hooks belong to calibration.
+    with unmoved(proxy):
+        return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords, args))
+
+
+def _error(output: Tensor, expected: Tensor) -> float:
+    power = float(expected.square().sum())
+    return float((output - expected).square().sum()) / power if power else 0.0

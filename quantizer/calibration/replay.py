@@ -1,0 +1,155 @@
+"""Kept batches run once more, with somebody looking at the calls of some sites: what a range costs, they tell.
+
+Legend: y the site's float output, as rows; y_c the output with the operands rounded that the caller has switched on.
+The error is the mean over rows of |y_c - y|^2 / |y|^2. It is relative row by row, because in the absolute error a few
+rows with huge values decide for all others. A row is the last axis; of a convolution, one image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from tqdm.auto import tqdm
+
+from quantizer.observe.padding import padding_mask
+from quantizer.observe.padding import without_padding
+from quantizer.observe.replay_batches import Batch
+from quantizer.proxy.restored_state import unmoved
+from quantizer.proxy.site import Site
+
+__all__ = ["SiteCall", "replay"]
+
+_ROWS = 512
+"""Rows of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
+
+_BATCHED = 3  # axes of a tensor that has one for the batch
+
+_ITEMS = 4
+"""Items of a batch that are tried where rows depend on each other."""
+
+
+class SiteCall:
+    """One call of a site, with its real operands.
+
+    Attributes:
+        site: the site that is called.
+    """
+
+    def __init__(
+        self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any], mask: Tensor | None
+    ) -> None:
+        self.site = site
+        self._function = function
+        self._all = (args, keywords, mask)
+
+    def operand(self, name: str) -> Any:
+        """The operand as it was given, without padding."""
+        args, keywords, mask = self._all
+        entry = next(entry for entry in self.site.operation.operands if entry.name == name)
+        assert entry.index is not None
+        value = args[entry.index] if entry.index < len(args) else keywords.get(entry.keyword or "")
+        last = self.site.operation.name == "linear"
+        return without_padding(value, mask, channels_last=last) if isinstance(value, Tensor) else value
+
+    @cached_property
+    def expected(self) -> Tensor | None:
+        """Rows of the float output, float64; None where it is no tensor. Read it while nothing is rounded."""
+        return self._rows()
+
+    def error(self) -> float:
+        """The relative error of the output with the site's quantizers as they are now; ``expected`` was read before."""
+        expected, rows = self.expected, self._rows()
+        assert expected is not None
+        assert rows is not None
+        power = expected.square().sum(1)
+        error = (rows - expected).square().sum(1)
+        return float((error[power > 0] / power[power > 0]).mean()) if bool((power > 0).any()) else 0.0
+
+    @cached_property
+    def _some(self) -> tuple[list[Any], dict[str, Any], Tensor | None]:
+        return _sample(self.site, *self._all)
+
+    def _rows(self) -> Tensor | None:
+        args, keywords, mask = self._some
+        output = self.site.rounded(self._function, args, keywords)
+        if not isinstance(output, Tensor):
+            return None
+        values = without_padding(output, mask, channels_last=self.site.operation.name == "linear")
+        by_image = self.site.operation.kind == "conv" and values.dim() > 1
+        return (values.flatten(1) if by_image else values.reshape(-1, values.shape[-1] if values.dim() else 1)).double()
+
+
+def replay(
+    proxy: nn.Module, sites: Collection[Site], batches: Iterable[Batch], visit: Callable[[SiteCall], None], title: str
+) -> None:
+    """Run batches through a proxy and show every call of ``sites`` to ``visit``.
+
+    Args:
+        proxy: the proxy that was calibrated, its sites inactive and unobserved.
+        sites: the sites that are looked at.
+        batches: inputs of the proxy.
+        visit: may switch quantizers of the call's site on, and leaves them off.
+        title: what the progress bar says.
+    """
+    watcher = _Watcher(visit)
+    try:
+        for site in sites:
+            site.judge = watcher
+        with torch.no_grad():
+            for args, keywords in tqdm(list(batches), title, unit="batch", leave=False, disable=None):
+                watcher.mask = padding_mask(keywords, args)
+                # Not the module itself: its hooks belong to calibration.
+                with unmoved(proxy):
+                    proxy.forward(*args, **keywords)
+    finally:
+        for site in sites:
+            site.judge = None
+
+
+class _Watcher:
+    """Stands in for the sites, and shows their calls.
+
+    Attributes:
+        mask: which tokens of the batch are real, [B, S]; None: all.
+    """
+
+    def __init__(self, visit: Callable[[SiteCall], None]) -> None:
+        self.mask: Tensor | None = None
+        self._visit = visit
+
+    def __call__(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+        self._visit(SiteCall(site, function, args, keywords, self.mask))
+        # In place where the text says so: other names for the tensor must see the result.
+        return function(*args, **keywords)
+
+
+def _sample(
+    site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None
+) -> tuple[list[Any], dict[str, Any], Tensor | None]:
+    """A part of a call's operands that is enough to judge ranges by, and the mask [B, S] that goes with it."""
+    if site.operation.name == "linear" and args and isinstance(args[0], Tensor):
+        rows = without_padding(args[0], mask, channels_last=True).reshape(-1, args[0].shape[-1])
+        return [rows[:: max(1, len(rows) // _ROWS)], *args[1:]], keywords, None
+    if site.operation.kind == "conv" and args and isinstance(args[0], Tensor):
+        weight = args[1] if len(args) > 1 else keywords.get("weight")
+        # An image alone has no axis for the batch.
+        batched = isinstance(weight, Tensor) and args[0].dim() == weight.dim()
+        return [args[0][:_ITEMS] if batched else args[0], *args[1:]], keywords, None
+    tensors = [value for value in (*args, *keywords.values()) if isinstance(value, Tensor)]
+    alike = len({(tensor.dim(), tensor.shape[0] if tensor.dim() else 0) for tensor in tensors}) == 1
+    # Where the text says which axis is which, only the text knows whether the first one is the batch.
+    if not alike or tensors[0].dim() < _BATCHED or site.operation.equation:
+        return args, keywords, mask
+
+    def first(value: Any) -> Any:
+        return value[:_ITEMS] if isinstance(value, Tensor) else value
+
+    some = {name: first(value) for name, value in keywords.items()}
+    return [first(value) for value in args], some, mask if mask is None else mask[:_ITEMS]

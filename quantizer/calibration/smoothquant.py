@@ -1,0 +1,256 @@
+"""Outliers of activations, moved into the weights: SmoothQuant (Xiao et al. 2023, arXiv:2211.10438).
+
+Legend: x [.., K] an activation, W the weights of the linears that read it, s [K] > 0; channel j is index j along K.
+
+    (x / s) (W * s) = x W        s_j = max|x_j|**alpha / max|W_j|**(1 - alpha)        (equation 4 of the paper)
+
+An activation has one scale for all its channels, so a few channels with huge values cost all others their precision; a
+weight has values that INT8 holds with ease, and gives some of that away. All linears that read x must divide it by the
+same s, so max|W_j| is over all of them, and who else reads x must read it in float.
+
+The largest magnitude of each channel is kept through all of calibration and exact. The distribution of x / s comes from
+the kept batches, as s is known only in the end; so what calibration finds by ``max`` is exact here too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.calibration.replay import SiteCall
+from quantizer.calibration.replay import replay
+from quantizer.calibrators import Calibrator
+from quantizer.common.distributed import ranks
+from quantizer.errors import CalibrationError
+from quantizer.observe.range_group import ChannelRange
+from quantizer.observe.range_group import Migration
+from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.statistics import Seen
+from quantizer.plan.apply import apply_site_plan
+from quantizer.plan.site_plan import Plan
+from quantizer.proxy.build import sites_of
+
+__all__ = ["ALPHAS", "migrate", "migration_factors"]
+
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+"""The shares that ``auto`` tries, beside no migration at all."""
+
+_LEAST = 1e-5
+"""Magnitudes below this share of the largest count as this share, so that channels of zeros have a finite factor."""
+
+
+def migration_factors(activation: Tensor, weight: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
+    """s [K] of the formula above, float32.
+
+    Args:
+        activation: max|x_j|, [K].
+        weight: max|W_j| over all weights that meet x, [K].
+        alpha: the activation's share, in (0, 1]: 1 moves all of its outliers.
+        dtype: the float type that holds 1 / s on the target; s is the inverse of what it holds.
+    """
+    if not bool(activation.any()) or not bool(weight.any()):
+        return torch.ones_like(activation, dtype=torch.float32)
+    x, w = (values.double().clamp(min=_LEAST * float(values.max())) for values in (activation, weight))
+    info = torch.finfo(dtype)
+    inverse = (w ** (1 - alpha) / x**alpha).clamp(info.smallest_normal, info.max).to(dtype)
+    return inverse.double().reciprocal().float()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Readers:
+    """The linears that read one tensor: their names, the activation's record in each, and what the formula takes."""
+
+    sites: list[str]
+    operands: list[str]
+    records: list[OperandRecord]
+    channels: ChannelRange
+    weight: Tensor
+    ranges: dict[float, RangeGroup] = field(default_factory=dict)
+
+    def take(self, alpha: float | None) -> None:
+        """Use the range of one migration; None: of none."""
+        for record in self.records:
+            record.smoothed = None if alpha is None else self.ranges[alpha]
+
+    def leave(self, reason: str) -> None:
+        """Use the range of no migration, and say why."""
+        self.take(None)
+        for record in self.records:
+            record.left = f"not smoothed: {reason}"
+
+
+def migrate(
+    proxy: nn.Module,
+    observation: Seen,
+    decided: Callable[[], Plan],
+    *,
+    alphas: Sequence[float],
+    make: Callable[[], Calibrator],
+    scale_dtype: torch.dtype,
+) -> None:
+    """Choose what is migrated: sets ``smoothed``, or ``left``, of the activations of linears.
+
+    Args:
+        proxy: the proxy that was calibrated, its sites inactive and unobserved.
+        observation: what was seen, with channels and kept batches.
+        decided: the plan for the records as they are.
+        alphas: the shares to choose from, by the error of the sites' outputs; one is taken as it is.
+        make: makes a calibrator for the range of x / s.
+        scale_dtype: the float type that holds 1 / s on the target.
+
+    Raises:
+        CalibrationError: several processes calibrate together.
+    """
+    assert observation.kept is not None
+    if ranks() > 1:
+        raise CalibrationError(
+            "activations.smooth needs the distribution of what it divides, which processes do not share; calibrate in "
+            "one process, or without smooth"
+        )
+    for site in observation.records.values():
+        for record in site.operands.values():
+            record.smoothed = record.left = None
+    plan = decided()
+    found = list(_readers(plan, observation))
+    for readers in found:
+        for alpha in alphas:
+            factors = migration_factors(readers.channels.magnitude, readers.weight, alpha, scale_dtype)
+            migration = Migration(alpha=alpha, factors=factors)
+            readers.ranges[alpha] = RangeGroup(calibrator=make(), operands=readers.operands, migration=migration)
+    _estimate(proxy, found, observation)
+    reached = []
+    for readers in found:
+        if all(group.calibrator.count for group in readers.ranges.values()):
+            reached.append(readers)
+        else:
+            readers.leave("no batch that was kept reaches it")
+    if len(alphas) == 1:
+        for readers in reached:
+            readers.take(alphas[0])
+    else:
+        _choose(proxy, reached, observation, plan, decided, alphas)
+
+
+def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
+    """The tensors that linears alone read in low precision; the others are given their reason."""
+    members: dict[RangeGroup, list[tuple[str, str, OperandRecord]]] = defaultdict(list)
+    for path, entry in plan.items():
+        for operand in entry.operands:
+            record = observation.records[path].operands[operand.name]
+            if operand.quantized and record.group is not None:
+                members[record.group].append((path, operand.name, record))
+    for group, readers in members.items():
+        linears = [(path, name, record) for path, name, record in readers if plan[path].kind == "linear"]
+        if not linears:
+            continue
+        others = [path for path, _, _ in readers if plan[path].kind != "linear"]
+        weights = [_weight(observation, path) for path, _, _ in linears]
+        reason = None
+        if others:
+            reason = f"{others[0]} reads the same tensor in low precision"
+        elif any(weight.inner is None for weight in weights):
+            reason = "its channels are not its last axis"
+        elif group.channels is None:
+            reason = "the number of its channels changes"
+        if reason is not None or group.channels is None:
+            for _, _, record in linears:
+                record.left = f"not smoothed: {reason}"
+            continue
+        yield _Readers(
+            sites=[path for path, _, _ in linears],
+            operands=[f"{path}.{name}" for path, name, _ in linears],
+            records=[record for _, _, record in linears],
+            channels=group.channels,
+            weight=torch.stack([_magnitude(weight) for weight in weights]).amax(0),
+        )
+
+
+def _weight(observation: Seen, path: str) -> OperandRecord:
+    return next(record for record in observation.records[path].operands.values() if record.weight is not None)
+
+
+def _magnitude(record: OperandRecord) -> Tensor:
+    """max|W_j|, [K]."""
+    assert record.weight is not None
+    assert record.inner is not None
+    weight = record.weight.tensor().float().abs()
+    return weight.movedim(record.inner, -1).flatten(0, -2).amax(0) if weight.dim() > 1 else weight
+
+
+def _by_site(found: Sequence[_Readers]) -> dict[str, _Readers]:
+    return {path: readers for readers in found for path in readers.sites}
+
+
+def _estimate(proxy: nn.Module, found: Sequence[_Readers], observation: Seen) -> None:
+    """Show x / s on the kept batches to the calibrators, and the bounds that it has in all of calibration."""
+    by_site = _by_site(found)
+
+    def visit(call: SiteCall) -> None:
+        readers = by_site[call.site.path]
+        x = call.operand(readers.operands[readers.sites.index(call.site.path)].rpartition(".")[2])
+        if isinstance(x, Tensor):
+            for group in readers.ranges.values():
+                group.calibrator.observe(x / _factors(group).to(x.device))
+
+    assert observation.kept is not None
+    sites = [site for site in sites_of(proxy) if site.path in by_site]
+    replay(proxy, sites, observation.kept, visit, "smoothing")
+    for readers in found:
+        for group in readers.ranges.values():
+            low, high = readers.channels.low / _factors(group), readers.channels.high / _factors(group)
+            group.calibrator.widen(float(low.min()), float(high.max()))
+
+
+def _factors(group: RangeGroup) -> Tensor:
+    assert group.migration is not None
+    return group.migration.factors
+
+
+def _choose(
+    proxy: nn.Module,
+    found: Sequence[_Readers],
+    observation: Seen,
+    plan: Plan,
+    decided: Callable[[], Plan],
+    alphas: Sequence[float],
+) -> None:
+    """Take for each tensor the migration, or none, with which its linears' outputs come out best, all rounded."""
+    plans: dict[float | None, Plan] = {None: plan}
+    for alpha in alphas:
+        for readers in found:
+            readers.take(alpha)
+        plans[alpha] = decided()
+    by_site = _by_site(found)
+    errors = {readers: dict.fromkeys(plans, 0.0) for readers in found}
+
+    def visit(call: SiteCall) -> None:
+        if call.expected is None:
+            return
+        for alpha, candidate in plans.items():
+            entry = candidate[call.site.path]
+            try:
+                apply_site_plan(call.site, entry)
+                errors[by_site[call.site.path]][alpha] += call.error()
+            finally:
+                for operand in entry.operands:
+                    call.site.quantizer_of(operand.name).reset()
+
+    assert observation.kept is not None
+    sites = [site for site in sites_of(proxy) if site.path in by_site]
+    replay(proxy, sites, observation.kept, visit, "choosing what to smooth")
+    for readers, of_readers in errors.items():
+        # Of equal errors, the one that changes less.
+        best = min(of_readers, key=lambda alpha: (of_readers[alpha], alpha or 0))
+        if best is None:
+            readers.leave("its outputs come out best without")
+        else:
+            readers.take(best)

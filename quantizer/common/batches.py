@@ -1,0 +1,74 @@
+"""Running batches of data through a model, as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from quantizer.common.out_of_memory import is_out_of_memory
+from quantizer.errors import CalibrationError
+from quantizer.errors import QuantizerError
+
+__all__ = ["call", "run_batches"]
+
+
+def run_batches(proxy: nn.Module, batches: Iterable[Any], progress: bool | None = None) -> int:
+    """Run calibration data through a proxy, without gradients; how many batches there were.
+
+    Args:
+        proxy: the proxy that observes.
+        batches: each as ``call`` takes it.
+        progress: show a progress bar; None: only in a terminal.
+
+    Raises:
+        CalibrationError: a batch does not run through the model.
+    """
+    if isinstance(batches, str | bytes | Mapping) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"the calibration data is a {type(batches).__name__}; give an iterable of batches, each a mapping, a tuple "
+            "or list, or one tensor: a list of one is [batch]"
+        )
+    count = 0
+    disable = None if progress is None else not progress
+    with torch.no_grad():
+        for batch in tqdm(batches, "calibration", unit="batch", leave=False, disable=disable):
+            _run(proxy, batch, count)
+            count += 1
+    return count
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Run a batch as people write them: a mapping, a tuple or list, or one tensor."""
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+def _run(proxy: nn.Module, batch: Any, number: int) -> None:
+    try:
+        call(proxy, batch)
+    except QuantizerError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise _refused(proxy, batch, number, error) from error
+        raise CalibrationError(
+            f"there is too little memory for batch {number} of the calibration data: give smaller batches, or shorter "
+            f"texts ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        ) from error
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise _refused(proxy, batch, number, error) from error
+
+
+def _refused(proxy: nn.Module, batch: Any, number: int, error: Exception) -> CalibrationError:
+    keys = f"inputs {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    return CalibrationError(
+        f"batch {number} of the calibration data ({keys}) does not run through {type(proxy).__name__}.forward: {error}"
+    )

@@ -1,0 +1,55 @@
+"""Import paths of an earlier release, which go on for one more.
+
+A module that moved is found under its old path too: importing it warns with the new path and gives the names of the
+module that is there now.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+
+__all__ = ["MOVED", "find_old_paths"]
+
+MOVED = {
+    "quantizer.conversion": "quantizer.runs.convert",
+    "quantizer.export.check": "quantizer.graph_check",
+    "quantizer.qat_calibrate": "quantizer.in_place",
+    "quantizer.source": "quantizer.rewrite",
+    "quantizer.source.operator_patches": "quantizer.rewrite.operator_patches",
+    "quantizer.transformers_plugin": "quantizer.interop.transformers.plugin",
+}
+
+
+class _OldPaths(MetaPathFinder, Loader):
+    """Finder and loader of the modules in ``MOVED``."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for a path that moved, None for any other."""
+        return spec_from_loader(fullname, self, is_package=True) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill ``module`` with the names of the module that has taken its place, and warn."""
+        new = MOVED[module.__name__]
+        # The frames between this one and the import statement are importlib's, which warnings leaves out.
+        warnings.warn(
+            f"{module.__name__} is now {new}; the old path goes with the next release", DeprecationWarning, stacklevel=2
+        )
+        vars(module).update({name: value for name, value in vars(import_module(new)).items() if name[:2] != "__"})
+        vars(module)["__all__"] = import_module(new).__all__
+
+
+def find_old_paths() -> None:
+    """Let Python's import find the modules of ``MOVED``; a second call changes nothing."""
+    if not any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
+        # First, because a folder that only holds the bytecode of an earlier release would be found as a package.
+        sys.meta_path.insert(0, _OldPaths())

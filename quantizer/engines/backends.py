@@ -1,0 +1,90 @@
+"""The backends by name, and the two things one does with them: build an engine, load an engine.
+
+``backends.add("name")(SomeBackend())`` in a file of its own adds one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizer.common.registry import Registry
+from quantizer.engines.base import Backend
+from quantizer.engines.base import BuildOptions
+from quantizer.engines.base import BuildResult
+from quantizer.engines.base import Engine
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.errors import EngineError
+
+__all__ = ["backend", "backends", "build_engine", "inspect_engine", "load_engine"]
+
+backends: Registry[Backend] = Registry("backend")
+
+
+def backend(name: str) -> Backend:
+    """The backend ``name``.
+
+    Raises:
+        EngineError: no such backend; the message lists those there are.
+    """
+    if name not in backends.names():
+        raise EngineError(f"unknown backend {name!r}; known: {', '.join(backends.names())}")
+    return backends[name]
+
+
+def build_engine(
+    name: str, onnx_path: str | Path, engine_path: str | Path, options: BuildOptions | None = None
+) -> BuildResult:
+    """Build the ONNX file into one engine file for the backend ``name``.
+
+    Args:
+        name: a name from ``backends``.
+        onnx_path: the file to read.
+        engine_path: the file to write; its folder must exist. An older file there is replaced when all has gone well.
+        options: None means the defaults of ``BuildOptions``.
+
+    Raises:
+        EngineError: unknown backend; the ONNX file is missing, broken or refused; the engine cannot be written.
+        MissingDependencyError: the backend's library is not installed.
+    """
+    return backend(name).build(Path(onnx_path), Path(engine_path), options or BuildOptions())
+
+
+def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool = True) -> Engine:
+    """Load an engine file of the backend ``name``; engines on a CPU also take an ``.onnx`` file.
+
+    Args:
+        name: a name from ``backends``.
+        path: the file.
+        threads: threads of the CPU.
+        verify: compare the file with the checksum in it, which reads it once more: without, a damaged engine may load,
+            and give other outputs.
+
+    Raises:
+        EngineError: unknown backend, or a file that is missing, damaged, not of this backend, or cannot be run here.
+        MissingDependencyError: the backend's library is not installed.
+    """
+    if threads < 1:
+        raise EngineError(f"threads is {threads}, expected 1 or more")
+    return backend(name).load(Path(path), threads=threads, verify=verify)
+
+
+def inspect_engine(
+    name: str, path: str | Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+) -> Inspection:
+    """What runs in which precision, as the backend ``name`` itself reports it.
+
+    Args:
+        name: a name from ``backends``.
+        path: an engine file of that backend; engines on a CPU also take an ``.onnx`` file.
+        threads: threads of the CPU.
+        batch: size of the first dimension of an input, where it is dynamic.
+        sequence: size of its other dynamic dimensions.
+
+    Raises:
+        EngineError: unknown backend, or a file that is missing, not of this backend, or cannot be run here.
+        MissingDependencyError: the backend's library is not installed.
+    """
+    for word, value in (("threads", threads), ("batch", batch), ("sequence", sequence)):
+        if value < 1:
+            raise EngineError(f"{word} is {value}, expected 1 or more")
+    return backend(name).inspect(Path(path), threads=threads, batch=batch, sequence=sequence)

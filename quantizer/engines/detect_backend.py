@@ -1,0 +1,44 @@
+"""Which backend an engine file belongs to, told by how it begins."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from quantizer.engines.engine_file import checked_engine
+from quantizer.engines.engine_file import checked_onnx
+from quantizer.engines.inspection.onnx_graph import read_graph
+from quantizer.errors import EngineError
+from quantizer.targets import profile
+from quantizer.targets import profiles
+
+__all__ = ["backend_of"]
+
+_HEAD = 256
+
+
+def backend_of(path: Path) -> str | None:
+    """The backend that an engine file was built by; None for an ONNX file, which belongs to none.
+
+    Raises:
+        EngineError: the file is missing, empty, or not known for an engine or an ONNX file by how it begins. The form
+            of TensorRT's own files is not known here.
+    """
+    try:
+        with checked_engine(path).open("rb") as stream:
+            head = stream.read(_HEAD)
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
+    for name in profiles:
+        magic = profile(name).file_magic
+        if magic is not None and re.match(magic, head, re.DOTALL):
+            return name
+    try:
+        checked_onnx(path)
+    except EngineError as error:
+        raise EngineError(
+            f"{path} is neither an ONNX file nor an engine that is known by its first bytes; "
+            "where it is an engine all the same, say of which backend with --backend"
+        ) from error
+    domains = {node.domain for node in read_graph(path).graph.node}
+    return next((name for name in profiles if profile(name).file_domains & domains), None)

@@ -1,0 +1,233 @@
+"""Files in and out: an ONNX file is looked at before a library reads it, and an engine file is whole or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import BinaryIO
+
+from quantizer import files
+from quantizer.common.paths import is_file
+from quantizer.common.paths import is_folder
+from quantizer.errors import EngineError
+
+__all__ = [
+    "check_signature",
+    "checked_engine",
+    "checked_onnx",
+    "checked_output",
+    "read_engine",
+    "read_varint",
+    "sign_onnx",
+    "whole_file",
+    "write_engine",
+]
+
+_NOTE = b"\nquantizer engine: "
+_NOTE_WITHOUT_SUM = b"\nquantizer: "
+"""Of files from before there was a checksum: a line of the other kind must have one, so that none gets lost."""
+_LONGEST_NOTE = 2**20
+_SUM = "sha256 "
+_SUM_KEY = "quantizer.sha256"
+_NO_SUM = "0" * 64
+_PIECE = 2**20
+# Fields of onnx.ModelProto that are messages, strings or numbers; field 7 is the graph.
+_MODEL_FIELDS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26})
+_GRAPH_FIELD = 7
+
+
+def checked_engine(path: Path, what: str = "engine") -> Path:
+    """``path``, when it is a file with something in it.
+
+    Raises:
+        EngineError: it is missing, a folder, or empty.
+    """
+    if not is_file(path):
+        there = is_folder(path) or os.path.lexists(path)
+        raise EngineError(
+            f"{path} is not a file: expected the {what} file" if there else f"{what} file not found: {path}"
+        )
+    if path.stat().st_size == 0:
+        raise EngineError(f"{what} file {path} is empty: write it again")
+    return path
+
+
+def checked_onnx(path: Path) -> Path:
+    """``path``, when it is a whole ONNX file; only the frame is read, so a large file costs nothing.
+
+    The libraries' own words for a broken file range from a failed assertion to an attempt to read another format.
+
+    Raises:
+        EngineError: it is missing, empty, cut short, or no ONNX file.
+    """
+    size = checked_engine(path, "ONNX").stat().st_size
+    fields: set[int] = set()
+    try:
+        with path.open("rb") as stream:
+            while (position := stream.tell()) < size:
+                fields.add(_skip_field(stream))
+                if stream.tell() > size:
+                    raise EngineError(
+                        f"ONNX file {path} is cut short: the part at byte {position} ends at byte {stream.tell()}, "
+                        f"the file at {size}; export or copy it again"
+                    )
+    except ValueError as error:
+        raise EngineError(f"{path} is not an ONNX file, or is damaged: {error}; export it again") from error
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
+    if _GRAPH_FIELD not in fields:
+        raise EngineError(f"{path} holds no graph: it is not an ONNX file, or is damaged; export it again")
+    return path
+
+
+def _skip_field(stream: BinaryIO) -> int:
+    """Move past one top-level protobuf field; its number."""
+    position = stream.tell()
+    tag = read_varint(stream)
+    number, wire = tag >> 3, tag & 7
+    if number not in _MODEL_FIELDS or wire not in (0, 2):
+        raise ValueError(f"unexpected data at byte {position}")
+    value = read_varint(stream)
+    if wire == 2:
+        stream.seek(value, os.SEEK_CUR)
+    return number
+
+
+def read_varint(stream: BinaryIO) -> int:
+    """Read a number as protobuf writes it: seven bits a byte, the lowest first.
+
+    Raises:
+        ValueError: the file ends within it, or it is longer than 64 bits take.
+    """
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = stream.read(1)
+        if not byte:
+            raise ValueError("it ends in the middle of a number")
+        value |= (byte[0] & 0x7F) << shift
+        if byte[0] < 0x80:
+            return value
+    raise ValueError(f"a number at byte {stream.tell()} is too long")
+
+
+def checked_output(path: Path, source: Path | None = None) -> Path:
+    """``path``, when a file can be written there; asked before a build, so that no build is lost to a bad path.
+
+    Args:
+        path: the file to write.
+        source: the file that is built from.
+
+    Raises:
+        EngineError: nothing can be written there, or it would replace ``source``.
+    """
+    place = files.checked_file(path, EngineError)
+    if source is not None and place.exists() and place.samefile(source):
+        raise EngineError(f"{path} is the file that the engine is built from; give the engine another name")
+    return path
+
+
+def whole_file(path: Path) -> AbstractContextManager[Path]:
+    """``quantizer.files.whole_file`` in the words of engines.
+
+    Raises:
+        EngineError: the system refused to write.
+    """
+    return files.whole_file(path, EngineError)
+
+
+def write_engine(path: Path, content: memoryview, note: str = "") -> None:
+    """Write what a library built, and after it a line with its SHA-256: it would run a damaged one too.
+
+    Args:
+        path: the engine file.
+        content: what the library built.
+        note: what it does not keep and loading needs, in the same line.
+
+    Raises:
+        EngineError: the system refused to write.
+    """
+    line = f"{note} " if note else ""
+    digest = hashlib.sha256(content)
+    digest.update(line.encode())
+    with whole_file(path) as part, part.open("wb") as stream:
+        stream.write(content)
+        stream.write(_NOTE + f"{line}{_SUM}{digest.hexdigest()}\n".encode())
+
+
+def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
+    """What a library built, and the note after it; an empty one where there is none, or no whole one.
+
+    Args:
+        path: the engine file. One from before there was a checksum in it is not checked.
+        verify: compare the checksum.
+
+    Raises:
+        EngineError: the file is not as it was written, or cannot be read.
+    """
+    try:
+        whole = path.read_bytes()
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
+    place, tag = max((whole.rfind(tag, max(0, len(whole) - _LONGEST_NOTE)), tag) for tag in (_NOTE, _NOTE_WITHOUT_SUM))
+    if place < 0 or not whole.endswith(b"\n"):
+        return whole, ""
+    content, line = whole[:place], whole[place + len(tag) : -1].decode(errors="replace")
+    if tag == _NOTE_WITHOUT_SUM:
+        return content, line
+    note, _, told = line.rpartition(_SUM)
+    if verify:
+        digest = hashlib.sha256(content)
+        digest.update(note.encode())
+        _compare(path, digest.hexdigest(), told)
+    return content, note.removesuffix(" ")
+
+
+def sign_onnx(path: Path) -> None:
+    """Add the SHA-256 of an ONNX file to its own metadata, as its last bytes: whatever reads ONNX reads it as before.
+
+    Raises:
+        OSError: the system refused to write.
+    """
+    with path.open("rb+") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        stream.seek(0, os.SEEK_END)
+        stream.write(_signature(digest))
+
+
+def check_signature(path: Path) -> None:
+    """Compare the SHA-256 that ``sign_onnx`` added; a file without one is taken as it is.
+
+    Raises:
+        EngineError: the file is not as it was written.
+    """
+    size = path.stat().st_size - len(_signature(_NO_SUM))
+    if size < 0:
+        return
+    with path.open("rb") as stream:
+        stream.seek(size)
+        told = stream.read()
+        if not told.startswith(_signature(_NO_SUM)[: -len(_NO_SUM)]):
+            return
+        stream.seek(0)
+        digest, left = hashlib.sha256(), size
+        while left and (piece := stream.read(min(left, _PIECE))):
+            digest.update(piece)
+            left -= len(piece)
+    _compare(path, digest.hexdigest(), told[-len(_NO_SUM) :].decode(errors="replace"))
+
+
+def _compare(path: Path, found: str, told: str) -> None:
+    if found != told:
+        raise EngineError(
+            f"{path} is damaged: it is not as it was written (its SHA-256 differs); copy it again, or build it again "
+            "from its ONNX file"
+        )
+
+
+def _signature(digest: str) -> bytes:
+    """An entry of the metadata (field 14 of a model: key and value), as protobuf writes it."""
+    key, value = _SUM_KEY.encode(), digest.encode()
+    entry = b"\x0a" + bytes([len(key)]) + key + b"\x12" + bytes([len(value)]) + value
+    return b"\x72" + bytes([len(entry)]) + entry

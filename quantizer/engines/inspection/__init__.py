@@ -1,0 +1,1 @@
+"""What an engine runs: its layers, their formats and their multiply-adds."""

@@ -1,0 +1,204 @@
+"""From layers to what they say: shares, counts, and reasons in words. The same for every library."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.inspection import PrecisionShare
+
+__all__ = ["RUNS", "WARMUP", "block_of", "inspection_from_layers", "is_product", "named", "run_note"]
+
+RUNS = 5
+"""Runs that the time of a layer is the median of."""
+
+WARMUP = 2
+"""Runs before those, not counted."""
+
+_FLOATS = ("fp16", "bf16", "fp32", "fp64")
+_BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?:[./]|$)")
+# What a value passes through unchanged, as far as its precision goes.
+_TRANSPARENT = ("move", "reformat")
+_STEPS = 4
+_SHOWN = 4
+_READERS = {
+    "addition": "the residual add",
+    "normalization": "the normalization",
+    "attention": "the attention",
+    "product": "the next product",
+    "softmax": "the softmax",
+    "quantizer": "the quantizer, a layer of its own,",
+    "cast": "the cast",
+}
+
+
+def run_note(batch: int, sequence: int, threads: int) -> str:
+    """How an engine was observed, in words."""
+    where = "1 thread" if threads == 1 else f"{threads} threads"
+    return f"seen in a run at {batch} x {sequence} with {where}; times are the median of {RUNS} runs"
+
+
+def is_product(layer: Layer) -> bool:
+    """Whether matrices are multiplied in it."""
+    return layer.role in ("product", "attention")
+
+
+def named(precision: str) -> str:
+    """A precision as a reader knows it: ``INT8``; ``index`` and ``unknown`` stay as they are."""
+    return precision if precision in ("index", "unknown") else precision.upper()
+
+
+def block_of(name: str) -> str:
+    """The path of a module up to its first number: ``encoder.layer.3`` for all of that layer; else up to the ``/``."""
+    match = _BLOCK.match(name)
+    return match[1] if match else name.partition("/")[0]
+
+
+def inspection_from_layers(backend: str, layers: Sequence[Layer], *, verified: bool, note: str) -> Inspection:
+    """The facts of an engine whose layers are ``layers``, in the order in which they run."""
+    roles = Counter(layer.role for layer in layers)
+    products = [layer for layer in layers if is_product(layer)]
+    writing = [layer for layer in products if layer.precision in LOW_PRECISIONS and layer.writes in _FLOATS]
+    after = _Readers(layers)
+    return Inspection(
+        backend=backend,
+        verified=verified,
+        note=note,
+        shares=_shares(layers if verified else products),
+        attention_fused=roles["attention"],
+        attention_apart=sum(layer.role == "softmax" and after.meets_product(layer) for layer in layers),
+        quantizers=roles["quantizer"],
+        casts=roles["cast"],
+        reformats=roles["reformat"],
+        float_outputs=len(writing),
+        uncounted=sum(layer.multiply_adds is None for layer in products),
+        reasons=(*_written_reasons(writing, after), *_float_reasons(products, layers)),
+        layers=tuple(layers),
+    )
+
+
+def _shares(layers: Sequence[Layer]) -> tuple[PrecisionShare, ...]:
+    work = sum(layer.multiply_adds or 0 for layer in layers)
+    time = sum(layer.time_us or 0.0 for layer in layers)
+    shares = []
+    for precision in dict.fromkeys(layer.precision for layer in layers):
+        members = [layer for layer in layers if layer.precision == precision]
+        shares.append(
+            PrecisionShare(
+                precision=precision,
+                layers=len(members),
+                products=sum(map(is_product, members)),
+                layer_share=len(members) / len(layers),
+                multiply_add_share=sum(layer.multiply_adds or 0 for layer in members) / work if work else None,
+                time_share=sum(layer.time_us or 0.0 for layer in members) / time if time else None,
+            )
+        )
+    return tuple(sorted(shares, key=lambda share: (-(share.multiply_add_share or 0), -share.layers)))
+
+
+class _Readers:
+    """The layers by name, and who reads whom.
+
+    Attributes:
+        layers: every layer, by name.
+    """
+
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        self.layers: Mapping[str, Layer] = {layer.name: layer for layer in layers}
+
+    def of(self, layer: Layer) -> list[Layer]:
+        """The layers that do something with what ``layer`` writes: behind moves, reformats and its own bias."""
+        return self._search(layer, lambda reader: not self._passes(layer, reader))
+
+    def meets_product(self, layer: Layer) -> bool:
+        """Whether a product reads it within a few steps."""
+        return any(is_product(reader) for reader in self._search(layer, is_product))
+
+    def _passes(self, layer: Layer, reader: Layer) -> bool:
+        own_bias = reader.role == "addition" and _module(reader.name) == _module(layer.name)
+        return reader.role in _TRANSPARENT or own_bias
+
+    def _search(self, layer: Layer, wanted: Callable[[Layer], bool]) -> list[Layer]:
+        found: list[Layer] = []
+        edge = [layer]
+        for _ in range(_STEPS):
+            readers = [self.layers[name] for at in edge for name in at.readers if name in self.layers]
+            found += [reader for reader in readers if wanted(reader)]
+            edge = [reader for reader in readers if not wanted(reader)]
+        return list({reader.name: reader for reader in found}.values())
+
+
+def _module(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _written_reasons(writing: Sequence[Layer], after: _Readers) -> list[str]:
+    """Why products in low precision write floats: what reads them, by block."""
+    blocks: dict[tuple[str, str, str, str], Counter[str]] = defaultdict(Counter)
+    for layer in writing:
+        readers = after.of(layer)
+        reader = next((r for r in readers if r.role in _READERS), readers[0] if readers else None)
+        words = "the output" if reader is None else _READERS.get(reader.role, reader.type)
+        blocks[words, layer.role, layer.precision, layer.writes][block_of(layer.name)] += 1
+    lines = []
+    for (words, role, low, wide), counts in blocks.items():
+        for number in dict.fromkeys(counts.values()):
+            where = [block for block, count in counts.items() if count == number]
+            what = f"{named(low)} {'attention' if role == 'attention' else 'product'}"
+            writers = f"the {what} before it writes" if number == 1 else f"the {number} {what}s before it write"
+            lines.append(f"{words} in {_listed(where)} is {named(wide)}: {writers} {named(wide)}")
+    return lines
+
+
+def _float_reasons(products: Sequence[Layer], layers: Sequence[Layer]) -> list[str]:
+    """Which products run in floats, and whether the graph had asked for more."""
+    sources = defaultdict(set)
+    for layer in layers:
+        for reader in layer.readers:
+            sources[reader].add(layer.role)
+    lines = []
+    for dequantized in (True, False):
+        for precision in _FLOATS:
+            rest = [
+                layer
+                for layer in products
+                if layer.precision == precision and ("quantizer" in sources[layer.name]) == dequantized
+            ]
+            if rest and len(rest) + dequantized <= len(products):
+                verb = "product is" if len(rest) == 1 else "products are"
+                why = "behind a dequantizer" if dequantized else "on operands that are not quantized"
+                names = [product.name for product in rest]
+                where = _shown(names) if len(names) <= _SHOWN else _listed(list(dict.fromkeys(map(block_of, names))))
+                lines.append(f"{len(rest)} {verb} {named(precision)}, {why}: {where}")
+    return lines
+
+
+def _listed(blocks: Sequence[str]) -> str:
+    """The blocks, those that differ in their last number as one: ``encoder.layer.0 to 5, pooler``."""
+    stems: dict[str, list[int]] = {}
+    for block in blocks:
+        stem, _, number = block.rpartition(".")
+        if stem and number.isdecimal():
+            stems.setdefault(stem, []).append(int(number))
+        else:
+            stems.setdefault(block, [])
+    return _shown([f"{stem}.{_numbers(sorted(numbers))}" if numbers else stem for stem, numbers in stems.items()])
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

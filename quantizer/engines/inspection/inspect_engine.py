@@ -1,0 +1,84 @@
+"""An engine as it is seen here; or, where it cannot run here, what its graph asks for, marked as not verified."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from quantizer.engines.backends import backend
+from quantizer.engines.backends import inspect_engine
+from quantizer.engines.detect_backend import backend_of
+from quantizer.engines.inspection.check_precision import check_precision
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.onnx_graph import graph_inspection
+
+__all__ = ["inspect_file", "observe_engine", "runs_here"]
+
+
+def runs_here(name: str) -> bool:
+    """Whether this machine has what the engines of the backend ``name`` run on.
+
+    Raises:
+        EngineError: unknown backend.
+    """
+    if backend(name).device == "cpu":
+        return True
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def observe_engine(
+    name: str, path: Path, onnx_path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128
+) -> Inspection:
+    """Inspect an engine that was just built, and refuse one that lacks the precision that was asked for.
+
+    Args:
+        name: its backend.
+        path: the engine file.
+        onnx_path: the ONNX file that it was built from.
+        threads: threads of the CPU.
+        batch: size of the first dimension of an input, where it is dynamic.
+        sequence: size of its other dynamic dimensions.
+
+    Raises:
+        EngineError: it cannot be run, or lacks the precision.
+        MissingDependencyError: a library is not installed.
+    """
+    asked = graph_inspection(onnx_path, _why(name), batch=batch, sequence=sequence)
+    if not runs_here(name):
+        return replace(asked, backend=name)
+    observed = inspect_engine(name, path, threads=threads, batch=batch, sequence=sequence)
+    check_precision(observed, asked)
+    return observed
+
+
+def inspect_file(
+    path: Path, name: str | None = None, *, threads: int = 1, batch: int = 8, sequence: int = 128
+) -> Inspection:
+    """What an engine or an ONNX file is made of, whatever it is.
+
+    Args:
+        path: the file.
+        name: its backend; None: what the file itself says. An ONNX file that belongs to none is not run.
+        threads: threads of the CPU.
+        batch: size of the first dimension of an input, where it is dynamic.
+        sequence: size of its other dynamic dimensions.
+
+    Raises:
+        EngineError: the file is missing, damaged, or of another backend; or nothing can be told of it here.
+        MissingDependencyError: a library is not installed.
+    """
+    name = name or backend_of(path)
+    if name is None:
+        return graph_inspection(path, "an ONNX file is no engine", batch=batch, sequence=sequence)
+    if runs_here(name):
+        return inspect_engine(name, path, threads=threads, batch=batch, sequence=sequence)
+    source = path.with_suffix(".onnx")
+    if not source.is_file():
+        return Inspection(backend=name, verified=False, note=f"{_why(name)}; nor is there {source} to read")
+    return replace(graph_inspection(source, _why(name), batch=batch, sequence=sequence), backend=name)
+
+
+def _why(name: str) -> str:
+    return f"an engine of {name} runs on an NVIDIA GPU, and there is none here"

@@ -1,0 +1,197 @@
+"""What the Q/DQ of an ONNX file asks for: its products, in which precision, with their multiply-adds.
+
+It says what an engine should do, never what one does: that is for the engine to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quantizer.engines.dimensions import dimension_sizes
+from quantizer.engines.engine_file import checked_onnx
+from quantizer.engines.inspection.from_layers import inspection_from_layers
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.multiply_adds import convolution_work
+from quantizer.engines.inspection.multiply_adds import matmul_work
+from quantizer.engines.optional_import import import_library
+from quantizer.errors import EngineError
+from quantizer.qdq.structure import structural_fault
+
+__all__ = ["MOVES", "graph_inspection", "precision_of", "read_graph"]
+
+# Operators that give their values on as they are.
+MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand", "Slice", "Split"})
+
+_CONVOLUTIONS = ("Conv", "ConvTranspose")
+_MATMULS = ("MatMul", "Gemm")
+# Larger constants say nothing of shapes: only their own shape is kept.
+_SMALL = 1024
+_PRECISIONS = {
+    "FLOAT": "fp32",
+    "FLOAT16": "fp16",
+    "BFLOAT16": "bf16",
+    "DOUBLE": "fp64",
+    "INT8": "int8",
+    "UINT8": "int8",
+    "INT4": "int4",
+    "UINT4": "int4",
+    "FLOAT4E2M1": "fp4",
+    "FLOAT8E4M3FN": "fp8",
+    "FLOAT8E5M2": "fp8",
+}
+
+
+def graph_inspection(path: Path, why: str, *, batch: int = 8, sequence: int = 128) -> Inspection:
+    """The products of an ONNX file: in low precision are those of which every operand is dequantized.
+
+    Args:
+        path: the file.
+        why: why no engine was observed.
+        batch: size of the first dimension of an input, where it is dynamic.
+        sequence: size of its other dynamic dimensions.
+
+    Raises:
+        EngineError: the file is missing, broken, or no ONNX file.
+        MissingDependencyError: onnx is not installed.
+    """
+    graph = _Graph(read_graph(path), {"batch": batch, "sequence": sequence})
+    note = f"{why}; what follows is what the ONNX file asks for, at {batch} x {sequence}"
+    return inspection_from_layers("onnx", list(graph.layers()), verified=False, note=note)
+
+
+def read_graph(path: Path) -> Any:
+    """The ``onnx.ModelProto``, its external data left where it is.
+
+    Raises:
+        EngineError: the file is missing, broken, or no ONNX file.
+        MissingDependencyError: onnx is not installed.
+    """
+    checked_onnx(path)
+    onnx = import_library("onnx", "onnx")
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+        fault = structural_fault(onnx, model)
+    except Exception as error:
+        # protobuf's error is of a class that depends on which of its implementations is installed.
+        raise EngineError(f"{path} is damaged: {error}; export it again") from error
+    if fault is not None:
+        raise EngineError(f"{path} is damaged, or was written wrongly: {fault}; export it again")
+    return model
+
+
+def precision_of(element_type: int) -> str:
+    """The precision of an ONNX element type; ``index`` for whole numbers and truth values."""
+    onnx = import_library("onnx", "onnx")
+    return _PRECISIONS.get(onnx.TensorProto.DataType.Name(element_type), "index") if element_type else "unknown"
+
+
+class _Graph:
+    """One ONNX graph with the shapes that it has at given sizes.
+
+    Attributes:
+        nodes: the nodes, in the file's order.
+        precisions: what each tensor is made of, as far as it can be told.
+        shapes: the shape of each tensor, where it can be told.
+        made_by: the node that writes a tensor.
+    """
+
+    def __init__(self, model: Any, sizes: Mapping[str, int]) -> None:
+        self.nodes = list(model.graph.node)
+        self.made_by = {name: node for node in self.nodes for name in node.output}
+        self.precisions: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        shaped = _shaped(model, sizes).graph
+        for tensor in shaped.initializer:
+            self.precisions[tensor.name] = precision_of(tensor.data_type)
+            self.shapes[tensor.name] = tuple(tensor.dims)
+        for value in (*shaped.value_info, *shaped.input, *shaped.output):
+            told = value.type.tensor_type
+            self.precisions[value.name] = precision_of(told.elem_type)
+            if told.HasField("shape") and all(size.HasField("dim_value") for size in told.shape.dim):
+                self.shapes[value.name] = tuple(size.dim_value for size in told.shape.dim)
+
+    def layers(self) -> Iterator[Layer]:
+        """The products, and what only converts."""
+        roles = {"QuantizeLinear": "quantizer", "DequantizeLinear": "quantizer", "Cast": "cast", "Softmax": "softmax"}
+        for index, node in enumerate(self.nodes):
+            name = node.name or f"{node.op_type} {index}"
+            if node.op_type in (*_MATMULS, *_CONVOLUTIONS):
+                yield Layer(
+                    name=name,
+                    type=node.op_type,
+                    role="product",
+                    precision=self._precision(node),
+                    nodes=(node.name,),
+                    multiply_adds=self._work(node),
+                )
+            elif node.op_type in roles:
+                role = roles[node.op_type]
+                yield Layer(name=name, type=node.op_type, role=role, precision=self._type(node.output[0]))
+
+    def _precision(self, node: Any) -> str:
+        stored = [self._stored(name) for name in node.input[:2]]
+        low = [precision for precision in stored if precision in LOW_PRECISIONS]
+        # An operand of one byte and one of a nibble multiply in the wider.
+        return max(low, key=("fp4", "int4", "fp8", "int8").index) if len(low) == 2 else self._type(node.output[0])
+
+    def _stored(self, name: str) -> str:
+        """The type behind the DequantizeLinear that makes a tensor, through what moves it only; empty for none."""
+        while (node := self.made_by.get(name)) is not None and node.op_type in MOVES:
+            name = node.input[0]
+        if node is None or node.op_type != "DequantizeLinear":
+            return ""
+        return self._type(node.input[0])
+
+    def _type(self, name: str) -> str:
+        return self.precisions.get(name, "unknown")
+
+    def _work(self, node: Any) -> int | None:
+        names = (*node.input[:2], node.output[0])
+        if any(name not in self.shapes for name in names):
+            return None
+        left, right, output = (self.shapes[name] for name in names)
+        if node.op_type in _MATMULS:
+            return matmul_work(left, output)
+        if len(right) < 3:
+            return None
+        return convolution_work(right, right[0], left if node.op_type == "ConvTranspose" else output)
+
+
+def _shaped(model: Any, sizes: Mapping[str, int]) -> Any:
+    """A copy of the model in which inputs have sizes, large constants none of their values, and shapes are inferred."""
+    onnx = import_library("onnx", "onnx")
+    small = onnx.ModelProto()
+    small.CopyFrom(_without_data(model))
+    graph = small.graph
+    shapes = [value.type.tensor_type.shape.dim for value in graph.input[: len(model.graph.input)]]
+    named = dimension_sizes([[axis.dim_param for axis in shape] for shape in shapes], **sizes)
+    for shape in shapes:
+        for place, axis in enumerate(shape):
+            if not axis.HasField("dim_value"):
+                axis.dim_value = named.get(axis.dim_param, sizes["sequence"] if place > 0 else sizes["batch"])
+    # Shapes that the file states for other sizes would only contradict.
+    del graph.value_info[:]
+    for value in graph.output:
+        value.type.tensor_type.ClearField("shape")
+    return onnx.shape_inference.infer_shapes(small, data_prop=True)
+
+
+def _without_data(model: Any) -> Any:
+    onnx = import_library("onnx", "onnx")
+    graph = onnx.GraphProto(name=model.graph.name or "graph", node=model.graph.node, output=model.graph.output)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    graph.input.extend(value for value in model.graph.input if value.name not in constants)
+    for tensor in model.graph.initializer:
+        if prod(tensor.dims) <= _SMALL and tensor.data_location != onnx.TensorProto.EXTERNAL:
+            graph.initializer.append(tensor)
+        else:
+            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    return onnx.ModelProto(
+        ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions, graph=graph
+    )

@@ -1,0 +1,35 @@
+"""Products of bytes on a CPU that adds them in 16 bits."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from quantizer.engines.cpu import cpu_flags
+from quantizer.engines.inspection.onnx_graph import read_graph
+from quantizer.targets import profile
+
+__all__ = ["saturates", "saturation_warnings"]
+
+
+def saturates() -> bool:
+    """Whether this is an x86 CPU without VNNI; False where the system does not tell.
+
+    OpenVINO and ONNX Runtime multiply bytes by VPMADDUBSW there, which adds two products in 16 bits and saturates: of a
+    linear with full ranges 19 dB were left.
+    """
+    flags = cpu_flags()
+    return "avx2" in flags and not any("vnni" in flag for flag in flags)
+
+
+def saturation_warnings(backend: str, onnx_path: Path) -> tuple[str, ...]:
+    """What to say of a quantized file that is built for ``backend`` on this CPU; nothing without the package onnx."""
+    exact = profile(backend).exact_variant
+    if exact is None or not saturates() or find_spec("onnx") is None:
+        return ()
+    if all(node.op_type != "DequantizeLinear" for node in read_graph(onnx_path).graph.node):
+        return ()
+    return (
+        "this CPU has no VNNI and adds products of bytes in 16 bits, which saturate: the engine is less accurate here "
+        f"than on a CPU with VNNI; for CPUs without it quantize for backend {exact}",
+    )

@@ -1,0 +1,118 @@
+"""Latency of several engines in one run, taken in turns, and the peak memory of one in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantizer.engines.backends import backend as registered
+from quantizer.errors import EngineError
+
+__all__ = ["PeakMemory", "interleaved_latency", "medians", "peak_memory_mib"]
+
+
+def interleaved_latency(
+    callables: Mapping[str, Callable[[], object]], rounds: int = 20, warmup: int = 3
+) -> dict[str, list[float]]:
+    """Seconds of each call of each callable; sample i of all of them is from round i, so that ratios can be paired.
+
+    They take turns, and each round starts with the next one: what slows the machine for a while slows all of them, and
+    none always runs after the same neighbour.
+
+    Args:
+        callables: what to time, by name.
+        rounds: samples of each.
+        warmup: rounds before, not counted.
+
+    Raises:
+        EngineError: nothing to time, or no rounds.
+    """
+    if not callables:
+        raise EngineError("no engine to time: give at least one")
+    if rounds < 1 or warmup < 0:
+        raise EngineError(f"rounds is {rounds} and warmup {warmup}: expected 1 or more, and 0 or more")
+    names = list(callables)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-warmup, rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            started = time.perf_counter()
+            callables[name]()
+            elapsed = time.perf_counter() - started
+            if turn >= 0:
+                samples[name].append(elapsed)
+    return samples
+
+
+def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each list of samples, in the samples' unit."""
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Peak resident memory of a process, in MiB.
+
+    Attributes:
+        peak_mib: after loading an engine and running it.
+        baseline_mib: of the same process before, with the interpreter and the library imported.
+    """
+
+    peak_mib: float
+    baseline_mib: float
+
+
+def peak_memory_mib(
+    path: str | Path, backend: str, batch: int = 8, sequence: int = 128, threads: int = 1, timeout_s: float = 600.0
+) -> PeakMemory:
+    """Load an engine in a fresh process, run it a few times on made-up inputs, and report its peak resident memory.
+
+    Args:
+        path: the engine file, or an ONNX file for an engine on a CPU.
+        backend: the backend's name.
+        batch: size of the first dimension of an input, where it is dynamic.
+        sequence: size of its other dynamic dimensions.
+        threads: threads of the CPU.
+        timeout_s: seconds until the process is given up.
+
+    Raises:
+        EngineError: unknown backend; the engine does not load or run there, or takes longer than ``timeout_s``.
+    """
+    command = [
+        sys.executable,
+        # Without it modules of the current folder would be imported in the place of installed ones.
+        "-P",
+        "-m",
+        "quantizer.engines.measure.memory",
+        str(path),
+        type(registered(backend)).__module__,
+        backend,
+        *map(str, (batch, sequence, threads)),
+    ]
+    root = str(Path(__file__).resolve().parents[3])
+    search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": search},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EngineError(f"measuring the memory of {path} took more than {timeout_s:g} s") from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise EngineError(f"measuring the memory of {path} failed: {lines[-1]}")
+    return PeakMemory(**json.loads(done.stdout.strip().splitlines()[-1]))

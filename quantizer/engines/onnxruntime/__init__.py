@@ -1,0 +1,1 @@
+"""Engines of ONNX Runtime, for CPUs."""

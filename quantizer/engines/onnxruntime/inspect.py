@@ -1,0 +1,160 @@
+"""What ONNX Runtime made of a model: its optimized graph, with types, shapes and times from its own profile."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantizer.engines.inspection.from_layers import RUNS
+from quantizer.engines.inspection.from_layers import WARMUP
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.multiply_adds import convolution_work
+from quantizer.engines.inspection.multiply_adds import matmul_work
+from quantizer.engines.inspection.onnx_graph import MOVES
+from quantizer.engines.inspection.onnx_graph import read_graph
+
+__all__ = ["observed_layers"]
+
+_CONVOLUTIONS = frozenset({"Conv", "FusedConv", "QLinearConv", "ConvInteger", "NhwcFusedConv", "ConvTranspose"})
+_MATMULS = frozenset(
+    {
+        "DynamicQuantizeMatMul",
+        "FusedGemm",
+        "FusedMatMul",
+        "Gemm",
+        "MatMul",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "MatMulNBits",
+        "QGemm",
+        "QLinearMatMul",
+    }
+)
+_OTHER_PRODUCTS = frozenset({"DynamicQuantizeLSTM", "Einsum", "GRU", "LSTM", "RNN"})
+_ATTENTION = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention", "PackedAttention", "QAttention"})
+_ROLES = {
+    **dict.fromkeys(_CONVOLUTIONS | _MATMULS | _OTHER_PRODUCTS, "product"),
+    **dict.fromkeys(_ATTENTION, "attention"),
+    **dict.fromkeys(("Softmax", "QLinearSoftmax"), "softmax"),
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), "quantizer"),
+    **dict.fromkeys(("ReorderInput", "ReorderOutput"), "reformat"),
+    **dict.fromkeys(MOVES, "move"),
+    # A residual add that was fused with what comes after it is one still.
+    **dict.fromkeys(("Add", "QLinearAdd", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), "addition"),
+    **dict.fromkeys(("LayerNormalization", "SimplifiedLayerNormalization"), "normalization"),
+    "Cast": "cast",
+}
+# These quantize their first input themselves, or hold no operand of it in floats.
+_INTEGER = ("DynamicQuantize", "QLinear", "QGemm", "QAttention")
+_PRECISIONS = {
+    "float": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "double": "fp64",
+    "int8": "int8",
+    "uint8": "int8",
+    "float8e4m3fn": "fp8",
+}
+
+
+def observed_layers(
+    session_from: Callable[[Any], Any], settings: Any, prepared: Callable[[Any], Callable[[], object]]
+) -> list[Layer]:
+    """The nodes of the optimized graph, with what profiled runs say of them.
+
+    Args:
+        session_from: makes a session from settings.
+        settings: ``onnxruntime.SessionOptions`` to add profiling to.
+        prepared: gives what runs a session once.
+
+    Raises:
+        EngineError: it does not run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        optimized = Path(folder) / "optimized.onnx"
+        settings.optimized_model_filepath = str(optimized)
+        # Beside it, so that the graph stays below the 2 GB that a protobuf may have, and is quick to read.
+        settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.bin")
+        settings.enable_profiling = True
+        settings.profile_file_prefix = str(Path(folder) / "profile")
+        session = session_from(settings)
+        run = prepared(session)
+        for _ in range(WARMUP + RUNS):
+            run()
+        events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        return list(_layers(read_graph(optimized), _by_node(events)))
+
+
+def _by_node(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The events of each node, one for each run."""
+    found = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            found[event["name"].removesuffix("_kernel_time")].append(event)
+    return found
+
+
+def _layers(model: Any, profile: Mapping[str, list[dict[str, Any]]]) -> Iterator[Layer]:
+    readers = defaultdict(list)
+    for node in model.graph.node:
+        for name in node.input:
+            readers[name].append(node.name)
+    weights = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        events = profile.get(node.name, [])
+        types = events[-1]["args"] if events else {}
+        inputs, outputs = _tensors(types, "input_type_shape"), _tensors(types, "output_type_shape")
+        times = [event["dur"] for event in events[-RUNS:]]
+        yield Layer(
+            name=node.name,
+            type=node.op_type,
+            role=_ROLES.get(node.op_type, ""),
+            precision=_precision(node.op_type, inputs, outputs),
+            writes=outputs[0][0] if outputs else "unknown",
+            nodes=(node.name,),
+            readers=tuple(dict.fromkeys(reader for name in node.output for reader in readers[name])),
+            multiply_adds=_work(node, inputs, outputs, weights),
+            time_us=float(statistics.median(times)) if times else None,
+        )
+
+
+def _tensors(args: Mapping[str, Any], key: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Precision and shape of each tensor, as the profile has them: ``[{"float": [8, 128]}]``."""
+    return [
+        (_PRECISIONS.get(kind, "index"), tuple(shape)) for entry in args.get(key, []) for kind, shape in entry.items()
+    ]
+
+
+def _precision(
+    operator: str, inputs: list[tuple[str, tuple[int, ...]]], outputs: list[tuple[str, tuple[int, ...]]]
+) -> str:
+    if operator.startswith(_INTEGER) or "Integer" in operator:
+        return "int8"
+    told = [precision for precision, _ in (*inputs[:1], *outputs[:1])]
+    return next((precision for precision in told if precision != "index"), told[0] if told else "unknown")
+
+
+def _work(
+    node: Any,
+    inputs: list[tuple[str, tuple[int, ...]]],
+    outputs: list[tuple[str, tuple[int, ...]]],
+    weights: Mapping[str, tuple[int, ...]],
+) -> int | None:
+    if not inputs or not outputs:
+        return None
+    if node.op_type in _MATMULS:
+        return matmul_work(inputs[0][1], outputs[0][1])
+    if node.op_type not in _CONVOLUTIONS:
+        return None
+    weight = next((weights[name] for name in node.input if len(weights.get(name, ())) > 2), None)
+    if weight is None:
+        return None
+    across = inputs[0][1] if node.op_type == "ConvTranspose" else outputs[0][1]
+    return convolution_work(weight, weight[0], across)

@@ -1,0 +1,167 @@
+"""What OpenVINO made of a model: its runtime model after a run, with types, shapes and times."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from quantizer.engines.base import Array
+from quantizer.engines.inspection.from_layers import RUNS
+from quantizer.engines.inspection.from_layers import WARMUP
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.multiply_adds import attention_work
+from quantizer.engines.inspection.multiply_adds import convolution_work
+from quantizer.engines.inspection.multiply_adds import matmul_work
+
+__all__ = ["observed_layers"]
+
+_ROLES = {
+    **dict.fromkeys(("FullyConnected", "MatMul", "Convolution", "Deconvolution"), "product"),
+    **dict.fromkeys(("RNNSeq", "RNNCell", "GatherMatmul", "LLMMLP", "QKVProjection"), "product"),
+    **dict.fromkeys(("ScaledDotProductAttention", "PagedAttention", "MHA"), "attention"),
+    **dict.fromkeys(("Reshape", "Transpose", "StridedSlice", "Split", "Broadcast"), "move"),
+    "Convert": "cast",
+    "FakeQuantize": "quantizer",
+    "MVN": "normalization",
+    "Reorder": "reformat",
+    "RMSNorm": "normalization",
+    "Softmax": "softmax",
+}
+_NO_LAYERS = ("Const", "Input", "Output")
+_PRECISIONS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}
+_UNIT = 1e6
+
+
+def observed_layers(compiled: Any, inputs: Mapping[str, Array]) -> list[Layer]:
+    """The layers of a compiled model, with what counted runs say of them.
+
+    Args:
+        compiled: an ``openvino.CompiledModel`` with PERF_COUNT on.
+        inputs: the inputs, in the order of its ports.
+    """
+    request = compiled.create_infer_request()
+    times = defaultdict(list)
+    for run in range(WARMUP + RUNS):
+        request.infer(dict(enumerate(inputs.values())))
+        if run >= WARMUP:
+            for counted in request.get_profiling_info():
+                times[counted.node_name].append(counted.real_time.total_seconds() * _UNIT)
+    # Only after a run does it know the shapes.
+    operations = [_Operation(node) for node in compiled.get_runtime_model().get_ordered_ops()]
+    return list(_layers(operations, {name: statistics.median(taken) for name, taken in times.items()}))
+
+
+class _Operation:
+    """One operation of a runtime model.
+
+    Attributes:
+        name: its name, which is that of one of the ONNX nodes it was made of.
+        type: OpenVINO's word for its kind.
+        nodes: names of the operations it was made of.
+        inputs: type and shape of each input.
+        outputs: type and shape of each output.
+        sources: names of the operations that write its inputs.
+        order: its place in the order of execution.
+        computes: the type that it says it computes in.
+    """
+
+    def __init__(self, node: Any) -> None:
+        info = node.get_rt_info()
+        self.name: str = node.get_friendly_name()
+        self.type: str = info["layerType"].astype(str)
+        self.nodes = tuple(filter(None, info["originalLayersNames"].astype(str).split(",")))
+        self.inputs = [_tensor(port) for port in node.inputs()]
+        self.outputs = [_tensor(port) for port in node.outputs()]
+        self.sources = [port.get_source_output().get_node().get_friendly_name() for port in node.inputs()]
+        self.order = int(info["execOrder"].astype(str))
+        self.computes = _PRECISIONS.get(info["runtimePrecision"].astype(str), "index")
+
+    @property
+    def role(self) -> str:
+        """In the words of ``Layer.role``."""
+        if self.type == "Subgraph" and any(_operator(node) == "MatMul" for node in self.nodes):
+            return "attention"
+        if self.type == "Eltwise":
+            return "addition" if any(_operator(node) == "Add" for node in self.nodes) else ""
+        return _ROLES.get(self.type, "")
+
+    def work(self) -> int | None:
+        """Multiply-adds of the last run."""
+        shapes = [shape for _, shape in self.inputs]
+        if self.role == "attention":
+            # Query, key, perhaps a mask and a scale, and the value: at the end where it is a Subgraph.
+            value = shapes[-1 if self.type == "Subgraph" else 2] if len(shapes) > 2 else ()
+            return attention_work(shapes[0], shapes[1], value, self.outputs[0][1]) if value else None
+        if self.type in ("FullyConnected", "MatMul"):
+            return matmul_work(shapes[0], self.outputs[0][1])
+        if self.type == "Convolution":
+            return convolution_work(shapes[1], self.outputs[0][1][1], self.outputs[0][1])
+        return convolution_work(shapes[1], shapes[0][1], shapes[0]) if self.type == "Deconvolution" else None
+
+
+def _tensor(port: Any) -> tuple[str, tuple[int, ...]]:
+    shape = port.get_partial_shape()
+    sizes = () if shape.is_dynamic else tuple(int(size.get_length()) for size in shape)
+    return port.get_element_type().get_type_name(), sizes
+
+
+def _operator(node: str) -> str:
+    """The operator in a name that ends like ``module/MatMul`` or ``module/MatMul_3``."""
+    return node.rpartition("/")[2].partition("_")[0]
+
+
+def _layers(operations: Sequence[_Operation], times: Mapping[str, float]) -> Iterator[Layer]:
+    by_name = {operation.name: operation for operation in operations}
+    readers = defaultdict(list)
+    for operation in operations:
+        for source in operation.sources:
+            readers[source].append(operation.name)
+    constant = _constant(operations)
+    quantized = _quantized(operations)
+    for operation in sorted(by_name.values(), key=lambda operation: operation.order):
+        if operation.type in _NO_LAYERS or operation.name in constant:
+            continue
+        precision, writes = operation.computes, _PRECISIONS.get(operation.outputs[0][0], "index")
+        if operation.name not in quantized:
+            # Bytes that no quantizer made are truth values.
+            precision, writes = ("index" if kind == "int8" else kind for kind in (precision, writes))
+        yield Layer(
+            name=operation.name,
+            type=operation.type,
+            role=operation.role,
+            precision=precision,
+            writes=writes,
+            nodes=operation.nodes,
+            readers=tuple(dict.fromkeys(readers[operation.name])),
+            multiply_adds=operation.work(),
+            time_us=times.get(operation.name),
+        )
+
+
+def _constant(operations: Sequence[_Operation]) -> set[str]:
+    """Operations on constants alone: done once, when the model is compiled."""
+    found: set[str] = set()
+    for operation in operations:
+        if operation.type == "Const" or (operation.sources and found.issuperset(operation.sources)):
+            found.add(operation.name)
+    return found
+
+
+def _quantized(operations: Sequence[_Operation]) -> set[str]:
+    """Operations whose bytes are steps of a quantized value: they come from a quantizer, a product or stored steps."""
+    found: set[str] = set()
+    steps: set[str] = set()
+    for operation in operations:
+        writes = operation.outputs[0][0] if operation.outputs else ""
+        makes = operation.role in ("quantizer", "product", "attention")
+        stored = operation.type == "Const" and writes in ("i8", "i4", "u4")
+        if makes or stored or (operation.computes == "int8" and steps.intersection(operation.sources)):
+            found.add(operation.name)
+            if _PRECISIONS.get(writes) in LOW_PRECISIONS:
+                steps.add(operation.name)
+    return found

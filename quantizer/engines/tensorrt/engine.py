@@ -1,0 +1,279 @@
+"""TensorRT and TensorRT-RTX: one builder, two modules that share an API.
+
+TensorRT-RTX builds ahead of time for a named GPU generation on a machine that has no GPU; TensorRT builds for the GPU
+that it finds. Types come from the graph alone (strongly typed networks), so there is no precision to choose here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantizer.engines.backends import backends
+from quantizer.engines.base import BuildOptions
+from quantizer.engines.base import BuildResult
+from quantizer.engines.engine_file import checked_engine
+from quantizer.engines.engine_file import checked_onnx
+from quantizer.engines.engine_file import checked_output
+from quantizer.engines.engine_file import read_engine
+from quantizer.engines.engine_file import write_engine
+from quantizer.engines.error_hints import hint_for
+from quantizer.engines.error_hints import named_node
+from quantizer.engines.inspection.from_layers import inspection_from_layers
+from quantizer.engines.inspection.from_layers import run_note
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.measure.dummy_inputs import made_up_inputs
+from quantizer.engines.optional_import import import_library
+from quantizer.engines.tensorrt.build_progress import BuildMonitor
+from quantizer.engines.tensorrt.build_progress import run_monitored
+from quantizer.engines.tensorrt.build_progress import trt_monitor
+from quantizer.engines.tensorrt.cache import save_cache
+from quantizer.engines.tensorrt.cache import use_cache
+from quantizer.engines.tensorrt.refit import strip_weights
+from quantizer.engines.tensorrt.refit import stripping_hint
+from quantizer.engines.tensorrt.refit import weights_note
+from quantizer.engines.tensorrt.run import TensorRTEngine
+from quantizer.engines.tensorrt.run import TrtLog
+from quantizer.engines.tensorrt.run import trt_log
+from quantizer.errors import EngineError
+from quantizer.targets import profile
+from quantizer.targets.tensorrt_rtx import RTX_MAGIC
+
+__all__ = ["TensorRTBackend"]
+
+_HEAD = 24
+
+
+class TensorRTBackend:
+    """Builds engines with one module of the TensorRT family.
+
+    Args:
+        name: the backend's name, which is also that of the extra.
+        modules: where its Python API may be found, best first.
+    """
+
+    device = "cuda"
+
+    def __init__(self, name: str, modules: Sequence[str]) -> None:
+        self.name = name
+        self._modules = tuple(modules)
+
+    def check(self, options: BuildOptions) -> None:
+        """Refuse GPUs that it does not know; look for the library, and for a GPU where its builder needs one."""
+        options.check_for(self.name)
+        trt = self._import()
+        for name in options.capabilities:
+            self._capability(trt, name)
+        self._check_cache(trt, options.timing_cache)
+        self._builder(trt, TrtLog())
+
+    def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
+        """Parse the ONNX file, build for ``options.dynamic`` and ``options.compute_capability``, write the engine."""
+        options.check_for(self.name)
+        started = time.perf_counter()
+        checked_onnx(onnx_path)
+        checked_output(engine_path, onnx_path)
+        note = weights_note(onnx_path, engine_path) if options.strip_weights else ""
+        trt = self._import()
+        capabilities = [self._capability(trt, name) for name in options.capabilities]
+        self._check_cache(trt, options.timing_cache)
+        log = TrtLog()
+        builder = self._builder(trt, log)
+        # Strong typing is the only mode of newer releases, which accept the flag and ignore it.
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        config = builder.create_builder_config()
+        # Without it the inspector tells names and no types.
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        if capabilities:
+            config.num_compute_capabilities = len(capabilities)
+        for index, found in enumerate(capabilities):
+            config.set_compute_capability(found, index)
+        if options.strip_weights:
+            strip_weights(trt, config)
+        if options.timing_cache is not None:
+            use_cache(config, options.timing_cache)
+        parser = _parse(self.name, trt, network, log, onnx_path)
+        for capability in options.capabilities:
+            _refuse_fp8(self.name, capability, onnx_path, _narrow_nodes(trt, network))
+        _add_ranges(builder, config, network, options.dynamic)
+        state = BuildMonitor()
+        config.progress_monitor = trt_monitor(trt, state)
+        log.errors.clear()
+        plan = run_monitored(lambda: builder.build_serialized_network(network, config), state, options.progress)
+        if plan is None:
+            raise EngineError(
+                f"{self.name} could not build {onnx_path}: {log.reason()}{_named(trt, network, log)}"
+                f"{hint_for(log.reason())}{stripping_hint(log.reason()) if options.strip_weights else ''}"
+            )
+        # The network refers to weights that the parser owns.
+        del parser
+        write_engine(engine_path, memoryview(plan), note)
+        if options.timing_cache is not None:
+            save_cache(config, options.timing_cache)
+        if options.progress:
+            options.progress(1.0, "written")
+        return BuildResult(
+            engine_path, engine_path.stat().st_size, time.perf_counter() - started, tuple(dict.fromkeys(log.warnings))
+        )
+
+    def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> TensorRTEngine:
+        """Load an engine onto the GPU; ``threads`` has no meaning there, ``verify`` compares the file's checksum.
+
+        Raises:
+            EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
+        """
+        checked_engine(path)
+        content, note = _read_rtx(path, verify) if self.name == "tensorrt-rtx" else read_engine(path, verify=verify)
+        return TensorRTEngine(self.name, self._import(), path, content, note)
+
+    def inspect(
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+    ) -> Inspection:
+        """Run an engine on the GPU under a profiler and ask its inspector.
+
+        Raises:
+            EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
+        """
+        engine = self.load(path, threads=threads)
+        layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence))
+        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
+
+    def _import(self) -> Any:
+        return import_library(self.name, *self._modules)
+
+    def _builder(self, trt: Any, log: TrtLog) -> Any:
+        try:
+            return trt.Builder(trt_log(trt, log))
+        except TypeError as error:
+            # What the bindings make of a null pointer: TensorRT needs a GPU for its builder already.
+            raise EngineError(
+                f"{self.name} cannot build on this machine: {log.reason()}; backend tensorrt-rtx builds without a GPU"
+            ) from error
+
+    def _check_cache(self, trt: Any, path: Path | None) -> None:
+        if path is not None and hasattr(trt, "ComputeCapability"):
+            raise EngineError(
+                f"backend {self.name} measures no kernels when it builds: leave out timing_cache, or use tensorrt"
+            )
+        if path is not None:
+            checked_output(path)
+
+    def _capability(self, trt: Any, name: str) -> Any:
+        if not hasattr(trt, "ComputeCapability"):
+            raise EngineError(
+                f"backend {self.name} builds for the GPU of this machine: leave out compute_capability {name!r}, "
+                "or use backend tensorrt-rtx"
+            )
+        known = {key.lower(): value for key, value in trt.ComputeCapability.__members__.items() if key.startswith("SM")}
+        if name.lower() not in known:
+            raise EngineError(f"unknown compute capability {name!r} for {self.name}; known: {', '.join(known)}")
+        return known[name.lower()]
+
+
+def _read_rtx(path: Path, verify: bool) -> tuple[bytes, str]:
+    """An engine of TensorRT-RTX and its note; what is none, or not whole, is refused before it is handed to a GPU.
+
+    As 1.7 writes it, an engine begins with four letters, twelve bytes and its own size in eight more.
+
+    Raises:
+        EngineError: another file, or one that is cut short.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(_HEAD)
+    if not head.startswith(RTX_MAGIC):
+        raise EngineError(f"{path} is no engine of tensorrt-rtx: build it again from its ONNX file")
+    size, told = path.stat().st_size, int.from_bytes(head[16:_HEAD], "little")
+    if len(head) < _HEAD or size < told:
+        raise EngineError(f"{path} is cut short: it has {size} bytes of {told}; copy it again, or build it again")
+    content, note = read_engine(path, verify=verify)
+    if len(content) != told:
+        raise EngineError(
+            f"{path} is cut short: it has {size} bytes of an engine of {told} and the line with its checksum, which is "
+            "not whole; copy it again, or build it again"
+        )
+    return content, note
+
+
+def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:
+    """Fill ``network``; the parser, which owns its weights.
+
+    Raises:
+        EngineError: the parser refused nodes, all of which are named.
+    """
+    parser = trt.OnnxParser(network, trt_log(trt, log))
+    if parser.parse_from_file(str(onnx_path)):
+        return parser
+    problems = []
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        where = f"{named_node(error.node_name(), error.node_operator())}: " if error.node_operator() else ""
+        # An operator that it does not know is looked for among the plugins, and that is all that it tells.
+        told = "neither an operator of it nor a plugin" if "Plugin not found" in error.desc() else error.desc()
+        problems.append(f"  - {where}{told}{hint_for(error.desc())}")
+    raise EngineError(f"{name} refused {onnx_path}:\n" + "\n".join(problems or [f"  - {log.reason()}"]))
+
+
+def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, Sequence[int]]) -> None:
+    """Give each dynamic dimension of each input its range, found by its name in the ONNX file.
+
+    Raises:
+        EngineError: a dimension has no range; all such are named.
+    """
+    profile = builder.create_optimization_profile()
+    missing = []
+    found = False
+    for tensor in (network.get_input(index) for index in range(network.num_inputs)):
+        ranges: list[tuple[int, ...]] = []
+        for axis, size in enumerate(tuple(tensor.shape)):
+            name = tensor.get_dimension_name(axis)
+            if size != -1:
+                ranges.append((size, size, size))
+            elif name in dynamic:
+                ranges.append(tuple(dynamic[name]))
+            else:
+                missing.append(f"input {tensor.name!r}, axis {axis} ({name or 'no name'})")
+        if -1 in tuple(tensor.shape) and len(ranges) == len(tensor.shape):
+            profile.set_shape(tensor.name, *zip(*ranges, strict=True))
+            found = True
+    if missing:
+        raise EngineError(
+            f"dynamic dimensions without a range: {'; '.join(missing)}; ranges were given for: "
+            f"{', '.join(dynamic) or 'none'}. Give each one [smallest, usual, largest] under its name"
+        )
+    if found:
+        config.add_optimization_profile(profile)
+
+
+def _refuse_fp8(name: str, capability: str, onnx_path: Path, nodes: Sequence[str]) -> None:
+    """Refuse FP8 for a GPU generation from before it."""
+    first = profile(name).fp8_from
+    if nodes and first is not None and int(capability.lower().removeprefix("sm")) < first:
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        raise EngineError(
+            f"{name} cannot build {onnx_path} for {capability}, which has no FP8: it came with sm{first}, and the file "
+            f"has it at node {nodes[0]!r}{more}; build for sm{first} or later, or quantize with dtype int8"
+        )
+
+
+def _narrow_nodes(trt: Any, network: Any) -> list[str]:
+    """Names of the nodes that make FP8 or FP4."""
+    narrow = {getattr(trt, name) for name in ("fp8", "fp4") if hasattr(trt, name)}
+    layers = (network.get_layer(index) for index in range(network.num_layers))
+    return [
+        layer.name
+        for layer in layers
+        if any(layer.get_output(index).dtype in narrow for index in range(layer.num_outputs))
+    ]
+
+
+def _named(trt: Any, network: Any, log: TrtLog) -> str:
+    """Those nodes in words, where the builder complained of types that a GPU generation lacks."""
+    names = _narrow_nodes(trt, network) if "datatypes" in log.reason() else []
+    return f"; nodes with such types: {', '.join(names)}" if names else ""
+
+
+backends.add("tensorrt")(TensorRTBackend("tensorrt", ["tensorrt"]))
+backends.add("tensorrt-rtx")(TensorRTBackend("tensorrt-rtx", ["tensorrt_rtx_bindings", "tensorrt_rtx"]))

@@ -1,0 +1,308 @@
+"""From a frozen proxy to a checked ``.onnx`` file."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils import _pytree
+
+from quantizer.errors import ExportError
+from quantizer.errors import MissingDependencyError
+from quantizer.export.dynamic_axes import Axes
+from quantizer.export.dynamic_axes import asked_axes
+from quantizer.export.dynamic_axes import check_dynamic
+from quantizer.export.dynamic_axes import dynamic_shapes
+from quantizer.export.dynamic_axes import hint
+from quantizer.export.dynamic_axes import usual_axes
+from quantizer.export.onnx_storage import write_onnx
+from quantizer.export.passes import passes
+from quantizer.export.passes import run_passes
+from quantizer.export.qdq_translations import translations
+from quantizer.files import checked_file
+from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import convert_floats
+from quantizer.numerics.qtype import BLOCKS_OPSET
+from quantizer.numerics.qtype import qtype
+from quantizer.proxy.build import own_copy
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+
+__all__ = ["export_onnx", "least_opset", "require_exporter"]
+
+_HALF_SCALES_OPSET = 19
+
+
+def export_onnx(
+    model: nn.Module,
+    path: Path,
+    example: Any,
+    *,
+    opset: int,
+    dtype: torch.dtype,
+    regions: Regions | None = None,
+    axes: Axes | None = None,
+    unsigned: Literal["none", "weighted", "all"] = "none",
+) -> Path:
+    """Write a frozen proxy (or a float model) as ONNX with dynamic axes.
+
+    Args:
+        model: what ``quantize()`` returned, or a float model for comparison.
+        path: the file; it appears when it is complete and checked.
+        example: one batch: a mapping, or a tuple or list.
+        opset: at least 19 where scales are half.
+        dtype: the float type of everything that is not quantized, scales included.
+        regions: the modules that stay float32 where ``dtype`` is float16.
+        axes: input name to {axis: dimension name}; None: ``batch`` and ``sequence`` by convention, see ``usual_axes``.
+        unsigned: where activations are stored as UINT8, see ``TargetProfile.unsigned_activations``.
+
+    Raises:
+        ExportError: the model cannot be exported, or the file cannot be written.
+        MissingDependencyError: onnx or onnxscript is not installed.
+    """
+    require_exporter()
+    checked_file(path, ExportError)
+    if dtype != torch.float32 and opset < _HALF_SCALES_OPSET:
+        raise ExportError(f"opset={opset}: {dtype} scales need opset {_HALF_SCALES_OPSET} or later")
+    for name, quantizer in _enabled(model):
+        if opset < _least_opset(quantizer):
+            what = "scales of blocks" if quantizer.block_size is not None else quantizer.dtype
+            raise ExportError(f"opset={opset}: {what} ({name}) needs opset {_least_opset(quantizer)} or later")
+    # A copy is converted, and put in eval mode: in place it would change what the caller holds.
+    regions = regions or Regions()
+    exported = convert_floats(_copied(model, dtype, regions).eval(), dtype, regions)
+    args, keywords = _split(example, regions.io_dtype(dtype))
+    _name_positional(exported, args)
+    names = _output_names(model, example)
+    _check_output_names(names, [*inspect.signature(exported.forward).parameters, *keywords])
+    _name_inputs(exported, keywords)
+    inputs = _named(exported, args, keywords)
+    wanted = usual_axes(inputs) if axes is None else asked_axes(axes, inputs)
+    program = _export(exported, args, keywords, opset, dynamic_shapes(inputs, wanted), names)
+    ir_model = program.model
+    check_dynamic(ir_model, inputs, wanted, asked=axes is not None)
+    if ir_model.opset_imports[""] != opset:
+        raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
+    run_passes(ir_model, passes(unsigned))
+    write_onnx(ir_model, path)
+    return path
+
+
+def require_exporter() -> None:
+    """Look for the packages that an export needs.
+
+    Raises:
+        MissingDependencyError: one is not installed.
+    """
+    for package in ("onnx", "onnxscript", "onnx_ir"):
+        _require(package)
+
+
+def least_opset(model: nn.Module) -> int:
+    """The first opset that has all formats in which a frozen proxy holds operands; 0 where it holds none."""
+    return max((_least_opset(quantizer) for _, quantizer in _enabled(model)), default=0)
+
+
+def _enabled(model: nn.Module) -> Iterator[tuple[str, OperandQuantizer]]:
+    for name, module in model.named_modules():
+        if isinstance(module, OperandQuantizer) and module.enabled:
+            yield name, module
+
+
+def _least_opset(quantizer: OperandQuantizer) -> int:
+    return BLOCKS_OPSET if quantizer.block_size is not None else qtype(quantizer.dtype).onnx_opset
+
+
+def _require(package: str) -> None:
+    try:
+        __import__(package)
+    except ImportError as error:
+        raise MissingDependencyError(package, "onnx") from error
+
+
+def _copied(model: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module:
+    """A copy with tensors of its own, but for those that are large and stay as they are: of them one is enough."""
+    kept: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, OperandQuantizer) and module.stored is not None:
+            kept[id(module.stored)] = module.stored
+        if not regions.applies_to(dtype):
+            kept.update((id(p), p) for p in module._parameters.values() if p is not None and p.dtype == dtype)
+    return own_copy(model, kept)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    """The type of the parameters; None where there is none, as where all are stored as integers."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def _split(example: Any, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs, floating tensors in the graph's float type (None: in their own)."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype or value.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def convert(value: Any) -> Any:
+        return _pytree.tree_map(cast, value)
+
+    if isinstance(example, Mapping) or hasattr(example, "keys"):
+        return (), {name: convert(example[name]) for name in example}
+    if isinstance(example, tuple | list):
+        return tuple(map(convert, example)), {}
+    return (convert(example),), {}
+
+
+def _name_positional(model: nn.Module, args: tuple[Any, ...]) -> None:
+    """Let forward name what it takes through ``*args``, each ``args_0``, ``args_1`` and so on, as a graph has to."""
+    forward = model.forward
+    named = list(inspect.signature(forward).parameters.values())
+    place = next((index for index, parameter in enumerate(named) if parameter.kind is parameter.VAR_POSITIONAL), None)
+    if place is None:
+        return
+
+    def with_names(*args: Any, **inputs: Any) -> Any:
+        return forward(*args, **inputs)
+
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    before = [parameter.replace(kind=kind, default=parameter.empty) for parameter in named[:place]]
+    more = [inspect.Parameter(f"{named[place].name}_{index}", kind) for index in range(len(args) - place)]
+    vars(with_names)["__signature__"] = inspect.Signature([*before, *more, *named[place + 1 :]])
+    vars(model)["forward"] = with_names
+
+
+def _check_output_names(outputs: list[str] | None, inputs: Sequence[str]) -> None:
+    """Refuse names that a graph could not tell apart.
+
+    Raises:
+        ExportError: an output has the name of an input, or of another output.
+    """
+    for index, name in enumerate(outputs or ()):
+        if name in inputs or name in (outputs or ())[:index]:
+            what = "an input" if name in inputs else "another output"
+            raise ExportError(
+                f"the model's output {name!r} has the name of {what}, and all names in a graph differ: give its "
+                "dictionary another key"
+            )
+
+
+def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Let forward name what it takes only through its ``**kwargs``: the exporter gives dynamic axes to named inputs."""
+    forward = model.forward
+    named = inspect.signature(forward).parameters
+    unnamed = [name for name in keywords if name not in named]
+    kept = [parameter for parameter in named.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    if not unnamed or len(kept) == len(named):
+        return
+
+    def with_names(*args: Any, **inputs: Any) -> Any:
+        return forward(*args, **inputs)
+
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in unnamed]
+    vars(with_names)["__signature__"] = inspect.Signature([*kept, *more])
+    vars(model)["forward"] = with_names
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs by the names that ``forward`` gives them, in the order of the graph."""
+    names = [name for name in inspect.signature(model.forward).parameters if name not in keywords]
+    return {**dict(zip(names, args, strict=False)), **keywords}
+
+
+def _output_names(model: nn.Module, example: Any) -> list[str] | None:
+    """The keys of the model's output, where it is a mapping of tensors; None leaves the naming to the exporter."""
+    args, keywords = _split(example, _dtype_of(model))
+    try:
+        with torch.no_grad():
+            output = model(*args, **keywords)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise ExportError(f"the example does not run through {type(model).__name__}.forward: {error}") from error
+    if not (isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())):
+        return None
+    return [str(key) for key in output]
+
+
+def _export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+    opset: int,
+    dynamic: Any,
+    output_names: list[str] | None,
+) -> Any:
+    with _quiet(), torch.no_grad():
+        try:
+            return torch.onnx.export(
+                model,
+                # A dictionary in the last place would be taken for keywords.
+                (*args, {}) if args and isinstance(args[-1], Mapping) else args,
+                kwargs=keywords,
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=_with_containers(dynamic, (*args, *keywords.values())),
+                output_names=output_names,
+                custom_translation_table=translations(opset),
+                verbose=False,
+            )
+        except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
+            raise ExportError(
+                f"{type(model).__name__} cannot be exported: {_said(error)}; "
+                f"see the exception above for the exporter's own report{hint(error)}"
+            ) from error
+
+
+def _with_containers(dynamic: Mapping[str, Any], values: Sequence[Any]) -> dict[str, Any]:
+    """The same with an entry for each tensor inside of a dictionary or list: with the batch's axis, where it has one.
+
+    The batch is that of the inputs beside it, or of the first tensor where there are only such.
+    """
+    named = zip(dynamic.values(), values, strict=True)
+    found = [(value.shape[axis], dim) for axes, value in named for axis, dim in (axes or {}).items() if _is_batch(dim)]
+    inside = [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+    if inside and not any(isinstance(value, Tensor) for value in values):
+        found = [(inside[0].shape[0], torch.export.Dim("batch", min=1))]
+
+    def entry(leaf: Any) -> Any:
+        if not found or not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != found[0][0]:
+            return None
+        return {0: found[0][1]}
+
+    return {
+        name: shapes if isinstance(value, Tensor) or shapes is not None else _pytree.tree_map(entry, value)
+        for (name, shapes), value in zip(dynamic.items(), values, strict=True)
+    }
+
+
+def _is_batch(dimension: Any) -> bool:
+    return bool(dimension.__name__ == "batch")
+
+
+def _said(error: BaseException) -> str:
+    """The first line of the innermost cause: the exporter's own first lines only say in which of its steps it was."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns of its own future and of optional packages; none of that is the user's to act on."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

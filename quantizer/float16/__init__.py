@@ -1,0 +1,1 @@
+"""Which values float16 cannot hold, and which modules stay in float32 because of them."""

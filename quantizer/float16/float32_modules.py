@@ -1,0 +1,221 @@
+"""Modules that compute in float32, because float16 cannot hold their values, and the rest of the model in half."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils import _pytree
+
+from quantizer.common.plain_values import decoded
+from quantizer.errors import ProxyError
+from quantizer.errors import QuantizerError
+from quantizer.numerics.float16 import FLOAT16_MASK
+from quantizer.numerics.float16 import FLOAT16_MAX
+from quantizer.numerics.qtype import QTYPES
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.site import Site
+
+__all__ = ["Regions", "convert_floats"]
+
+_STORAGE = {kind.storage for kind in QTYPES.values()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regions:
+    """What calibration saw of values that float16 cannot hold.
+
+    Attributes:
+        wide: modules that compute with such values, or hand them on, by path, each with the largest magnitude.
+        computing: modules that compute with floats themselves; others hand their children what they get, of any type.
+        masked: modules that read masks with numbers below what float16 holds.
+        wide_inputs: an input of the model has such values.
+    """
+
+    wide: Mapping[str, float] = field(default_factory=dict)
+    computing: Collection[str] = ()
+    masked: Collection[str] = ()
+    wide_inputs: bool = False
+
+    def joined(self, other: Regions) -> Regions:
+        """What both saw."""
+        wide = dict(self.wide)
+        for path, largest in other.wide.items():
+            wide[path] = max(largest, wide.get(path, 0.0))
+        return Regions(
+            wide=wide,
+            computing=frozenset(self.computing) | frozenset(other.computing),
+            masked=frozenset(self.masked) | frozenset(other.masked),
+            wide_inputs=self.wide_inputs or other.wide_inputs,
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values, to be saved."""
+        return {
+            "wide": dict(self.wide),
+            "computing": sorted(self.computing),
+            "masked": sorted(self.masked),
+            "wide_inputs": self.wide_inputs,
+        }
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any] | None) -> Regions:
+        """What ``plain`` gave; None: it is from before there were regions.
+
+        Raises:
+            QuantizerError: it is damaged.
+        """
+        if values is None:
+            return cls()
+        try:
+            made: Regions = decoded(cls, values, "regions")
+            missing = sorted(set(cls().plain()) - set(values))
+            if missing:
+                raise ValueError(f"regions: missing field {missing[0]!r}")
+        except ValueError as error:
+            raise QuantizerError(f"the modules beyond float16 cannot be read, they are damaged: {error}") from error
+        return made
+
+    def text(self) -> str:
+        """How many modules stay float32, and why."""
+        path, largest = max(self.wide.items(), key=lambda entry: entry[1])
+        return (
+            f"{len(self.wide)} modules stay float32: their values are beyond float16, the largest {largest:.3g} in "
+            f"{path or 'the model itself'}"
+        )
+
+    def io_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of the model's own inputs, where ``dtype`` is that of its floats."""
+        return torch.float32 if self.applies_to(dtype) and self.wide_inputs else dtype
+
+    def applies_to(self, dtype: torch.dtype) -> bool:
+        """Whether modules stay float32 in a model of floats in ``dtype``."""
+        return dtype is torch.float16 and bool(self.wide)
+
+
+def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module:
+    """The model with its floats in ``dtype``, in place; wide modules stay float32, with casts at their borders.
+
+    Stored steps of FP8 stay what they are.
+
+    Raises:
+        ProxyError: the regions are those of another model.
+    """
+    if not regions.applies_to(dtype):
+        return _converted(model, dtype, recurse=True)
+    modules = dict(model.named_modules())
+    unknown = sorted(set(regions.wide) - set(modules))
+    if unknown:
+        raise ProxyError(
+            f"the calibration belongs to another model, which has a module {unknown[0]!r}; calibrate this model with a "
+            "Quantizer of its own"
+        )
+    types: dict[str, torch.dtype] = {}
+    # A parent comes before its children, and one that does not compute is of its parent's type.
+    for path in modules:
+        types[path] = dtype if path == "" else types[path.rpartition(".")[0]]
+        if path in regions.wide:
+            types[path] = torch.float32
+        elif path in regions.computing:
+            types[path] = dtype
+    _untie({modules[path]: kind for path, kind in types.items()})
+    border = _Border(model)
+    for path, module in modules.items():
+        _converted(module, types[path], recurse=False)
+        if not _of_site(module, path, modules):
+            computes = path in regions.computing
+            border.watch(module, types[path] if computes else None, path in regions.masked)
+    return model
+
+
+def _converted(module: nn.Module, dtype: torch.dtype, *, recurse: bool) -> nn.Module:
+    converted: nn.Module = module._apply(partial(_cast, dtype), recurse=recurse)  # type: ignore[no-untyped-call]
+    for part in module.modules() if recurse else [module]:
+        if isinstance(part, OperandQuantizer):
+            # In a file of half floats scales are half; calibration chose them so that they can be.
+            part.cast_scale(dtype)
+    return converted
+
+
+def _cast(dtype: torch.dtype, value: Tensor) -> Tensor:
+    # ``Module.to`` would convert stored steps of FP8 as well.
+    return value.to(dtype) if value.is_floating_point() and value.dtype not in _STORAGE else value
+
+
+def _of_site(module: nn.Module, path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module is a site or stands in one: it computes what its host computes."""
+    return isinstance(module, Site) or isinstance(modules.get(path.rpartition(".")[0]), Site)
+
+
+def _untie(types: Mapping[nn.Module, torch.dtype]) -> None:
+    """Give parameters that modules of several types share a copy for each type."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in types:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[parameter].append((module, name))
+    for parameter, places in owners.items():
+        wide = [(module, name) for module, name in places if types[module] is torch.float32]
+        if len(wide) in (0, len(places)):
+            continue
+        own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        for module, name in wide:
+            module._parameters[name] = own
+
+
+class _Border:
+    """Casts what goes into a module to the type that it computes in, and what comes out to that of its caller."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._running: list[tuple[torch.dtype | None, bool]] = []
+        root.register_forward_pre_hook(self._begin)
+
+    def watch(self, module: nn.Module, dtype: torch.dtype | None, masked: bool) -> None:
+        """Cast for a module that computes in ``dtype``; None: it takes and gives any type."""
+        module.register_forward_pre_hook(partial(self._enter, dtype, masked), with_kwargs=True)
+        module.register_forward_hook(self._leave)
+
+    def _begin(self, root: nn.Module, args: Any) -> None:
+        # A pass that failed left its modules here.
+        self._running.clear()
+
+    def _enter(
+        self, dtype: torch.dtype | None, masked: bool, module: nn.Module, args: tuple[Any, ...], keywords: Any
+    ) -> tuple[Any, Any]:
+        self._running.append((dtype, masked))
+        if dtype is None:
+            return args, keywords
+        cast = partial(_at_border, dtype, masked)
+        return tuple(map(cast, args)), {name: cast(value) for name, value in keywords.items()}
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> Any:
+        self._running.pop()
+        caller, masked = self._running[-1] if self._running else (None, False)
+        return result if caller is None else _at_border(caller, masked, result)
+
+
+def _at_border(dtype: torch.dtype, masked: bool, value: Any) -> Any:
+    """The floats of a value in ``dtype``, wherever torch's trees reach; the value itself where they are already."""
+    floats = (torch.float16, torch.float32)
+
+    def foreign(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dtype in floats and leaf.dtype is not dtype
+
+    def cast(leaf: Any) -> Any:
+        if not foreign(leaf):
+            return leaf
+        if masked and dtype is torch.float16:
+            leaf = torch.where(leaf < -FLOAT16_MAX, FLOAT16_MASK, leaf)
+        return leaf.to(dtype)
+
+    if isinstance(value, Tensor):
+        return cast(value)
+    return _pytree.tree_map(cast, value) if any(map(foreign, _pytree.tree_leaves(value))) else value

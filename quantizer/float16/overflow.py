@@ -1,0 +1,369 @@
+"""How large the values of a pass can be, and which modules compute with those that float16 cannot hold.
+
+Every operation gives a bound for what it makes from bounds for what it reads, which costs a few numbers and touches no
+tensor. Where that does not show that float16 holds the result, the smaller of operands and result are measured, and
+the bound is the truth from there on. Measured, a value beyond float16 is never missed and never made up.
+
+Legend: |x| the largest magnitude in x; K the length that a product sums over, so that a product of x [.., K] and w
+[K, N] is at most sqrt(K) |x| times the largest norm of a column of w (Cauchy and Schwarz).
+
+Masks hold numbers like -3.4e38 or -inf, which stand for "not here". Numbers so low are no values: a mask is noted, and
+what remains of it is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils import _pytree
+
+from quantizer.calibrators.histogram import in_memory_order
+from quantizer.common.tensor_version import tensor_version
+from quantizer.float16.float32_modules import Regions
+from quantizer.numerics.float16 import FLOAT16_MAX
+
+__all__ = ["Frame", "Magnitudes", "ParameterMagnitudes"]
+
+Frame = tuple[str, int]
+"""A module that runs: its path, and the number of its call."""
+
+_MASKS = -1e8
+"""No activation is so low without others that are as high."""
+
+# fmt: off
+_KEEP = {
+    f"aten::{name}"
+    for name in (
+        "abs", "_adaptive_avg_pool2d", "amax", "amin", "avg_pool2d", "cat", "clone", "constant_pad_nd",
+        "copy_", "embedding", "flip", "gather", "gelu", "hardswish_", "index", "index_select",
+        "lift_fresh", "masked_fill", "masked_fill_", "max_pool2d_with_indices", "maximum", "mean",
+        "minimum", "native_dropout", "neg", "relu", "relu_", "repeat", "roll", "silu", "silu_", "stack",
+        "_to_copy", "tril", "triu", "_unsafe_view", "where",
+    )
+}
+# fmt: on
+"""No result is larger than what is read."""
+
+_SUMS = {f"aten::{name}" for name in ("add", "add_", "sub", "sub_", "rsub")}
+_ONES = {
+    f"aten::{name}"
+    for name in ("_softmax", "_safe_softmax", "sigmoid", "sigmoid_", "tanh", "tanh_", "sin", "cos", "erf")
+}
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+"""With the place of the left operand."""
+
+_ATTENTION = "aten::_scaled_dot_product_"
+_LAYER_NORM = "aten::native_layer_norm"
+
+
+class _Seen:
+    """What is known of one tensor.
+
+    Attributes:
+        tensor: the tensor, to tell it from another that got its id.
+        bound: no value of it, masks apart, is larger in magnitude.
+        exact: the bound was measured.
+        mask: it holds numbers of masks.
+        frames: the modules that ran when it was made, kept where it is beyond float16 or a mask; None: it was there.
+        parameter: the parameter that it is, or shows; None: neither.
+    """
+
+    __slots__ = ("bound", "exact", "frames", "mask", "parameter", "tensor")
+
+    def __init__(self, tensor: Tensor, bound: float) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.bound = bound
+        self.exact = False
+        self.mask = False
+        self.frames: tuple[Frame, ...] | None = None
+        self.parameter: nn.Parameter | None = None
+
+    @property
+    def marked(self) -> bool:
+        """Whether modules that meet it must know."""
+        return self.mask or _beyond(self.bound)
+
+
+class ParameterMagnitudes:
+    """What was measured of parameters: it holds for all passes, until they change.
+
+    Attributes:
+        norms: the largest norm of a column of each matrix that a parameter, or a view of it, is.
+        parameters: what is known of each parameter, with the version that it had then.
+    """
+
+    def __init__(self) -> None:
+        self.norms: dict[Any, float] = {}
+        self.parameters: dict[int, tuple[nn.Parameter, int, _Seen]] = {}
+
+
+class Magnitudes:
+    """Follows bounds through one pass."""
+
+    def __init__(self, measured: ParameterMagnitudes, inputs: Iterable[Any] = ()) -> None:
+        """
+        Args:
+            measured: of the parameters, in other passes of the model.
+            inputs: of the model, in this pass.
+        """
+        self._wide: dict[str, float] = {}
+        self._wide_inputs = False
+        self._masked: set[str] = set()
+        self._computing: set[str] = set()
+        self._seen: dict[int, _Seen] = {}
+        self._measured = measured
+        for value in _floats(inputs):
+            seen = self._of(value)
+            seen.frames = ()
+            self._wide_inputs |= _beyond(seen.bound)
+
+    def regions(self) -> Regions:
+        """What follows for a model in half."""
+        return Regions(
+            wide=dict(self._wide),
+            computing=frozenset(self._computing),
+            masked=frozenset(self._masked),
+            wide_inputs=self._wide_inputs,
+        )
+
+    def at_most(self, value: Tensor, bound: float) -> None:
+        """Say that somebody measured all of ``value``."""
+        seen = self._seen.get(id(value))
+        if seen is not None and seen.tensor() is value and not seen.mask and bound < seen.bound:
+            seen.bound, seen.exact = bound, True
+
+    def returned(self, result: Any) -> None:
+        """The model gave this: what is in it travelled out of all modules."""
+        for value in _floats(_pytree.tree_leaves(result)):
+            seen = self._of(value)
+            if seen.marked:
+                self._travelled(seen, ())
+
+    def see(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        keywords: Mapping[str, Any],
+        result: Any,
+        frames: Callable[[], tuple[Frame, ...]],
+    ) -> None:
+        """Bound what one operation made.
+
+        Args:
+            func: the operation below Python.
+            args, keywords: what it was given.
+            result: what it gave.
+            frames: gives all modules that run, the outermost first.
+        """
+        made = _floats((result,))
+        if not made:
+            return
+        name, shows, writes = _facts(func)
+        real = shows and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        if real and not (shown := self._of(args[0])).marked:
+            # Most operations only show what is there.
+            for value in made:
+                view = self._seen[id(value)] = _Seen(value, shown.bound)
+                view.parameter = shown.parameter
+            return
+        given = _floats((*args, *keywords.values()))
+        read = [self._of(value) for value in given]
+        new = _Seen(made[0], math.inf)
+        if shows and read:
+            new.bound, new.parameter, new.mask = read[0].bound, read[0].parameter, read[0].mask
+        else:
+            new.bound = self._bound(name, args, keywords, read)
+            if _beyond(new.bound) and self._measured_all(given, read, made[0].numel()):
+                new.bound = self._bound(name, args, keywords, read)
+            hidden = name in _KEEP or name in _SUMS
+            new.mask = hidden and (any(seen.mask for seen in read) or any(map(_is_mask, args)))
+        if _beyond(new.bound):
+            self._measure(new, made[0])
+        if writes:
+            self._written(made[0], new)
+        self._seen[id(made[0])] = new
+        here = frames()
+        # What a hook of the whole model computes is in no module.
+        if here and not shows:
+            self._computing.add(here[-1][0])
+        for seen in read:
+            if seen.marked:
+                self._travelled(seen, here)
+        if new.marked:
+            new.frames = here
+            self._note(new.bound, new.mask, here[-1:])
+        self._note(_inside(name, args, read, made), False, here[-1:])
+
+    # -- bounds ----------------------------------------------------------------------------------------------------
+
+    def _bound(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any], read: Sequence[_Seen]) -> float:
+        """A bound for the first result of an operation; infinity where nothing is known of it."""
+        bounds = [seen.bound for seen in read]
+        # Whole numbers too, which a mask may be filled with; an axis or an index among them only loosens the bound.
+        numbers = [abs(value) for value in args if type(value) in (int, float) and not _is_mask(value)]
+        factors: list[float] = [abs(value) for value in args if type(value) in (int, float)]
+        factor: float = max([1.0, *(abs(value) for value in keywords.values() if type(value) in (int, float))])
+        if name in _ONES:
+            return 1.0
+        if not read:
+            return math.inf
+        if name in _KEEP and not _divides_otherwise(name, args):
+            return float(max(bounds + numbers))
+        if name in _SUMS:
+            return factor * sum(bounds) + sum(factors)
+        if name in ("aten::mul", "aten::mul_"):
+            return math.prod([*bounds, *factors])
+        if name in ("aten::div", "aten::div_") and len(args) > 1 and isinstance(args[1], int | float):
+            return bounds[0] / abs(args[1]) if args[1] else math.inf
+        if name == _LAYER_NORM:
+            # No value of a row lies farther from its mean than the root of its length times the deviation.
+            farthest: float = math.sqrt(math.prod(args[1]))
+            return farthest * (bounds[1] if len(bounds) > 1 else 1.0) + sum(bounds[2:])
+        if name in _PRODUCTS:
+            first = _PRODUCTS[name]
+            column = self._column(args[first + 1], read[first + 1])
+            root: float = math.sqrt(args[first].shape[-1])
+            return factor * (sum(bounds[:first]) + root * bounds[first] * column)
+        if name == "aten::convolution" and not args[6]:
+            patch: int = math.prod(args[1].shape[1:])
+            return patch * bounds[0] * bounds[1] + sum(bounds[2:])
+        return bounds[2] if name.startswith(_ATTENTION) else math.inf
+
+    def _column(self, value: Tensor, seen: _Seen) -> float:
+        """The largest norm of a column of value [.., K, N], or a bound for it."""
+        if seen.parameter is None:
+            return math.sqrt(value.shape[-2]) * seen.bound
+        key = (id(seen.parameter), tensor_version(seen.parameter), value.shape, value.stride(), value.storage_offset())
+        if key not in self._measured.norms:
+            norms = value.detach().float().norm(dim=-2)
+            self._measured.norms[key] = float(norms.max()) if norms.numel() else 0.0
+        return self._measured.norms[key]
+
+    def _measured_all(self, given: Sequence[Tensor], read: Sequence[_Seen], limit: int) -> bool:
+        """Measure operands of which only a bound is known, where they are smaller than ``limit``; whether any was."""
+        loose = [(value, seen) for value, seen in zip(given, read, strict=True) if not seen.exact]
+        if not loose or sum(value.numel() for value, _ in loose) >= limit:
+            return False
+        for value, seen in loose:
+            self._measure(seen, value)
+        return True
+
+    # -- what is known of tensors ----------------------------------------------------------------------------------
+
+    def _of(self, value: Tensor) -> _Seen:
+        seen = self._seen.get(id(value))
+        if seen is not None and seen.tensor() is value:
+            return seen
+        parameter = value if type(value) is not Tensor and isinstance(value, nn.Parameter) else None
+        if parameter is not None:
+            known = self._measured.parameters.get(id(parameter))
+            if known is not None and known[0] is parameter and known[1] == tensor_version(parameter):
+                return known[2]
+        seen = _Seen(value, math.inf)
+        self._measure(seen, value)
+        if parameter is not None:
+            seen.parameter = parameter
+            self._measured.parameters[id(parameter)] = (parameter, tensor_version(parameter), seen)
+        else:
+            self._seen[id(value)] = seen
+        return seen
+
+    def _measure(self, seen: _Seen, value: Tensor) -> None:
+        """Let what is known of a tensor be the truth."""
+        # Forward gradients compute with zeros that have no memory, and with tensors that have a shape alone.
+        unseen = value.is_meta or value._is_zerotensor()
+        if unseen or value.layout is not torch.strided or value.is_nested or value.numel() == 0:
+            seen.bound = 0.0
+            return
+        value = in_memory_order(value.detach())
+        low, high = (float(bound) for bound in torch.aminmax(value))
+        if not low >= _MASKS:
+            seen.mask = bool((value < _MASKS).any())
+            low, high = (float(bound) for bound in torch.aminmax(value.where(value >= _MASKS, 0.0)))
+        seen.bound, seen.exact = max(-low, high), True
+
+    def _written(self, value: Tensor, new: _Seen) -> None:
+        """What was written into a tensor is in all that share its memory."""
+        memory = value.untyped_storage()._cdata
+        for seen in self._seen.values():
+            other = seen.tensor()
+            if other is not None and other is not value and other.untyped_storage()._cdata == memory:
+                seen.bound, seen.mask = max(seen.bound, new.bound), seen.mask or new.mask
+                seen.frames = new.frames if new.marked else seen.frames
+
+    # -- modules ---------------------------------------------------------------------------------------------------
+
+    def _travelled(self, seen: _Seen, here: tuple[Frame, ...]) -> None:
+        """Note the modules through which a tensor came: out of those that made it, through their caller, and in."""
+        if seen.frames is None:
+            self._note(seen.bound, seen.mask, here[-1:])
+            return
+        common = 0
+        while common < min(len(here), len(seen.frames)) and here[common] == seen.frames[common]:
+            common += 1
+        self._note(seen.bound, seen.mask, (*seen.frames[common:], *here[max(common - 1, 0) :]))
+
+    def _note(self, bound: float, mask: bool, modules: Sequence[Frame]) -> None:
+        for path, _ in modules:
+            if mask:
+                self._masked.add(path)
+            if _beyond(bound):
+                self._wide[path] = max(bound, self._wide.get(path, 0.0))
+
+
+def _inside(name: str, args: Sequence[Any], read: Sequence[_Seen], made: Sequence[Tensor]) -> float:
+    """The largest value that an operation computes inside, and that a target has as a tensor; 0 where none is large."""
+    if made[0].numel() == 0 or any(isinstance(value, Tensor) and value.numel() == 0 for value in args):
+        # An expert that gets no token, an empty batch: it computes nothing.
+        return 0.0
+    if name == _LAYER_NORM and read[0].bound > math.sqrt(FLOAT16_MAX):
+        # The last result is the reciprocal of the deviation.
+        smallest = float(made[-1].min())
+        return smallest**-2 if smallest else math.inf
+    if name.startswith(_ATTENTION):
+        query, key = args[:2]
+        if query.shape[-1] * read[0].bound * read[1].bound > FLOAT16_MAX:
+            return float(query.norm(dim=-1).max() * key.norm(dim=-1).max())
+    return 0.0
+
+
+def _divides_otherwise(name: str, args: Sequence[Any]) -> bool:
+    """Whether a mean is none: it is divided by another number than that of what it sums."""
+    divisor = 6
+    return name == "aten::avg_pool2d" and len(args) > divisor and args[divisor] is not None
+
+
+def _beyond(bound: float) -> bool:
+    """Whether float16 cannot hold it; a bound that is no number says nothing."""
+    return not bound <= FLOAT16_MAX
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, float) and value < _MASKS
+
+
+@cache
+def _facts(func: Any) -> tuple[str, bool, bool]:
+    """Name of an operation, whether its result shows its operand's memory, and whether it writes into an operand."""
+    return func.name().partition(".")[0], bool(func.is_view), func._schema.is_mutable
+
+
+def _floats(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _floats(value)
+    return found

@@ -1,0 +1,116 @@
+"""A frozen proxy whose floats are half, computed as a target computes them: to be scored where there is no target.
+
+Tensors are in half; products are summed in float32 and rounded once. torch's own half kernels for a CPU do the same,
+fifteen times slower.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import convert_floats
+from quantizer.float16.mask_taint import MaskTaint
+from quantizer.numerics.float16 import FLOAT16_MAX
+from quantizer.operations.aten_products import product_name
+
+__all__ = ["is_simulation", "simulate"]
+
+_MARK = "_quantizer_simulation"
+
+
+def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module:
+    """Let a frozen proxy compute what is not quantized in ``dtype``, in place; it takes and gives float32 as before.
+
+    Wide modules stay float32.
+
+    Raises:
+        ProxyError: the regions are those of another model.
+    """
+    if dtype is torch.float32:
+        return proxy
+    vars(proxy)[_MARK] = True
+    pass_ = _Pass(dtype, regions.io_dtype(dtype))
+    # The first of the hooks: what goes in is cast before any module's border sees it.
+    proxy.register_forward_pre_hook(pass_.begin, with_kwargs=True)
+    convert_floats(proxy, dtype, regions)
+    proxy.register_forward_hook(pass_.end, always_call=True)
+    return proxy
+
+
+def is_simulation(model: nn.Module) -> bool:
+    """Whether ``simulate`` made it compute in another type than it takes."""
+    return _MARK in vars(model)
+
+
+class _Pass:
+    """What surrounds each pass of the proxy.
+
+    Attributes:
+        modes: of passes that run.
+    """
+
+    def __init__(self, dtype: torch.dtype, taken: torch.dtype) -> None:
+        self._dtype = dtype
+        self._taken = taken
+        self.modes: list[_Target] = []
+
+    def begin(self, proxy: nn.Module, args: Any, keywords: Any) -> Any:
+        self.modes.append(_Target(self._dtype))
+        self.modes[-1].__enter__()  # type: ignore[no-untyped-call]
+        return _pytree.tree_map(lambda value: _cast(value, self._taken), (args, keywords))
+
+    def end(self, proxy: nn.Module, args: Any, result: Any) -> Any:
+        # always_call: this also runs after an exception in the pass.
+        self.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return _pytree.tree_map(lambda value: _cast(value, torch.float32), result)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes products of half tensors as a target does, and takes low numbers for masks where the export does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtype = dtype
+        self._masks = MaskTaint() if dtype is torch.float16 else None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._masks is not None:
+            # Also where a softmax is wide: what it reads was half before.
+            args, kwargs = self._masks.read(func, args, kwargs)
+        if not self._in_half((*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        if product_name(func) is not None:
+            args, kwargs = _pytree.tree_map(lambda value: _cast(value, torch.float32), (args, kwargs))
+            return _pytree.tree_map(lambda value: _cast(value, self._dtype), func(*args, **kwargs))
+        if self._masks is None:
+            return func(*args, **kwargs)
+        args, kwargs = tuple(map(_held, args)), {name: _held(value) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        self._masks.follow(func, args, kwargs, result)
+        return result
+
+    def _in_half(self, values: Any) -> bool:
+        """Whether an operation reads or makes half tensors."""
+        return any(
+            value is self._dtype or (isinstance(value, Tensor) and value.dtype is self._dtype) for value in values
+        )
+
+
+def _held(value: Any) -> Any:
+    """A number as half holds it: torch refuses to fill with what is beyond."""
+    return max(value, -FLOAT16_MAX) if isinstance(value, float) and value != -math.inf else value

@@ -1,0 +1,1 @@
+"""Quantized checkpoints of transformers: hooks of ``from_pretrained`` and ``save_pretrained``."""

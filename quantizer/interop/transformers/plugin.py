@@ -1,0 +1,233 @@
+"""The plug-in for ``transformers``: ``from_pretrained(path, quantization_config=QuantizerConfig(...))``.
+
+Importing this file registers it. A float checkpoint gives the float model, ready to be calibrated by the ``Quantizer``
+that ``quantizer_of`` returns; what its ``quantize(model)`` gives is saved by ``save_pretrained``, with weights as
+integers; and ``from_pretrained`` of that folder, without an argument, gives the same quantized model, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+
+from quantizer.config import QuantizerConfig
+from quantizer.config import quantizer_config
+from quantizer.errors import ProxyError
+from quantizer.errors import QuantizerError
+from quantizer.float16.simulate import is_simulation
+from quantizer.interop.transformers.folder import METHOD
+from quantizer.interop.transformers.folder import STATE
+from quantizer.interop.transformers.folder import SavedConfig
+from quantizer.interop.transformers.folder import read_state
+from quantizer.interop.transformers.folder import require_loaded
+from quantizer.interop.transformers.folder import require_sites
+from quantizer.numerics.packing import pack_pairs
+from quantizer.numerics.packing import packed_size
+from quantizer.numerics.packing import unpack_pairs
+from quantizer.numerics.qtype import qtype
+from quantizer.plan.apply import dropped_parameters
+from quantizer.plan.apply import frozen_skeleton
+from quantizer.plan.apply import is_frozen_by
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.storage import state_bytes
+from quantizer.plan.storage import state_of_bytes
+from quantizer.proxy.build import instrument
+from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.eager_attention import use_eager_attention
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.quantizer import Quantizer
+
+if TYPE_CHECKING:
+    from transformers.modeling_utils import PreTrainedModel
+
+__all__ = ["TransformersQuantizer", "quantizer_of"]
+
+logger = logging.getLogger(__name__)
+
+_WAY = "save what quantize(model) of its Quantizer gives"
+
+
+class TransformersQuantizer(HfQuantizer):
+    """What ``from_pretrained`` and ``save_pretrained`` ask; a model that was loaded has it as ``hf_quantizer``.
+
+    Attributes:
+        quantizer: calibrates and quantizes the model; of a quantized one it holds the plan.
+        frozen: the folder holds a quantized model.
+    """
+
+    def __init__(self, quantization_config: QuantizerConfig | SavedConfig, **keywords: Any) -> None:
+        if isinstance(quantization_config, QuantizerConfig):
+            quantization_config = SavedConfig(quantization_config)
+        super().__init__(quantization_config, **keywords)
+        self._settings = quantization_config.settings
+        self.quantizer = Quantizer(self._settings)
+        self.frozen = self.pre_quantized and quantization_config.quantized
+        # While a model is loaded: from where, without which parameters, and the shapes of weights in less than a byte.
+        self._place, self._dropped = Path(), list[str]()
+        self._shapes: dict[OperandQuantizer, torch.Size] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformersQuantizer:
+        # A proxy is a copy of the model, and the model's Quantizer is the one that knows it.
+        return self
+
+    def __reduce__(self) -> Any:
+        served = self.quantizer._served
+        state = _state(served.decided(), self.quantizer, []) if served.decisions.decided else None
+        return _restored, (self._settings, self.frozen, state)
+
+    # -- loading ---------------------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **keywords: Any
+    ) -> None:
+        files = [Path(file) for file in checkpoint_files or () if Path(file).suffix == ".safetensors"]
+        place, data = read_state(files)
+        if not self.frozen:
+            if data is not None:
+                raise QuantizerError(
+                    f"{place} holds a quantized model, and the config.json beside it does not say so; restore the "
+                    "quantization_config that save_pretrained() wrote there"
+                )
+            return
+        if data is None:
+            raise QuantizerError(
+                f"{place}: its config.json says that it holds a quantized model, and no .safetensors file there has "
+                f"the tensor {STATE!r}; load a folder that save_pretrained() wrote for a quantized model, or remove "
+                "quantization_config from config.json to load a float one"
+            )
+        # Modules are on the meta device here, and so would be what is made.
+        with torch.device("cpu"):
+            dropped = self._take(data, place)
+            instrument(model)
+            use_eager_attention(model)
+            require_sites(model, self.quantizer.plan, place)
+            frozen_skeleton(model, self.quantizer.plan, dropped)
+            self.quantizer._served.look_at(model)
+        for _, quantizer, stored in _packed(model):
+            self._shapes[quantizer] = stored.shape
+            quantizer.stored = stored.new_empty(packed_size(stored.numel()), dtype=torch.uint8)
+        for owner in _owners(model, dropped):
+            # Or transformers would fill what it takes for their weights.
+            vars(owner)["_is_hf_initialized"] = True
+        self._place, self._dropped = place, dropped
+        known = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        model._keys_to_ignore_on_load_unexpected = {*known, rf"{STATE}$"}
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **keywords: Any) -> None:
+        # Of a float model transformers believes otherwise, and would refuse to train or to cast it.
+        vars(model)["is_quantized"] = self.frozen
+        if not self.frozen:
+            return
+        require_loaded([*sites_of(model), *_owners(model, self._dropped)], self._place)
+        for quantizer, shape in self._shapes.items():
+            assert quantizer.stored is not None
+            quantizer.stored = unpack_pairs(quantizer.stored, shape)
+        self._shapes.clear()
+
+    def _take(self, data: bytes, place: Path) -> list[str]:
+        """Let the Quantizer be the one that was saved; the parameters that are dropped."""
+        plan, products, document = state_of_bytes(data, place)
+        missing = {"config", "fallback", "dropped"} - set(document)
+        if missing:
+            raise QuantizerError(f"{place} is damaged: {', '.join(sorted(missing))} is missing in its {STATE}")
+        if quantizer_config(document["config"]) != self.quantizer.config:
+            raise QuantizerError(
+                f"{place.parent / 'config.json'}: its quantization_config is not the one that {place.name} was "
+                "quantized with; restore it, or load the float model and calibrate again"
+            )
+        self.quantizer._served.load(plan, products, document)
+        dropped: list[str] = document["dropped"]
+        return dropped
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """What ``save_pretrained`` writes; None stands for the model's own tensors.
+
+        Raises:
+            ProxyError: the model is a proxy that is neither trained nor quantized, or was quantized before a change.
+        """
+        served = self.quantizer._served
+        quantized = is_proxy(model) and not (served.trainable is not None and model is served.trainable.proxy)
+        state: dict[str, Tensor] | None = None
+        if quantized:
+            plan = self.quantizer.plan
+            if is_simulation(model) or not is_frozen_by(model, plan):
+                raise ProxyError(
+                    "save_pretrained() takes what quantize(model) gave, and this proxy is another, or the Quantizer's "
+                    f"decisions changed since; {_WAY} now"
+                )
+            data = bytearray(_state(served.decided(), self.quantizer, dropped_parameters(model, plan)))
+            packed = {name: pack_pairs(stored) for name, _, stored in _packed(model)}
+            state = {**model.state_dict(), **packed, STATE: torch.frombuffer(data, dtype=torch.uint8)}
+        elif served.decisions.decided and not is_proxy(model):
+            logger.warning("this model is saved in float, without its calibration; %s to have it quantized", _WAY)
+        model.config.quantization_config = SavedConfig(self._settings, quantized=quantized)
+        return state, {}
+
+    # -- what transformers wants to know ---------------------------------------------------------------------------
+
+    def is_serializable(self) -> bool:
+        """Float, in training or quantized: all can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """A quantized model has no weights to train."""
+        return not self.frozen
+
+
+def quantizer_of(model: PreTrainedModel) -> Quantizer:
+    """The ``Quantizer`` of a model that was loaded with a ``QuantizerConfig`` or from a folder that holds one.
+
+    Raises:
+        ProxyError: the model was loaded without.
+    """
+    found = getattr(getattr(model, "hf_quantizer", None), "quantizer", None)
+    if not isinstance(found, Quantizer):
+        raise ProxyError(
+            f"this {type(model).__name__} has no Quantizer: load it with from_pretrained(path, quantization_config="
+            "QuantizerConfig(...)), or use Quantizer(...) on it as it is"
+        )
+    return found
+
+
+def _state(decided: Plan, quantizer: Quantizer, dropped: list[str]) -> bytes:
+    served = quantizer._served
+    return state_bytes(decided, served.decisions.products(), {**served.document(), "dropped": dropped})
+
+
+def _packed(model: PreTrainedModel) -> Iterator[tuple[str, OperandQuantizer, Tensor]]:
+    """The stored weights whose steps are smaller than a byte, each after the name of the tensor."""
+    for path, module in model.named_modules():
+        if isinstance(module, OperandQuantizer) and module.stored is not None and qtype(module.dtype).is_packed:
+            yield f"{path}.stored", module, module.stored
+
+
+def _owners(model: PreTrainedModel, parameters: Sequence[str]) -> list[nn.Module]:
+    """The modules that have, or had, these parameters."""
+    return [model.get_submodule(path.rpartition(".")[0]) for path in parameters]
+
+
+def _restored(settings: QuantizerConfig, frozen: bool, state: bytes | None) -> TransformersQuantizer:
+    found = TransformersQuantizer(SavedConfig(settings, quantized=frozen), pre_quantized=frozen)
+    if state is not None:
+        found._take(state, Path("the pickled model"))
+    return found
+
+
+# transformers' own functions for this refuse a second time, as when this file is loaded again.
+AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = SavedConfig
+AUTO_QUANTIZER_MAPPING[METHOD] = TransformersQuantizer

@@ -1,0 +1,301 @@
+"""The model that a ``Quantizer`` serves: what was found in it, decided, measured and put back so far."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quantizer.calibration.plan_source import Decisions
+from quantizer.calibration.settings import tell_where_nothing_is_quantized
+from quantizer.calibration.settings import warn_of_float32
+from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.fingerprint import refuse_other_shapes
+from quantizer.common.fingerprint import warn_of_other_weights
+from quantizer.config import QuantizerConfig
+from quantizer.errors import CalibrationError
+from quantizer.errors import ProxyError
+from quantizer.errors import SensitivityError
+from quantizer.float16.float32_modules import Regions
+from quantizer.float16.simulate import is_simulation
+from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.plan.apply import frozen_proxy
+from quantizer.plan.apply import require_scales_of
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import put_back as without_groups
+from quantizer.plan.weight_scales import with_scales_of_weights
+from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import applied_patches
+from quantizer.proxy.build import is_proxy
+from quantizer.proxy.build import skipped_sources
+from quantizer.qat import Scales
+from quantizer.qat.session import Trainable
+from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.sensitivity import Fallback
+from quantizer.sensitivity import carried_over
+from quantizer.sensitivity import operands_of
+from quantizer.sensitivity.session import Amp
+from quantizer.views.coverage import Coverage
+from quantizer.views.sensitivity_view import Sensitivity
+
+__all__ = ["Served"]
+
+
+class Served:
+    """One model's way through the stages.
+
+    Attributes:
+        decisions: what calibration decided.
+        amp: what measures; None: nothing yet.
+        fallback: what was put back; None: nothing.
+        trainable: what is trained; None: nothing.
+    """
+
+    def __init__(self, config: QuantizerConfig) -> None:
+        self.decisions = Decisions(config)
+        self.amp: Amp | None = None
+        self.fallback: Fallback | None = None
+        self.trainable: Trainable | None = None
+        self._config = config
+        self._target = config.target
+        self._model: weakref.ref[nn.Module] | None = None
+        self._skipped: list[SkippedSource] = []
+        self._patches: tuple[OperatorPatch, ...] = ()
+        self._carried: tuple[Fallback, Plan, str] | None = None
+        self._chosen_in: Plan = {}  # the plan whose groups the fallback names
+
+    def take(self, model: nn.Module) -> None:
+        """Take a model on.
+
+        Raises:
+            ProxyError: it is a proxy, or another model is served.
+        """
+        if isinstance(model, nn.Module) and is_proxy(model):
+            raise ProxyError("this is a proxy already; pass the float model that it was made from")
+        served = self._model() if self._model is not None else None
+        if served is not None and served is not model:
+            raise ProxyError(
+                f"this Quantizer serves another {type(served).__name__} already; make one Quantizer for each model"
+            )
+        if isinstance(model, nn.Module):
+            self._model = weakref.ref(model)
+            self.look_at(model)
+        if self.decisions.show(model, self._skipped) and self._carried is not None:
+            plan = self.decisions.plan()
+            self.put_back(carried_over(*self._carried, plan), plan)
+
+    def look_at(self, model: nn.Module) -> None:
+        """Note what of a model's source, or a proxy's, the coverage tells."""
+        self._skipped = list(skipped_sources(model))
+        self._patches = applied_patches(model)
+
+    def follow(self, other: Served, backend: str) -> None:
+        """Serve another backend's model from one calibration: ``other`` is where it ran, for ``backend``.
+
+        Raises:
+            CalibrationError: nothing was calibrated, it goes by other scales, or see ``Decisions.follow``.
+        """
+        decided = other.decided()
+        if other.scales_replaced:
+            raise CalibrationError(
+                "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales() or "
+                "qat(): make the Quantizer of the other backend first, and load the scales into both"
+            )
+        self.decisions.follow(other.decisions)
+        if other.fallback is not None:
+            self._carried = other.fallback, decided, backend
+        model = None if other._model is None else other._model()
+        if model is not None:
+            self.take(model)
+
+    def calibrate(self, model: nn.Module, *, resume: bool) -> nn.Module:
+        """The proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
+        self.take(model)
+        if resume:
+            return self.decisions.resume(model, self._skipped)
+        proxy = self.decisions.calibrate(model, self._skipped)
+        self.amp = self.fallback = self.trainable = None
+        self._carried = None
+        return proxy
+
+    @contextmanager
+    def replaced_as_a_whole(self) -> Iterator[None]:
+        """Let what counts now go on to count where the calibration inside the block fails or is interrupted."""
+        before, decided = vars(self).copy(), vars(self.decisions).copy()
+        counts = self.decisions.counts
+        try:
+            yield
+        except BaseException:
+            # Of a first calibration the batches that went through stay, to be resumed.
+            if counts:
+                vars(self).update(before)
+                vars(self.decisions).update(decided)
+            raise
+
+    def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
+        """The proxy that is trained; see ``Quantizer.qat``."""
+        self.take(model)
+        if self.trainable is not None or self.decisions.decided:
+            groups = {} if self.fallback is None else self.fallback.reasons()
+            # Not from the scales of an earlier training, whose weights may have been those of a copy.
+            # Nor is anybody told that the weights changed, where that training changed them.
+            plan = self._scaled_for(model, self.decisions.plan(), told=self.trainable is not None)
+            self.trainable = Trainable(model, plan, groups, scales, self._target.torch_dtype, own=own)
+            return self.trainable.proxy
+        trainable = Trainable(model, None, {}, scales, self._target.torch_dtype, own=own)
+        trainable.calibrate_first(self.calibrate(model, resume=False), self.decisions.plan)
+        self.trainable = trainable
+        return trainable.proxy
+
+    def trained(self, model: nn.Module) -> nn.Module:
+        """The model, or the copy of it that was trained."""
+        return model if self.trainable is None else self.trainable.model
+
+    def frozen(self, model: nn.Module) -> nn.Module:
+        """The frozen proxy of a model, or of the copy of it that was trained."""
+        self.take(model)
+        plan = self.fitted(model, self.plan())
+        tell_where_nothing_is_quantized(plan)
+        return frozen_proxy(self.trained(model), plan)
+
+    def fitted(self, model: nn.Module, plan: Plan) -> Plan:
+        """Return a plan of the calibration with the scales of the weights that ``model`` has now.
+
+        The scales of a training belong to the weights that it trained, and stay.
+
+        Raises:
+            CalibrationError: the calibration is of another model.
+            TrainingError: the model has no longer the parameters that were trained.
+        """
+        if self.trainable is None:
+            return self._scaled_for(model, plan, told=False)
+        self.trainable.require_weights_of(self.trained(model))
+        return plan
+
+    def _scaled_for(self, model: nn.Module, plan: Plan, *, told: bool) -> Plan:
+        """The plan with the scales of a model's weights; ``told``: it is known that they changed since."""
+        before = self.decisions.fingerprint
+        if before is not None:
+            now = Fingerprint.of(model)
+            refuse_other_shapes(before, now)
+            if not told:
+                warn_of_other_weights(before, now)
+        return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_steps)
+
+    def decided(self) -> Plan:
+        """What calibration decided or training learned, with what was put back."""
+        if self.trainable is None:
+            return self.decisions.plan()
+        return self.trainable.plan()
+
+    def replace(self, plan: Plan) -> None:
+        """Go by a plan with other scales from now on; what was trained stays what is quantized."""
+        self.decisions.replace(plan)
+        if self.trainable is not None:
+            self.trainable.replace(plan)
+        self.amp = None
+
+    @property
+    def scales_replaced(self) -> bool:
+        """Whether scales from elsewhere count, or those that the weights had before a training."""
+        return self.trainable is not None or self.decisions.scales_replaced
+
+    def plan(self) -> Plan:
+        """What was decided, less what was put back."""
+        plan = self.decided()
+        if self.fallback is None:
+            return plan
+        if not set(self.fallback.groups) <= set(operands_of(plan)):
+            # More data came since, and showed that operands share a range.
+            self.put_back(carried_over(self.fallback, self._chosen_in, None, plan), plan)
+        return without_groups(plan, self.fallback.reasons())
+
+    def put_back(self, fallback: Fallback, plan: Plan) -> None:
+        """Let groups of a plan be float from now on."""
+        self.fallback, self._chosen_in = fallback, plan
+
+    def is_working_proxy(self, proxy: nn.Module) -> bool:
+        """Whether it is one of those that calibrate, measure and train."""
+        return any(
+            proxy is stage.proxy
+            for stage in (self.decisions.calibration, self.amp, self.trainable)
+            if stage is not None
+        )
+
+    def export(
+        self,
+        quant_model: nn.Module,
+        path: Path,
+        example: Any,
+        opset: int | None,
+        axes: Mapping[str, Mapping[int, str]] | None,
+    ) -> Path:
+        """Write a frozen proxy as ONNX for the target; see ``Quantizer.export``."""
+        from quantizer.export import export_onnx
+        from quantizer.export import least_opset
+
+        if not is_proxy(quant_model) or self.is_working_proxy(quant_model) or is_simulation(quant_model):
+            raise ProxyError("export() takes the model that quantize() returned")
+        require_scales_of(quant_model, self._target.torch_dtype, self._target.name)
+        regions = self.decisions.regions()
+        warn_of_float32(self._target, regions)
+        return export_onnx(
+            quant_model,
+            path,
+            example,
+            opset=opset or max(self._target.opset, least_opset(quant_model)),
+            dtype=self._target.torch_dtype,
+            regions=regions,
+            axes=axes,
+            unsigned=self._target.unsigned_activations,
+        )
+
+    def document(self) -> dict[str, Any]:
+        """What is saved beside plan and products, as plain values."""
+        return {
+            "config": self._config.model_dump(mode="json"),
+            "scales_replaced": self.scales_replaced,
+            "fallback": None if self.fallback is None else self.fallback.document(),
+            "regions": self.decisions.regions().plain(),
+            "fingerprint": None if (known := self._fingerprint()) is None else known.plain(),
+        }
+
+    def _fingerprint(self) -> Fingerprint | None:
+        """The weights that the plan is for: those of calibration, or of the training after it."""
+        return self.decisions.fingerprint if self.trainable is None else Fingerprint.of(self.trainable.model)
+
+    def load(
+        self,
+        plan: Plan,
+        products: tuple[CountedProduct, ...],
+        document: Mapping[str, Any],
+        observed: bytes | None = None,
+    ) -> None:
+        """Take over what was saved."""
+        regions, replaced = Regions.from_plain(document.get("regions")), document.get("scales_replaced", False)
+        fingerprint = Fingerprint.from_plain(document.get("fingerprint"))
+        self.decisions.load(plan, products, regions, observed, fingerprint, scales_replaced=replaced)
+        if document["fallback"] is not None:
+            self.put_back(Fallback.from_document(document["fallback"]), plan)
+
+    def coverage(self) -> Coverage:
+        """Every site found, and every product that calibration saw."""
+        decided, final = self.decided(), self.plan()
+        back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
+        regions = self.decisions.regions()
+        return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches, regions)
+
+    def sensitivity(self) -> Sensitivity:
+        """The groups, ranked.
+
+        Raises:
+            SensitivityError: nothing was measured yet.
+        """
+        if self.amp is None:
+            raise SensitivityError("nothing was measured yet: run the proxy that amp() returns on data first")
+        return Sensitivity.from_ranking(self.amp.ranking(), self.fallback, self.amp.measure)

@@ -1,0 +1,340 @@
+"""One batch on its way through a proxy: what is seen of it, and of each site that it reaches.
+
+Operands that are one and the same tensor (query, key and value read one) share a ``RangeGroup``: one calibrator, fed
+once a batch, one range.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils import _python_dispatch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from quantizer.calibrators import Calibrator
+from quantizer.errors import CalibrationError
+from quantizer.float16.overflow import Magnitudes
+from quantizer.float16.overflow import ParameterMagnitudes
+from quantizer.observe.completeness.call_site import callers
+from quantizer.observe.completeness.call_site import innermost_frame
+from quantizer.observe.completeness.product_counter import Explanations
+from quantizer.observe.completeness.product_counter import ProductCounter
+from quantizer.observe.finite_weights import FiniteParameters
+from quantizer.observe.padding import without_padding
+from quantizer.observe.range_group import ChannelRange
+from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.replay_batches import Batch
+from quantizer.observe.site_statistics import EMPTY
+from quantizer.observe.site_statistics import NOT_TENSORS
+from quantizer.observe.site_statistics import OF_PARAMETERS
+from quantizer.observe.site_statistics import TRANSFORMED
+from quantizer.observe.site_statistics import VARIES
+from quantizer.observe.site_statistics import SiteRecord
+from quantizer.observe.site_statistics import one_size
+from quantizer.observe.site_statistics import same_weight
+from quantizer.observe.statistics import Seen
+from quantizer.observe.tensor_origin import Origin
+from quantizer.observe.tensor_origin import Provenance
+from quantizer.operations.catalogue import kind_of
+from quantizer.operations.gemm_shape import Call
+from quantizer.proxy.site import Site
+from quantizer.proxy.weight import Weight
+from quantizer.proxy.weight import Weights
+from quantizer.proxy.weight import is_transformed
+
+__all__ = ["Pass", "Watched"]
+
+_PRODUCT = 2  # operands of a product
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """What is watched in every pass, and what of it is known from earlier ones.
+
+    Attributes:
+        make: makes a calibrator; its argument asks for a histogram.
+        refused: sites (and operands) that rules leave out; they are counted, not observed.
+        off: kinds of site that are counted, not observed; which kind a site is, its operands say.
+        channels: keep the range of each channel of what linears read.
+        explanations: of products outside of sites.
+        measured: the magnitudes of parameters.
+        finite: looks at parameters.
+    """
+
+    make: Callable[[bool], Calibrator]
+    refused: Mapping[str, str]
+    off: Collection[str]
+    channels: bool
+    explanations: Explanations
+    measured: ParameterMagnitudes = field(default_factory=ParameterMagnitudes)
+    finite: FiniteParameters = field(default_factory=FiniteParameters)
+
+
+class Pass:
+    """Watches the sites of a proxy while one batch runs.
+
+    Attributes:
+        seen: what was seen so far.
+        number: of the batch, from 0.
+        kept: the batch itself, where it is to be kept.
+        has_begun: the inputs are known.
+    """
+
+    def __init__(self, watched: Watched, number: int) -> None:
+        self.seen = Seen(records={})
+        self.number = number
+        self.kept: tuple[bytes, Batch] | None = None
+        self.has_begun = False
+        self._watched = watched
+        self._counter = ProductCounter(watched.explanations)
+        self._magnitudes = Magnitudes(watched.measured)
+        self._provenance = Provenance(self._counter, self._magnitudes)
+        self._groups: Any = WeakIdKeyDictionary()
+        self._calls: dict[int, Call | None] = {}
+        self._weights = Weights()
+        self._mask: Tensor | None = None
+        # A model may run parts of itself in threads of its own.
+        self._lock = threading.RLock()
+
+    def begin(self, proxy: nn.Module, inputs: Sequence[Any], mask: Tensor | None) -> None:
+        """Follow what the model computes with its inputs; ``mask`` [B, S] says which tokens are real (None: all).
+
+        Raises:
+            CalibrationError: a parameter of the model has NaN or an infinite value.
+        """
+        self.has_begun = True
+        # At each pass: a cast gives the proxy parameters of its own.
+        parameters = list(proxy.named_parameters())
+        self._watched.finite.check(parameters)
+        self._weights = Weights(parameters)
+        self._mask = mask
+        self._counter.start(proxy)
+        self._magnitudes = Magnitudes(self._watched.measured, inputs)
+        self._provenance = Provenance(self._counter, self._magnitudes, self._read)
+        self._provenance.mark_constants(proxy.buffers())
+        self._provenance.__enter__()  # type: ignore[no-untyped-call]
+
+    def _read(self, value: Tensor) -> None:
+        """Note a parameter that something besides a site computes with: frozen, it has to be there as floats too."""
+        for path in self._weights.shown_by(value):
+            if path not in self.seen.read_outside:
+                running = callers(innermost_frame(sys._getframe()))
+                outside = (caller for caller in running if not caller.file.startswith(_TORCH))
+                self.seen.read_outside[path] = str(next(outside, "in torch's own code"))
+
+    def end(self) -> None:
+        """Follow no more; also after an exception, an interrupt among them."""
+        self._counter.stop()
+        if _python_dispatch._get_current_dispatch_mode() is self._provenance:
+            self._provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def whole(self, result: Any) -> Seen:
+        """What was seen, once the model has given its ``result``."""
+        self._magnitudes.returned(result)
+        return replace(self.seen, batches=1, products=self._counter.products(), regions=self._magnitudes.regions())
+
+    # -- one site --------------------------------------------------------------------------------------------------
+
+    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
+        """See the operands of a call.
+
+        Raises:
+            CalibrationError: an operand holds NaN or an infinity.
+        """
+        # What is computed to see them is none of the model's: nobody counts it or asks where it comes from. torch's
+        # _disable_current_modes does the same, and knows modes of tracers besides, which takes it three times as long.
+        modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+        try:
+            with self._lock:
+                self._see(site, values, inside)
+        finally:
+            for mode in reversed(modes):
+                _python_dispatch._push_mode(mode)
+
+    def _see(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
+        record = self._record(site)
+        self._calls[threading.get_ident()] = None
+        record.calls += 1
+        weights = [self._weights.find(value) for value in values]
+        for weight in weights:
+            # What is added may be a mask.
+            if weight is not None and weight.path is not None and site.operation.kind != "residual_add":
+                self._watched.finite.check_weight(weight.path, weight.parameter)
+        record.reads |= {weight.path for weight in weights if weight is not None and weight.path is not None}
+        reason = self._unfit(site, values, weights) or self._varies(record, site, weights)
+        if reason is not None:
+            if reason not in record.reasons:
+                record.reasons.append(reason)
+            return
+        place = next((place for place, weight in enumerate(weights) if weight is not None), None)
+        record.kind = kind_of(site.operation, weighted=place is not None)
+        shapes = tuple(tuple(value.shape) for value in values)
+        self._calls[threading.get_ident()] = Call(
+            operands=shapes, result=(), weight=place, equation=site.source.equation
+        )
+        record.fit += 1
+        if site.path in self._watched.refused or record.kind in self._watched.off:
+            return
+        given = zip(values, weights, strict=True)
+        for operand in site.operation.operands:
+            value, weight = (inside(), None) if operand.index is None else next(given)
+            seen = record.operands.setdefault(operand.name, OperandRecord())
+            # The operand that fused attention makes inside is its softmax.
+            origin = self._provenance.origin(value)
+            seen.saw_softmax(operand.index is None or (origin is not None and origin.kind == "softmax"))
+            if weight is not None:
+                seen.weight = weight
+            elif f"{site.path}.{operand.name}" not in self._watched.refused:
+                self._observe(site, operand.name, value, seen)
+                if self._watched.channels and record.kind == "linear":
+                    assert seen.group is not None
+                    seen.group.add_channels(ChannelRange.of(self._real(site, value)))
+        if record.kind == "residual_add":
+            origins = [self._provenance.origin(value) for value in values]
+            direct = [origin is not None and origin.direct for origin in origins]
+            for operand, ends in zip(site.operation.operands, direct, strict=True):
+                record.operands[operand.name].ends_branch |= ends and not all(direct)
+
+    def after(self, site: Site, result: Any) -> None:
+        """Measure the call, and mark what it made."""
+        record = self._record(site)
+        kind = record.kind or site.operation.kind
+        if not isinstance(result, Tensor):
+            return
+        if kind == "residual_add":
+            if result.is_floating_point():
+                self._provenance.mark(result, Origin("add", site.path))
+            return
+        call = self._calls.get(threading.get_ident())
+        if call is not None:
+            with self._lock:
+                self._measure(site, replace(call, result=tuple(result.shape)), record)
+        if kind != "embedding":
+            made = "product" if kind == "matmul" else "weighted"
+            self._provenance.mark(result, Origin(made, site.path, direct=True))
+
+    def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
+        if any(map(is_transformed, values)):
+            return TRANSFORMED
+        tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+        if any(tensor.is_nested for tensor in tensors):
+            return "an operand is a nested tensor"
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            return "an operand is a sparse tensor"
+        if len(tensors) != len(values):
+            return NOT_TENSORS
+        if any(tensor.numel() == 0 for tensor in tensors):
+            return EMPTY
+        if site.operation.kind == "residual_add":
+            return self._why_not_residual(tensors)
+        origins = [self._provenance.origin(tensor) for tensor in tensors]
+        if any(
+            origin is not None and origin.kind == "parameter" and weight is None
+            for origin, weight in zip(origins, weights, strict=True)
+        ):
+            return OF_PARAMETERS[0]
+        if site.operation.kind == "embedding":
+            return None if weights[0] is not None else "the table of the embedding is no parameter"
+        if all(weight is not None for weight in weights):
+            return OF_PARAMETERS[1]
+        if len(weights) > _PRODUCT and any(weight is not None for weight in weights):
+            return "an operand of the attention is a parameter"
+        return None
+
+    def _varies(self, record: SiteRecord, site: Site, weights: list[Weight | None]) -> str | None:
+        """Why a site that is called many times cannot hold its weight: it is not always the same."""
+        given = (operand for operand in site.operation.operands if operand.index is not None)
+        for operand, weight in zip(given, weights, strict=True):
+            seen = record.operands.get(operand.name)
+            first = seen is None or (seen.weight is None and seen.group is None)
+            if seen is not None and not first and not same_weight(seen.weight, weight):
+                return VARIES
+        return None
+
+    def _why_not_residual(self, tensors: list[Tensor]) -> str | None:
+        """Why an add does not join two branches of the network.
+
+        A residual add has two computed operands of one shape, at least one of them made by a weighted product, and
+        not both by the same one (a rotary embedding adds two halves of one projection). What a product of two
+        activations gives are scores, and what is added to them is a position's bias: an engine that fuses attention
+        adds both as floats.
+        """
+        first, second = (self._provenance.origin(tensor) for tensor in tensors)
+        if tensors[0].shape != tensors[1].shape:
+            return "the add broadcasts an operand"
+        if any(origin is not None and origin.kind == "parameter" for origin in (first, second)):
+            return "an operand of the add is a parameter"
+        if not any(origin is not None and origin.kind == "weighted" for origin in (first, second)):
+            return "no operand of the add comes from a weighted product"
+        if first == second:
+            return "both operands of the add come from one product"
+        if any(origin is not None and origin.kind == "product" for origin in (first, second)):
+            return "an operand of the add comes from a product of two activations, as scores do"
+        return None
+
+    def _measure(self, site: Site, call: Call, record: SiteRecord) -> None:
+        """Note the product's K and N, its multiply-adds, and the axis of its weight's channels."""
+        assert site.operation.geometry is not None
+        size = site.operation.geometry(call)
+        record.depth = one_size(record.depth, size.depth)
+        record.width = one_size(record.width, size.width)
+        record.rows = one_size(record.rows, size.rows)
+        operands = [record.operands.get(operand.name) for operand in site.operation.operands]
+        probabilities = (place for place, seen in enumerate(operands) if seen is not None and seen.softmax)
+        head, sequence = size.attention(next(probabilities, None))
+        record.head, record.sequence = one_size(record.head, head), max(record.sequence, sequence)
+        record.multiply_adds += size.multiply_adds
+        for seen in record.operands.values():
+            if seen.weight is not None:
+                seen.axis, seen.inner = size.axis, size.inner
+
+    def _observe(self, site: Site, operand: str, value: Tensor, record: OperandRecord) -> None:
+        name = f"{site.path}.{operand}"
+        version = self._provenance.version(value)
+        known = self._groups.get(value)
+        residual = site.operation.kind == "residual_add"
+        if known is not None and known[0] == version:
+            self._join(record, known[1], name)
+            if residual:
+                known[1].calibrator.start_histogram(self._real(site, value))
+            return
+        if record.group is None:
+            record.group = RangeGroup(calibrator=self._watched.make(residual), operands=[name])
+        try:
+            real = self._real(site, value)
+            record.group.calibrator.observe(real)
+            if real is value:
+                self._magnitudes.at_most(value, record.group.calibrator.largest)
+        except CalibrationError as error:
+            raise CalibrationError(f"batch {self.number} of the calibration data: {name}: {error}") from error
+        self._groups[value] = (version, record.group)
+
+    def _real(self, site: Site, value: Tensor) -> Tensor:
+        """The operand without padding."""
+        return without_padding(value, self._mask, channels_last=site.operation.name == "linear")
+
+    def _join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
+        former = record.group
+        self.seen.join(record, group, name)
+        if former is not None and former is not group:
+            for tensor, (version, owner) in list(self._groups.items()):
+                if owner is former:
+                    self._groups[tensor] = (version, group)
+
+    def _record(self, site: Site) -> SiteRecord:
+        return self.seen.records.setdefault(site.path, SiteRecord())

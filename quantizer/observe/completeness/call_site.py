@@ -1,0 +1,139 @@
+"""Who called an operation of torch: the evidence for why a product is not a site.
+
+The compiled code of a running function says which characters of its text are being executed, so what a call is spelled
+as can be read back, in files that were rewritten as in those that were not.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from quantizer.observe.completeness.called_object import Called
+from quantizer.observe.completeness.called_object import called
+from quantizer.operations.catalogue import OPERATORS
+from quantizer.operations.catalogue import Operation
+from quantizer.proxy.generated_classes import REWRITER
+from quantizer.rewrite.live_names import LIVE
+
+__all__ = ["Caller", "callers", "innermost_frame"]
+
+# Between a function's text and the dispatch mode, these only hand a call on.
+_HANDS_ON = (
+    "torch._dynamo",
+    "torch._ops",
+    "torch._compile",
+    "torch.functional",
+    "torch.utils",
+    "torch.overrides",
+    "quantizer.proxy",
+    "quantizer.observe",
+    "quantizer.float16",
+)
+_RUNS_A_MODULE = ("_call_impl", "torch.nn.modules.module")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """A function that is running, and the call that it is making.
+
+    Attributes:
+        file: its file as the author knows it.
+        line: the line of the call.
+        function: its name.
+        called: the text of what it calls: ``torch.ops.aten.mm``, ``@``; empty where there is no text.
+        operation: the catalogue's entry for that, if it is one.
+        known: whether it can be told what it calls.
+        instead: what stands in its text instead of the operation's own name, which the finder cannot see through; None:
+            nothing does.
+        readable: whether its text is there and is the one that runs.
+        rewritten: whether it is a rewritten function.
+    """
+
+    file: str
+    line: int
+    function: str
+    called: str
+    operation: Operation | None
+    known: bool
+    instead: str | None
+    readable: bool
+    rewritten: bool
+
+    def __str__(self) -> str:
+        call = f": {self.called}" if self.called else ""
+        return f"{PurePath(self.file).name}:{self.line}, {self.function}{call}"
+
+
+def innermost_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """The first frame, outwards, whose text makes a call: a wrapper that hands one on is alike for all calls."""
+    while frame is not None and _module(frame).startswith(_HANDS_ON):
+        frame = frame.f_back
+    return frame
+
+
+def callers(frame: types.FrameType | None) -> Iterator[Caller]:
+    """The functions that are running, innermost first, as far as the module whose forward pass it is."""
+    files = {file.rewritten_name: file for file in REWRITER.files()}
+    originals = {file.path: file for file in files.values()}
+    while (frame := innermost_frame(frame)) is not None:
+        code = frame.f_code
+        if (code.co_name, _module(frame)) == _RUNS_A_MODULE:
+            return
+        rewritten = code.co_filename in files
+        known = originals.get(code.co_filename)
+        text, what = _called(frame)
+        yield Caller(
+            file=files[code.co_filename].path if rewritten else code.co_filename,
+            line=frame.f_lineno,
+            function=code.co_name,
+            called=text,
+            operation=what.operation,
+            known=what.known,
+            instead=what.instead,
+            readable=bool(linecache.getlines(code.co_filename, frame.f_globals))
+            and (known is None or known.holds_code(code)),
+            rewritten=rewritten,
+        )
+        frame = frame.f_back
+
+
+def _module(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _called(frame: types.FrameType) -> tuple[str, Called]:
+    """What a function is calling: its text, and what is behind it."""
+    node = _running(frame)
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).replace(f"{LIVE}.", ""), called(node.func, frame)
+    if isinstance(node, ast.BinOp | ast.AugAssign):
+        name = type(node.op).__name__
+        return {"MatMult": "@", "Add": "+"}.get(name, name), Called(operation=OPERATORS.get(name))
+    return "", Called(operation=None)
+
+
+def _running(frame: types.FrameType) -> ast.AST | None:
+    """The expression or statement that a function is executing; None where there is no text, or another one."""
+    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    first, last, start, end = positions
+    if first is None or last is None or start is None or end is None:
+        return None
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)[first - 1 : last]
+    if len(lines) != last - first + 1:
+        return None
+    raw = [line.encode() for line in lines]
+    raw[-1] = raw[-1][:end]
+    raw[0] = raw[0][start:]
+    text = b"".join(raw).decode(errors="replace")
+    for attempt in (f"({text}\n)", text):
+        try:
+            found = ast.parse(attempt).body[0]
+        except SyntaxError:
+            continue
+        return found.value if isinstance(found, ast.Expr) else found
+    return None

@@ -1,0 +1,123 @@
+"""What a call that is running calls: the object behind its text, and how the text leads there.
+
+Nothing is executed for it: attributes are looked up where objects keep them, never through properties.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch import nn
+
+from quantizer.operations.catalogue import METHODS
+from quantizer.operations.catalogue import Operation
+from quantizer.operations.catalogue import operation_of
+
+__all__ = ["Called", "called"]
+
+_UNKNOWN = object()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Called:
+    """What is called.
+
+    Attributes:
+        operation: the catalogue's entry for it, if it is one.
+        known: whether it can be told at all.
+        instead: what stands in the text instead of the operation's own name, which the finder cannot see through; None:
+            nothing does.
+    """
+
+    operation: Operation | None
+    known: bool = True
+    instead: str | None = None
+
+
+def called(node: ast.expr, frame: types.FrameType) -> Called:
+    """What the function of a call is, in a running frame."""
+    if isinstance(node, ast.Attribute) and node.attr in METHODS:
+        base = _resolve(node.value, frame)
+        # What has no name of its own, such as the result of a call, is a tensor there.
+        if base is _UNKNOWN or isinstance(base, Tensor):
+            return Called(operation=METHODS[node.attr])
+    value, plain = _resolve(node, frame), isinstance(node, ast.Name | ast.Attribute)
+    partial = False
+    while isinstance(value, functools.partial):
+        value, partial = value.func, True
+    entry = operation_of(value)
+    if entry is None:
+        return Called(operation=None, known=_is_known(value))
+    if partial:
+        return Called(operation=entry, instead="a functools.partial of")
+    if isinstance(node, ast.Name) and node.id in frame.f_locals:
+        return Called(operation=entry, instead="a local name for")
+    if plain and _is_spelled_out(node, frame):
+        return Called(operation=entry)
+    return Called(operation=entry, instead="an attribute that holds" if plain else "an expression that gives")
+
+
+def _is_known(value: Any) -> bool:
+    """Whether it can be told that a value is none of the catalogue: Python's own functions call what they are given."""
+    return value is not _UNKNOWN and getattr(value, "__module__", None) != "builtins"
+
+
+def _is_spelled_out(node: ast.expr, frame: types.FrameType) -> bool:
+    """Whether a dotted name leads through modules and classes of torch alone, as the finder follows it."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+        base = _resolve(node, frame)
+        if not isinstance(base, types.ModuleType) and not (isinstance(base, type) and issubclass(base, Tensor)):
+            return False
+    return True
+
+
+def _resolve(node: ast.expr, frame: types.FrameType) -> Any:
+    """The object that an expression stands for where a function runs; ``_UNKNOWN`` where that is not so simple."""
+    if isinstance(node, ast.Name):
+        for names in (frame.f_locals, frame.f_globals, vars(builtins)):
+            if node.id in names:
+                return names[node.id]
+        return _UNKNOWN
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Attribute):
+        return _attribute(_resolve(node.value, frame), node.attr)
+    if isinstance(node, ast.Subscript):
+        return _item(_resolve(node.value, frame), _resolve(node.slice, frame))
+    if isinstance(node, ast.Call) and node.args:
+        function = _resolve(node.func, frame)
+        if function is functools.partial:
+            inner = _resolve(node.args[0], frame)
+            return functools.partial(inner) if callable(inner) else _UNKNOWN
+        if function is getattr and len(node.args) > 1:
+            name = _resolve(node.args[1], frame)
+            return _attribute(_resolve(node.args[0], frame), name) if isinstance(name, str) else _UNKNOWN
+    return _UNKNOWN
+
+
+def _attribute(base: Any, name: str) -> Any:
+    if base is _UNKNOWN:
+        return _UNKNOWN
+    if isinstance(base, types.ModuleType):
+        # The module's own dictionary: getattr on a lazy module would import half a library.
+        return base.__dict__.get(name, _UNKNOWN)
+    if isinstance(base, nn.Module) and name in base._modules:
+        return base._modules[name]
+    found = inspect.getattr_static(base, name, _UNKNOWN)
+    return found.__func__ if isinstance(found, staticmethod) else found
+
+
+def _item(base: Any, key: Any) -> Any:
+    if type(base) is dict and isinstance(key, str | int):
+        return base.get(key, _UNKNOWN)
+    if type(base) in (list, tuple) and isinstance(key, int) and -len(base) <= key < len(base):
+        return base[key]
+    return _UNKNOWN

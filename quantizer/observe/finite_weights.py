@@ -1,0 +1,52 @@
+"""Weights that are no numbers, by their own name: what they make reaches other sites first, or none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from quantizer.common.tensor_version import tensor_version
+from quantizer.errors import CalibrationError
+from quantizer.proxy.weight import non_finite
+
+__all__ = ["FiniteParameters"]
+
+
+class FiniteParameters:
+    """Looks at the parameters of a model before a pass; at those that did not change since, once."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[nn.Parameter, int, str | None]] = {}
+
+    def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Look at all parameters, by name.
+
+        Raises:
+            CalibrationError: one has NaN or an infinite value. Alone -inf may be that of a mask; see ``check_weight``.
+        """
+        for name, parameter in parameters:
+            if self._of(parameter) not in (None, "-inf"):
+                raise self._error(name, parameter)
+
+    def check_weight(self, name: str, parameter: nn.Parameter) -> None:
+        """Look at a parameter that is multiplied with.
+
+        Raises:
+            CalibrationError: it has NaN or an infinite value.
+        """
+        if self._of(parameter) is not None:
+            raise self._error(name, parameter)
+
+    def _of(self, parameter: nn.Parameter) -> str | None:
+        version = tensor_version(parameter)
+        known = self._found.get(id(parameter))
+        if known is None or known[0] is not parameter or known[1] != version:
+            known = self._found[id(parameter)] = (parameter, version, non_finite(parameter))
+        return known[2]
+
+    def _error(self, name: str, parameter: nn.Parameter) -> CalibrationError:
+        return CalibrationError(
+            f"the weight {name!r}, shape {tuple(parameter.shape)}, has {self._of(parameter)} among its values: nothing "
+            "that the model gives can be trusted; load its weights again, or look at what its training made of them"
+        )

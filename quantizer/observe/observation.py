@@ -1,0 +1,229 @@
+"""Observing: every pass of a proxy adds what it saw to what calibration has seen, once it is whole.
+
+A pass that fails, is refused or is interrupted adds nothing. Passes may run in several threads: each is watched by
+itself, and they are added one after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils import _pytree
+
+from quantizer.calibrators import Calibrator
+from quantizer.errors import CalibrationError
+from quantizer.observe.batch_pass import Pass
+from quantizer.observe.batch_pass import Watched
+from quantizer.observe.completeness.product_counter import Explanations
+from quantizer.observe.padding import read_mask
+from quantizer.observe.replay_batches import KeptBatches
+from quantizer.observe.statistics import Seen
+from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.generated_classes import called_through
+from quantizer.proxy.local_hook import LocalHook
+from quantizer.proxy.site import Site
+
+__all__ = ["Observation"]
+
+
+class Observation:
+    """Watches a proxy's sites during calibration.
+
+    Copied or pickled it is None: a copy of a proxy that observes does not.
+
+    Attributes:
+        seen: in all whole passes so far.
+        make: makes a calibrator; its argument asks for a histogram.
+    """
+
+    def __init__(
+        self,
+        sites: Iterable[Site],
+        refused: Mapping[str, str],
+        make: Callable[[bool], Calibrator],
+        off: Collection[str] = (),
+        skipped: Iterable[SkippedSource] = (),
+        *,
+        keep: bool = False,
+        channels: bool = False,
+    ) -> None:
+        """
+        Args:
+            sites: all sites of the proxy.
+            refused: sites (and operands) that rules leave out; they are counted, not observed.
+            make: makes a calibrator; its argument asks for a histogram.
+            off: kinds of site that are counted, not observed; which kind a site is, its operands say.
+            skipped: calls and functions that could not be rewritten.
+            keep: keep a few batches.
+            channels: keep the range of each channel of what linears read.
+        """
+        self.seen = Seen.of_sites((site.path for site in sites), KeptBatches() if keep else None)
+        self.make = make
+        self._watched = Watched(
+            make=make, refused=refused, off=off, channels=channels, explanations=Explanations(skipped)
+        )
+        self._thread = threading.local()
+        self._running: list[Pass] = []
+        self._lock = threading.Lock()
+        self._detach: list[Callable[[], None]] = []
+        self._prepare: Callable[[], None] | None = None
+        self._doubted = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def attach(self, proxy: nn.Module, sites: Iterable[Site], prepare: Callable[[], None] | None = None) -> None:
+        """Start observing; ``prepare`` is called before each pass."""
+        self._prepare = prepare
+        for site in sites:
+            site.observer = self
+        # A hook alone would not do: torch calls none after an interrupt.
+        self._detach = [
+            called_through(proxy, self._call),
+            proxy.register_forward_pre_hook(LocalHook(self._begin), with_kwargs=True).remove,
+        ]
+
+    def detach(self, sites: Iterable[Site]) -> None:
+        """Stop observing; what was seen stays."""
+        for site in sites:
+            site.observer = None
+        for detach in self._detach:
+            detach()
+        self._detach = []
+
+    @contextmanager
+    def paused(self, sites: Iterable[Site]) -> Iterator[None]:
+        """Let the sites run without being observed; for passes that begin with ``proxy.forward``."""
+        watched = [site for site in sites if site.observer is self]
+        for site in watched:
+            site.observer = None
+        try:
+            yield
+        finally:
+            for site in watched:
+                site.observer = self
+
+    # -- the whole pass --------------------------------------------------------------------------------------------
+
+    def _call(self, proxy: nn.Module, run: Callable[[], Any]) -> Any:
+        """Run the proxy once, and add what was seen of it."""
+        if self._of_thread() is not None:
+            # It calls itself: that is one pass.
+            return run()
+        if self._prepare is not None:
+            self._prepare()
+        current = Pass(self._watched, self.seen.batches)
+        self._thread.current = current
+        self._running.append(current)
+        try:
+            result = run()
+            if not current.has_begun:
+                raise CalibrationError(
+                    f"{type(proxy).__name__}.__call__ does not run forward as torch runs it, so that nothing of it is "
+                    "seen: let it call super().__call__(...), or write what it does into forward"
+                )
+        finally:
+            current.end()
+            self._running.remove(current)
+            self._thread.current = None
+        added = current.whole(result)
+        with self._lock:
+            self._add(current, added)
+        return result
+
+    def _begin(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Take note of the inputs of the pass that runs.
+
+        Raises:
+            CalibrationError: the proxy is in train mode, or the inputs have NaN.
+        """
+        current = self._of_thread()
+        if current is None or current.has_begun:
+            return
+        if proxy.training:
+            raise CalibrationError(
+                "the proxy is in train mode, where dropout would enter the ranges; call .eval() on it first"
+            )
+        named = {**{f"argument {place}": value for place, value in enumerate(args)}, **keywords}
+        for name, value in named.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and bool(torch.isnan(value).any()):
+                raise CalibrationError(
+                    f"batch {current.number} of the calibration data: {name!r} has NaN values; leave them out of the "
+                    "data"
+                )
+        # Most data is known to be none after its first batch.
+        current.seen.only_zeros = self.seen.only_zeros and _only_zeros([args, keywords])
+        if self.seen.kept is not None:
+            current.kept = self.seen.kept.wanted(args, keywords)
+        mask, doubt = read_mask(keywords, args)
+        if doubt is not None and not self._doubted:
+            self._doubted = True
+            warnings.warn(doubt, stacklevel=2)
+        current.begin(proxy, list(named.values()), mask)
+
+    def _add(self, current: Pass, added: Seen) -> None:
+        whole = self.seen.with_added(added)
+        if whole.kept is not None and current.kept is not None:
+            whole.kept.keep(*current.kept)
+        # This one assignment is the batch: before it nothing counts, after it all does.
+        self.seen = whole
+
+    def _of_thread(self) -> Pass | None:
+        found: Pass | None = getattr(self._thread, "current", None)
+        return found
+
+    # -- one site --------------------------------------------------------------------------------------------------
+
+    def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
+        """See the operands of a call.
+
+        Raises:
+            CalibrationError: an operand holds NaN or an infinity, or it cannot be told which pass the call is part of.
+        """
+        current = self._pass_of(site)
+        if current is not None:
+            current.before(site, values, inside)
+
+    def after(self, site: Site, result: Any) -> None:
+        """See what a call gave."""
+        current = self._pass_of(site)
+        if current is not None:
+            current.after(site, result)
+
+    def _pass_of(self, site: Site) -> Pass | None:
+        """The pass that a call is part of; None where a part of the model runs alone, which is no batch."""
+        running = self._of_thread()
+        if running is not None or not self._running:
+            return running
+        # The model has started a thread of its own.
+        try:
+            (only,) = self._running
+        except ValueError:
+            raise CalibrationError(
+                f"{site.path} runs in a thread that the model has started, while several threads calibrate: of which "
+                "batch it is part cannot be told; calibrate from one thread"
+            ) from None
+        return only
+
+
+def _only_zeros(inputs: Any) -> bool:
+    """Whether there are values in the inputs, and all of them are zeros."""
+    tensors = [leaf for leaf in _pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
+        return False
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    return bool(filled) and not any(bool(tensor.any()) for tensor in filled)

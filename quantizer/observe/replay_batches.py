@@ -1,0 +1,95 @@
+"""A few of the batches that went through calibration, kept to be run again.
+
+Which ones does not depend on the order they came in: those whose content has the smallest hashes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from quantizer.common.distributed import gathered
+from quantizer.common.distributed import rank_number
+
+__all__ = ["Batch", "KeptBatches", "copied"]
+
+_KEPT = 2
+_PLAIN = (bool, int, float, str, type(None))
+_DIGEST = 16  # bytes
+
+Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+class KeptBatches:
+    """At most ``_KEPT`` different batches, as (positional, keyword) inputs of the model."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, Batch] = {}
+
+    def copy(self) -> KeptBatches:
+        """The same batches, to which others may come."""
+        other = KeptBatches()
+        other._kept = dict(self._kept)
+        return other
+
+    def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
+        """A copy of a batch for ``keep``, where it is among those that are kept; ask before the model has seen it."""
+        key = _hash((args, dict(keywords)))
+        if key in self._kept or (len(self._kept) == _KEPT and key > max(self._kept)):
+            return None
+        return key, copied(args, keywords)
+
+    def keep(self, key: bytes, batch: Batch) -> None:
+        """Keep what ``wanted`` gave."""
+        self._kept[key] = batch
+        if len(self._kept) > _KEPT:
+            del self._kept[max(self._kept)]
+
+    def shared(self) -> KeptBatches:
+        """This rank's part of the batches that one process would have kept of all ranks' data.
+
+        Each of them is in the part of one rank.
+        """
+        whole = [_split(keys) for keys in gathered(b"".join(sorted(self._kept)))]
+        wanted = sorted({key for keys in whole for key in keys})[:_KEPT]
+        owners = {key: next(rank for rank, keys in enumerate(whole) if key in keys) for key in wanted}
+        part = KeptBatches()
+        part._kept = {key: self._kept[key] for key in wanted if owners[key] == rank_number()}
+        return part
+
+    def __iter__(self) -> Iterator[Batch]:
+        # Copies, since a model may change what it is given, and they are run more than once.
+        return iter([copied(*self._kept[key]) for key in sorted(self._kept)])
+
+
+def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
+    """The inputs as they are now: a loader may fill the same tensors again, and a model may change what it is given."""
+    leaves, structure = pytree.tree_flatten((args, dict(keywords)))
+    own = [leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
+    batch: Batch = pytree.tree_unflatten(own, structure)
+    return batch
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[place : place + _DIGEST] for place in range(0, len(keys), _DIGEST)]
+
+
+def _hash(batch: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST)
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, _PLAIN):
+            digest.update(repr(leaf).encode())
+        else:
+            # What it holds is not known: no two are taken for the same.
+            digest.update(f"{type(leaf)} {id(leaf)}".encode())
+    return digest.digest()

@@ -1,0 +1,229 @@
+"""What was seen, as bytes: to be saved, and to be told to other processes.
+
+The bytes are those of a safetensors file: ``counts`` int64 [H, BINS], a row for each histogram, and ``document`` uint8,
+the rest as JSON. Adding up what they say is exact, whatever the order: counts are integers, and bins of two widths
+merge without error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from safetensors.torch import save
+from torch import Tensor
+from torch import nn
+
+from quantizer.calibrators import Calibrator
+from quantizer.calibrators.histogram import BINS
+from quantizer.calibrators.histogram import Histogram
+from quantizer.common.plain_values import json_values
+from quantizer.errors import CalibrationError
+from quantizer.errors import QuantizerError
+from quantizer.float16.float32_modules import Regions
+from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.range_group import ChannelRange
+from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.site_statistics import SiteRecord
+from quantizer.observe.snapshot_fields import SeenDocument
+from quantizer.observe.snapshot_fields import SeenGroup
+from quantizer.observe.snapshot_fields import SeenSite
+from quantizer.observe.snapshot_fields import SeenWeight
+from quantizer.observe.snapshot_fields import seen_document
+from quantizer.observe.statistics import Seen
+from quantizer.proxy.weight import Weight
+from quantizer.proxy.weight import WeightView
+
+__all__ = ["restored", "snapshot"]
+
+_SITE_FIELDS = ("kind", "calls", "fit", "reasons", "depth", "width", "rows", "head", "sequence", "multiply_adds")
+
+
+def snapshot(seen: Seen) -> bytes:
+    """Everything that a plan depends on; batches that are kept to be run again are not in it."""
+    records = [record for site in seen.records.values() for record in site.operands.values()]
+    groups = list(dict.fromkeys(record.group for record in records if record.group is not None))
+    places = {group: place for place, group in enumerate(groups)}
+    rows: list[Tensor] = []
+    document = {
+        "batches": seen.batches,
+        "chosen_at": seen.chosen_at,
+        "only_zeros": seen.only_zeros,
+        "sites": {path: _plain_site(record, places) for path, record in seen.records.items()},
+        "groups": [_plain_group(group, rows) for group in groups],
+        "regions": seen.regions.plain(),
+        "read_outside": seen.read_outside,
+        "products": [product.plain() for product in seen.counted()],
+    }
+    text = bytearray(json.dumps(document).encode())
+    counts = torch.stack(rows) if rows else torch.zeros(0, BINS, dtype=torch.int64)
+    return save({"counts": counts, "document": torch.frombuffer(text, dtype=torch.uint8)})
+
+
+def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callable[[bool], Calibrator]) -> Seen:
+    """What ``snapshot`` gave the bytes of, for a proxy of the same model.
+
+    Args:
+        data: the snapshot.
+        proxy: has the parameters that the sites read.
+        paths: of its sites.
+        make: makes a calibrator; its argument asks for a histogram.
+
+    Raises:
+        CalibrationError: the snapshot is of another model.
+        QuantizerError: it is damaged.
+    """
+    try:
+        tensors = load(data)
+        counts = tensors["counts"]
+        if counts.dtype != torch.int64 or counts.shape[1:] != (BINS,) or bool((counts < 0).any()):
+            raise ValueError(
+                f"counts {counts.dtype} of shape {list(counts.shape)}, expected int64 [.., {BINS}], from 0"
+            )
+        document = seen_document(json_values(tensors["document"].numpy().tobytes()), len(counts))
+        regions = Regions.from_plain(document.regions)
+        products = [CountedProduct.from_plain(v, f"products[{n}]") for n, v in enumerate(document.products)]
+        lost = [product.site for product in products if product.site not in (None, *document.sites)]
+        if lost:
+            raise ValueError(f"products of {lost[0]!r}, which is no site")
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise QuantizerError(
+            f"what was observed cannot be read, it is damaged: {error}; calibrate afresh, with calib(model)"
+        ) from error
+    parameters = dict(proxy.named_parameters())
+    _require_model(document, paths, parameters)
+    seen = Seen(
+        records={path: _site(site, parameters) for path, site in document.sites.items()},
+        batches=document.batches,
+        chosen_at=document.chosen_at,
+        products=Counter({replace(product, multiply_adds=0): product.multiply_adds for product in products}),
+        regions=regions,
+        only_zeros=document.only_zeros,
+        read_outside=dict(document.read_outside),
+    )
+    for group in document.groups:
+        _add_group(seen, group, counts, make)
+    return seen
+
+
+def _require_model(document: SeenDocument, paths: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what was seen of another model.
+
+    Raises:
+        CalibrationError: it has other sites or parameters.
+    """
+    different = sorted(set(document.sites) ^ set(paths))
+    if different:
+        raise CalibrationError(
+            f"what was observed belongs to another model: {len(different)} sites differ, the first is "
+            f"{different[0]!r}; calibrate this model afresh, with calib(model)"
+        )
+    for path, site in document.sites.items():
+        for name, operand in site.operands.items():
+            weight = operand.weight
+            if weight is None or weight.path is None:
+                continue
+            parameter = parameters.get(weight.path)
+            view = weight.view
+            if parameter is None or (view is not None and view[2] + math.prod(view[0]) > parameter.numel()):
+                raise CalibrationError(
+                    f"what was observed belongs to another model: the weight {weight.path!r} of {path}.{name} is not "
+                    "there, or is smaller; calibrate this model afresh, with calib(model)"
+                )
+
+
+def _plain_site(record: SiteRecord, places: Mapping[RangeGroup, int]) -> dict[str, Any]:
+    operands = {
+        name: {
+            "weight": None if seen.weight is None else _plain_weight(seen.weight),
+            "axis": seen.axis,
+            "inner": seen.inner,
+            "softmax": bool(seen.softmax),
+            "ends_branch": seen.ends_branch,
+            "group": None if seen.group is None else places[seen.group],
+        }
+        for name, seen in record.operands.items()
+    }
+    return {
+        **{name: getattr(record, name) for name in _SITE_FIELDS},
+        "reads": sorted(record.reads),
+        "operands": operands,
+    }
+
+
+def _plain_weight(weight: Weight) -> dict[str, Any]:
+    view = None if weight.view is None else [weight.view.shape, weight.view.order, weight.view.offset]
+    return {"path": weight.path, "view": view}
+
+
+def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
+    calibrator = group.calibrator
+    histogram = None
+    if calibrator.histogram is not None:
+        histogram = {"row": len(rows), "exponent": calibrator.histogram.exponent, "zeros": calibrator.histogram.zeros}
+        rows.append(calibrator.histogram.counts)
+    return {
+        "operands": group.operands,
+        "chosen": group.chosen,
+        "channels_vary": group.channels_vary,
+        "channels": group.channels and [group.channels.low.tolist(), group.channels.high.tolist()],
+        "minimum": calibrator.minimum,
+        "maximum": calibrator.maximum,
+        "count": calibrator.count,
+        "histogram": histogram,
+    }
+
+
+def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteRecord:
+    operands = {
+        name: OperandRecord(
+            weight=None if operand.weight is None else _weight(operand.weight, parameters),
+            axis=operand.axis,
+            inner=operand.inner,
+            softmax=operand.softmax,
+            ends_branch=operand.ends_branch,
+        )
+        for name, operand in site.operands.items()
+    }
+    known = {name: getattr(site, name) for name in _SITE_FIELDS}
+    return SiteRecord(**{**known, "reasons": list(site.reasons)}, reads=set(site.reads), operands=operands)
+
+
+def _weight(seen: SeenWeight, parameters: Mapping[str, nn.Parameter]) -> Weight:
+    if seen.path is None:
+        # No module has registered it: it is quantized nowhere, and what it holds is never asked for.
+        return Weight(nn.Parameter(torch.empty(0)), None)
+    return Weight(parameters[seen.path], seen.path, None if seen.view is None else WeightView(*seen.view))
+
+
+def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> None:
+    channels = saved.channels
+    group = RangeGroup(
+        calibrator=_calibrator(saved, counts, make),
+        operands=list(saved.operands),
+        chosen=saved.chosen,
+        channels=channels and ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in channels)),
+        channels_vary=saved.channels_vary,
+    )
+    for name in saved.operands:
+        path, _, operand = name.rpartition(".")
+        seen.records[path].operands[operand].group = group
+
+
+def _calibrator(saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> Calibrator:
+    histogram = saved.histogram
+    made = make(histogram is not None)
+    made.minimum, made.maximum, made.count = saved.minimum, saved.maximum, saved.count
+    if histogram is not None:
+        made.histogram = Histogram.restored(counts[histogram.row], histogram.exponent, histogram.zeros)
+    return made

@@ -1,0 +1,154 @@
+"""What a snapshot of an observation holds beside its histograms, as types, and what its values mean."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+from quantizer.calibrators.histogram import BINS
+from quantizer.common.plain_values import decoded
+from quantizer.operations.catalogue import Kind
+
+__all__ = ["SeenDocument", "SeenGroup", "SeenHistogram", "SeenOperand", "SeenSite", "SeenWeight", "seen_document"]
+
+_EXPONENTS = range(-200, 1100)
+"""log2 of a bin's width: from far below the smallest float to the largest double."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenWeight:
+    """A parameter: its path (None: no module registered it), and shape, order and offset where it is seen as a view."""
+
+    path: str | None
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenOperand:
+    """An operand of a site; ``group`` is the place of its group. Older files do not tell the end of a branch."""
+
+    weight: SeenWeight | None
+    axis: int | None
+    inner: int | None
+    softmax: bool
+    group: int | None
+    ends_branch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenSite:
+    """A site, see ``SiteRecord``. Files from before they were kept have no rows, head and sequence."""
+
+    kind: Kind | None
+    calls: int
+    fit: int
+    reasons: tuple[str, ...]
+    reads: Collection[str]
+    depth: int | None
+    width: int | None
+    multiply_adds: int
+    operands: Mapping[str, SeenOperand]
+    rows: int | None = None
+    head: int | None = None
+    sequence: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenHistogram:
+    """A histogram: its row among the counts, and see ``Histogram``."""
+
+    row: int
+    exponent: int | None
+    zeros: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenGroup:
+    """Operands with one range, see ``RangeGroup`` and ``Calibrator``."""
+
+    operands: tuple[str, ...]
+    chosen: tuple[float, str] | None
+    channels_vary: bool
+    channels: tuple[tuple[float, ...], tuple[float, ...]] | None
+    minimum: float
+    maximum: float
+    count: int
+    histogram: SeenHistogram | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenDocument:
+    """A whole snapshot; ``regions`` and ``products`` are read by their own classes.
+
+    Files from before they were kept have no word on zeros, and none on what is read outside of sites.
+    """
+
+    batches: int
+    chosen_at: int
+    sites: Mapping[str, SeenSite]
+    groups: tuple[SeenGroup, ...]
+    products: tuple[Any, ...]
+    regions: Any = None
+    only_zeros: bool = False
+    read_outside: Mapping[str, str] = field(default_factory=dict)
+
+
+def seen_document(values: Any, rows: int) -> SeenDocument:
+    """The document of a snapshot out of plain values.
+
+    Args:
+        values: as they were read.
+        rows: how many histograms there are.
+
+    Raises:
+        ValueError: a value is of another type, or means nothing; it says which.
+    """
+    document: SeenDocument = decoded(SeenDocument, values, "observed")
+    for fault in _faults(document, rows):
+        raise ValueError(fault)
+    return document
+
+
+def _faults(document: SeenDocument, rows: int) -> Iterator[str]:
+    yield from _negative("observed", {"batches": document.batches, "chosen_at": document.chosen_at})
+    for name, site in document.sites.items():
+        place = f"observed.sites.{name}"
+        counts = {field: getattr(site, field) for field in ("calls", "fit", "multiply_adds", "sequence")}
+        sizes = {field: getattr(site, field) or 0 for field in ("depth", "width", "rows", "head")}
+        yield from _negative(place, counts | sizes)
+        for operand, seen in site.operands.items():
+            if seen.group is not None and not 0 <= seen.group < len(document.groups):
+                yield f"{place}.operands.{operand}.group: got {seen.group}, and there are {len(document.groups)} groups"
+            view = None if seen.weight is None else seen.weight.view
+            if view is not None and (sorted(view[1]) != list(range(len(view[0]))) or min((*view[0], view[2])) < 0):
+                yield f"{place}.operands.{operand}.weight.view: {view} is no view of a parameter"
+    for number, group in enumerate(document.groups):
+        yield from _group_faults(f"observed.groups[{number}]", group, document, rows)
+
+
+def _group_faults(place: str, group: SeenGroup, document: SeenDocument, rows: int) -> Iterator[str]:
+    yield from _negative(place, {"count": group.count})
+    for name in group.operands:
+        path, _, operand = name.rpartition(".")
+        if path not in document.sites or operand not in document.sites[path].operands:
+            yield f"{place}.operands: {name!r} is no operand of a site"
+    if group.count and not group.minimum <= group.maximum:
+        yield f"{place}.minimum: got {group.minimum}, with a maximum of {group.maximum}"
+    if group.channels is not None and len(group.channels[0]) != len(group.channels[1]):
+        yield f"{place}.channels: {len(group.channels[0])} lows and {len(group.channels[1])} highs"
+    histogram = group.histogram
+    if histogram is None:
+        return
+    yield from _negative(f"{place}.histogram", {"zeros": histogram.zeros})
+    if not 0 <= histogram.row < rows:
+        yield f"{place}.histogram.row: got {histogram.row}, and there are {rows} histograms of {BINS} bins"
+    if histogram.exponent is not None and histogram.exponent not in _EXPONENTS:
+        yield f"{place}.histogram.exponent: got {histogram.exponent}, which is the width of no bin"
+
+
+def _negative(place: str, values: Mapping[str, int]) -> Iterator[str]:
+    return (f"{place}.{name}: expected 0 or more, got {value}" for name, value in values.items() if value < 0)

@@ -1,0 +1,149 @@
+"""What was seen of a proxy: in one pass, in a whole calibration, in another process or in an earlier one.
+
+They add up: a pass is added to a calibration as what another process saw is, and the order does not matter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+
+from quantizer.float16.float32_modules import Regions
+from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.replay_batches import KeptBatches
+from quantizer.observe.site_statistics import SiteRecord
+
+__all__ = ["Seen"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Seen:
+    """What was seen.
+
+    Attributes:
+        records: by site name.
+        batches: whole forward passes.
+        chosen_at: how many batches had been seen when ranges were chosen last.
+        products: what torch computed, with the multiply-adds.
+        regions: modules with values that float16 cannot hold.
+        kept: batches to run again (None: none are kept).
+        only_zeros: nothing but zeros was in any input.
+        read_outside: parameters that something besides sites computes with, by path, each with a place.
+    """
+
+    records: dict[str, SiteRecord]
+    batches: int = 0
+    chosen_at: int = 0
+    products: Counter[CountedProduct] = field(default_factory=Counter)
+    regions: Regions = field(default_factory=Regions)
+    kept: KeptBatches | None = None
+    only_zeros: bool = True
+    read_outside: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_sites(cls, paths: Iterable[str], kept: KeptBatches | None = None) -> Seen:
+        """Nothing was seen yet of these sites."""
+        return cls(records={path: SiteRecord() for path in paths}, kept=kept)
+
+    @property
+    def groups(self) -> Iterator[RangeGroup]:
+        """Every group of operands that share a range that is used, each once."""
+        seen = (record.range for site in self.records.values() for record in site.operands.values())
+        yield from dict.fromkeys(group for group in seen if group is not None)
+
+    def counted(self) -> tuple[CountedProduct, ...]:
+        """What torch computed."""
+        return tuple(replace(product, multiply_adds=number) for product, number in self.products.items())
+
+    def forget_choices(self) -> None:
+        """Ranges that were chosen by running batches are to be chosen anew."""
+        self.chosen_at = 0
+        for group in self.groups:
+            group.chosen = None
+
+    def with_added(self, other: Seen) -> Seen:
+        """What was seen here and there; both stay as they are.
+
+        So a batch counts as a whole or not at all, wherever this is interrupted.
+        """
+        whole = self.copy()
+        whole.add(other)
+        return whole
+
+    def copy(self) -> Seen:
+        """The same, to which more may be added."""
+        groups: dict[RangeGroup, RangeGroup] = {}
+
+        def operand(record: OperandRecord) -> OperandRecord:
+            group = record.group
+            if group is not None and group not in groups:
+                groups[group] = group.copy()
+            return replace(record, group=None if group is None else groups[group])
+
+        def site(record: SiteRecord) -> SiteRecord:
+            operands = {name: operand(seen) for name, seen in record.operands.items()}
+            return replace(record, reasons=list(record.reasons), reads=set(record.reads), operands=operands)
+
+        return replace(
+            self,
+            records={path: site(record) for path, record in self.records.items()},
+            products=copy.copy(self.products),
+            read_outside=dict(self.read_outside),
+            kept=None if self.kept is None else self.kept.copy(),
+        )
+
+    def add(self, other: Seen) -> None:
+        """Take in what was seen elsewhere, which must not change any more.
+
+        Batches that are kept are not part of it: which ones are kept is for all of them to say.
+        """
+        self.batches += other.batches
+        self.chosen_at = max(self.chosen_at, other.chosen_at)
+        self.products.update(other.products)
+        self.regions = self.regions.joined(other.regions)
+        self.only_zeros = self.only_zeros and other.only_zeros
+        self.read_outside = {**other.read_outside, **self.read_outside}
+        for path, record in other.records.items():
+            self.records[path].add(record)
+        every = (operand.group for record in other.records.values() for operand in record.operands.values())
+        for group in dict.fromkeys(group for group in every if group is not None):
+            self._add_group(group)
+
+    def join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
+        """Make an operand one of a group, and its former group too."""
+        if record.group is group:
+            return
+        if record.group is None:
+            group.operands.append(name)
+            record.group = group
+            return
+        former = record.group
+        group.add(former)
+        group.operands += former.operands
+        for other in self.records.values():
+            for seen in other.operands.values():
+                if seen.group is former:
+                    seen.group = group
+
+    def _add_group(self, added: RangeGroup) -> None:
+        named = [(name, self._operand(name)) for name in added.operands]
+        # Where it was a weight before, the site has its reason, and no range.
+        members = [(name, record) for name, record in named if record.weight is None]
+        group = next((record.group for _, record in members if record.group is not None), None)
+        if group is None:
+            group = replace(added.copy(), operands=[])
+        else:
+            group.add(added)
+        for name, record in members:
+            self.join(record, group, name)
+
+    def _operand(self, name: str) -> OperandRecord:
+        path, _, operand = name.rpartition(".")
+        return self.records[path].operands[operand]

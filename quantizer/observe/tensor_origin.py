@@ -1,0 +1,200 @@
+"""Where tensors come from, while a proxy observes: what makes an add a *residual* add.
+
+A dispatch mode sees every operation below Python and hands a tensor's origin on to what is computed from it. The
+origin is the last site that made it. Tensors themselves carry nothing of ours: the table is keyed by identity and
+keeps no tensor alive.
+
+This runs for every operation of a pass, so it does little for each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantizer.float16.overflow import Magnitudes
+from quantizer.observe.completeness.product_counter import ProductCounter
+from quantizer.operations.aten_products import PRODUCTS
+from quantizer.operations.aten_products import is_composite
+from quantizer.operations.aten_products import product_name
+from quantizer.proxy.weight import is_transformed
+
+__all__ = ["Origin", "Provenance"]
+
+_SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
+_PART_OF_PRODUCT = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.clone.default,
+        # In evaluation it is folded into the convolution in front of it.
+        torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten.cudnn_batch_norm.default,
+        torch.ops.aten._native_batch_norm_legit_no_training.default,
+    }
+)
+"""What an engine computes with the product in front of it, if it computes anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a tensor was last made by.
+
+    ``kind`` is ``weighted`` (a linear or convolution), ``product`` (of two activations), ``add`` (an add of two
+    tensors), ``softmax`` or ``parameter`` (computed from parameters alone); ``name`` tells two of a kind apart.
+    ``direct`` says of a product that nothing was computed from it since.
+    """
+
+    kind: str
+    name: str
+    direct: bool = field(default=False, compare=False)
+
+
+_OF_PARAMETERS = Origin("parameter", "")
+_OF_SOFTMAX = Origin("softmax", "")
+
+
+class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tracks origins while it is entered, and tells others of every product and of every operation."""
+
+    def __init__(
+        self, counter: ProductCounter, magnitudes: Magnitudes, read: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """
+        Args:
+            counter: is told of every product.
+            magnitudes: are told of every operation.
+            read: is told of every parameter, or view of one, that something besides a site computes with.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._read = read
+        # By id, with the tensor that had it: another may get the id of one that died. torch's WeakIdKeyDictionary does
+        # the same, at the price of several Python calls.
+        self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
+        self._constants: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._written: Counter[int] = Counter()
+        self._counter = counter
+        self._magnitudes = magnitudes
+
+    def mark(self, value: Any, origin: Origin) -> None:
+        """Say that ``value`` was made by a site."""
+        if isinstance(value, Tensor):
+            self._origins[id(value)] = (weakref.ref(value), origin)
+
+    def mark_constants(self, values: Iterable[Tensor]) -> None:
+        """Say of tensors that they are what they are whatever the model is given, until something writes into them."""
+        for value in values:
+            if value.is_floating_point() and (memory := _memory(value)) is not None:
+                self._constants[id(value)] = (weakref.ref(value), memory)
+
+    def version(self, value: Tensor) -> int:
+        """How often something was written into a tensor: torch counts that, but not under ``inference_mode``."""
+        if not value.is_inference():
+            return value._version
+        memory = _memory(value)
+        return 0 if memory is None else self._written[memory]
+
+    def origin(self, value: Tensor) -> Origin | None:
+        """The origin of a tensor; None where nothing is known of it."""
+        # The first question spares most tensors the second, which is slow: a parameter is always of another type.
+        if type(value) is not Tensor and isinstance(value, nn.Parameter):
+            return _OF_PARAMETERS
+        found = self._origins.get(id(value))
+        if found is not None and found[0]() is value:
+            return found[1]
+        constant = self._constants.get(id(value))
+        unwritten = constant is not None and constant[0]() is value and not self._written[constant[1]]
+        return _OF_PARAMETERS if unwritten else None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        composite, product = _known_of(func)
+        if composite and not any(tensor.is_nested for tensor in _tensors(args)):
+            # Only under inference_mode: elsewhere torch took it apart before it came here.
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if _writes(func):
+            for tensor in _tensors((*args[:1], kwargs.get("out"))):
+                if (memory := _memory(tensor)) is not None:
+                    self._written[memory] += 1
+        if product is not None:
+            origins = map(self.origin, PRODUCTS[product].tensors(args))
+            of_parameters = all(origin is not None and origin.kind == "parameter" for origin in origins)
+            self._counter.count(product, args, result, of_parameters)
+        origin = _OF_SOFTMAX if func in _SOFTMAX else self._joined(_tensors((*args, *kwargs.values())))
+        if origin is not None:
+            if origin.direct and func not in _PART_OF_PRODUCT:
+                origin = replace(origin, direct=False)
+            for tensor in _tensors((result,)):
+                if tensor.is_floating_point():
+                    self.mark(tensor, origin)
+        self._magnitudes.see(func, args, kwargs, result, self._counter.frames)
+        if self._read is not None and not func.is_view and not self._counter.in_site:
+            for tensor in _tensors((*args, *kwargs.values())):
+                made = self.origin(tensor)
+                if made is not None and made.kind == "parameter":
+                    self._read(tensor)
+        return result
+
+    def _joined(self, inputs: Iterable[Tensor]) -> Origin | None:
+        """The origin of what is computed from ``inputs``: that of the first input with one, parameters last.
+
+        Integers count as inputs: what an embedding looks up in a parameter depends on the data.
+        """
+        parameters, others = None, False
+        for tensor in inputs:
+            origin = self.origin(tensor)
+            if origin is None:
+                others = True
+            elif origin.kind != "parameter":
+                return origin
+            else:
+                parameters = origin
+        return None if others else parameters
+
+
+def _memory(value: Tensor) -> int | None:
+    """What tells the memory of a tensor from others; None where it has none of its own."""
+    if value.is_meta or value.layout is not torch.strided or value.is_nested or is_transformed(value):
+        return None
+    identity: int = value.untyped_storage()._cdata
+    return identity
+
+
+@cache
+def _writes(func: Any) -> bool:
+    """Whether an operation writes into what it is given."""
+    return bool(func._schema.is_mutable)
+
+
+@cache
+def _known_of(func: Any) -> tuple[bool, str | None]:
+    """Whether an operation is composite, and its name among the products."""
+    return is_composite(func), product_name(func)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found

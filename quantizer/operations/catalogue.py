@@ -1,0 +1,199 @@
+"""The catalogue of quantizable operations: one entry an operation, as data.
+
+A new operation is one more entry in ``CATALOGUE``. The finder recognises it through whatever name it was imported
+under, because it compares the *object* that a name stands for, not the name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from typing import Literal
+
+from torch import Tensor
+
+from quantizer.operations import gemm_shape as geometry
+
+__all__ = [
+    "CATALOGUE",
+    "METHODS",
+    "OPERATORS",
+    "Kind",
+    "Operand",
+    "Operation",
+    "is_fast_path_switch",
+    "kind_of",
+    "operation",
+    "operation_of",
+]
+
+Kind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operand:
+    """One operand of an operation that can be held in low precision.
+
+    ``index`` is its place among the positional arguments and ``keyword`` its name as torch spells it (None: it has
+    none). An operand without an ``index`` is computed inside the operation.
+    """
+
+    name: str
+    index: int | None
+    keyword: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """A quantizable operation and all the ways Python code spells it.
+
+    ``functions`` are dotted names of callables, ``methods`` names of ``Tensor`` methods (those with a trailing ``_``
+    work in place), ``operators`` names of classes in ``ast`` (``MatMult`` for ``@``). ``geometry`` says how large the
+    product of a call is (None: it is no product). With ``equation`` its first argument says what it computes, and must
+    stand in the text.
+    """
+
+    name: str
+    kind: Kind
+    operands: tuple[Operand, ...]
+    geometry: geometry.GeometryOf | None = None
+    functions: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
+    equation: bool = False
+
+
+def _product(
+    name: str,
+    first: str,
+    second: str,
+    start: int = 0,
+    *,
+    functions: tuple[str, ...],
+    methods: tuple[str, ...],
+    operators: tuple[str, ...] = (),
+) -> Operation:
+    """A matrix product of two operands; what stands before ``start`` is added to it and stays float."""
+    operands = (
+        Operand(name="lhs", index=start, keyword=first),
+        Operand(name="rhs", index=start + 1, keyword=second),
+    )
+    return Operation(
+        name=name,
+        kind="matmul",
+        operands=operands,
+        geometry=geometry.product,
+        functions=functions,
+        methods=methods,
+        operators=operators,
+    )
+
+
+def _added(name: str, first: str, second: str) -> Operation:
+    """``f(input, first, second)``: a matrix product with something added, as a function and as methods."""
+    return _product(name, first, second, 1, functions=(f"torch.{name}",), methods=(name, f"{name}_"))
+
+
+def _weighted(name: str, kind: Kind, size: geometry.GeometryOf, *functions: str) -> Operation:
+    """``f(input, weight, ...)``."""
+    operands = (
+        Operand(name="input", index=0, keyword="input"),
+        Operand(name="weight", index=1, keyword="weight"),
+    )
+    return Operation(name=name, kind=kind, operands=operands, geometry=size, functions=functions)
+
+
+def _convolution(name: str, size: geometry.GeometryOf) -> Operation:
+    return _weighted(name, "conv", size, f"torch.nn.functional.{name}", f"torch.{name}")
+
+
+CATALOGUE: tuple[Operation, ...] = (
+    _weighted("linear", "linear", geometry.weighted, "torch.nn.functional.linear"),
+    *(_convolution(f"conv{axes}d", geometry.weighted) for axes in (1, 2, 3)),
+    *(_convolution(f"conv_transpose{axes}d", geometry.transposed) for axes in (1, 2, 3)),
+    _product("matmul", "input", "other", functions=("torch.matmul",), methods=("matmul",), operators=("MatMult",)),
+    _product("mm", "input", "mat2", functions=("torch.mm",), methods=("mm",)),
+    _product("bmm", "input", "mat2", functions=("torch.bmm",), methods=("bmm",)),
+    _added("addmm", "mat1", "mat2"),
+    _added("baddbmm", "batch1", "batch2"),
+    _added("addbmm", "batch1", "batch2"),
+    Operation(
+        name="einsum",
+        kind="matmul",
+        operands=(Operand(name="lhs", index=1), Operand(name="rhs", index=2)),
+        geometry=geometry.einsum,
+        functions=("torch.einsum",),
+        equation=True,
+    ),
+    Operation(
+        name="scaled_dot_product_attention",
+        kind="matmul",
+        operands=(
+            Operand(name="query", index=0, keyword="query"),
+            Operand(name="key", index=1, keyword="key"),
+            Operand(name="probabilities", index=None),
+            Operand(name="value", index=2, keyword="value"),
+        ),
+        geometry=geometry.attention,
+        functions=("torch.nn.functional.scaled_dot_product_attention",),
+    ),
+    Operation(
+        name="embedding",
+        kind="embedding",
+        operands=(Operand(name="weight", index=1, keyword="weight"),),
+        geometry=geometry.lookup,
+        functions=("torch.nn.functional.embedding",),
+    ),
+    Operation(
+        name="add",
+        kind="residual_add",
+        operands=(Operand(name="lhs", index=0, keyword="input"), Operand(name="rhs", index=1, keyword="other")),
+        functions=("torch.add",),
+        methods=("add", "add_"),
+        operators=("Add",),
+    ),
+)
+
+
+def kind_of(entry: Operation, *, weighted: bool) -> Kind:
+    """The kind of a site, once its operands were seen: a matrix product by a weight is a linear."""
+    return "linear" if weighted and entry.kind == "matmul" else entry.kind
+
+
+METHODS = {method: entry for entry in CATALOGUE for method in entry.methods}
+"""Entries by name of a ``Tensor`` method."""
+
+OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operators}
+"""Entries by name of an operator's class in ``ast``."""
+
+_BY_NAME = {entry.name: entry for entry in CATALOGUE}
+
+
+def operation(name: str) -> Operation:
+    """The entry called ``name``."""
+    return _BY_NAME[name]
+
+
+def is_fast_path_switch(function: object) -> bool:
+    """Whether ``function`` tells torch's transformer layers that they may leave Python for one fused kernel."""
+    return function is _resolve("torch.backends.mha.get_fastpath_enabled")
+
+
+def _resolve(dotted: str) -> Callable[..., Any]:
+    module, _, attribute = dotted.rpartition(".")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _by_identity() -> dict[int, Operation]:
+    functions = {id(_resolve(dotted)): entry for entry in CATALOGUE for dotted in entry.functions}
+    return functions | {id(getattr(Tensor, method)): entry for method, entry in METHODS.items()}
+
+
+def operation_of(function: object) -> Operation | None:
+    """The entry that ``function`` is a spelling of, or None."""
+    return _by_identity().get(id(function))

@@ -1,0 +1,264 @@
+"""Carrying a plan out: setting scales, storing weights as integers, switching sites on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from collections.abc import Iterator
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import ProxyError
+from quantizer.numerics.qtype import qtype
+from quantizer.plan.changed_tensors import SMALL
+from quantizer.plan.changed_tensors import watch
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import SitePlan
+from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.frozen_operand import FrozenOperand
+from quantizer.proxy.generated_classes import with_listed_weights
+from quantizer.proxy.generated_classes import with_stored_weight
+from quantizer.proxy.model_sharing import OwnBuffers
+from quantizer.proxy.model_sharing import take_small
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.site import Site
+
+__all__ = [
+    "apply_factor",
+    "apply_plan",
+    "apply_site_plan",
+    "dropped_parameters",
+    "freeze",
+    "frozen_proxy",
+    "frozen_skeleton",
+    "is_frozen_by",
+    "require_scales_of",
+    "store_weights",
+    "switch_on",
+]
+
+
+def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Give every operand that the plan quantizes its scale; sites stay inactive.
+
+    Raises:
+        ProxyError: the proxy has not the sites that the plan names, so it was made from another model.
+    """
+    sites = {site.path: site for site in sites_of(proxy)}
+    missing = sorted(set(plan) ^ set(sites))
+    if missing:
+        raise ProxyError(
+            f"the calibration belongs to another model: {len(missing)} sites differ, the first is {missing[0]!r}; "
+            "calibrate this model with a Quantizer of its own"
+        )
+    for path, entry in plan.items():
+        apply_site_plan(sites[path], entry)
+
+
+def apply_site_plan(site: Site, entry: SitePlan) -> None:
+    """Give each operand of one site that the plan quantizes its scale, and its factor; the site stays as it is."""
+    for planned in entry.operands:
+        if planned.quantized:
+            assert planned.scale is not None
+            quantizer = site.quantizer_of(planned.name)
+            quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
+            quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.view is not None
+            apply_factor(quantizer, planned)
+
+
+def apply_factor(quantizer: OperandQuantizer, planned: OperandPlan) -> None:
+    """Let a quantizer do its part of a migration of outliers, where the plan has one."""
+    if planned.factor is not None:
+        assert planned.smooth_axis is not None
+        quantizer.set_factor(planned.factor, planned.smooth_axis)
+
+
+def switch_on(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Let the sites that the plan quantizes round their operands; the others stay float."""
+    for site in sites_of(proxy):
+        site.active = plan[site.path].quantized
+
+
+def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Keep the weights that the plan quantizes as integers in their sites; the modules keep their parameters.
+
+    Raises:
+        ProxyError: the proxy has no parameter of a weight's name, so it was made from another model.
+    """
+    for site, quantizer, planned in _weights(proxy, plan):
+        quantizer.store(_weight(proxy, site, planned))
+
+
+def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Store the weights, drop the float ones, and switch the planned sites on.
+
+    A parameter that one site of its own module alone reads is dropped and read back through a property; one that others
+    read too (tied to an embedding, say, or by a hook) or that the site sees through a view stays, and the site keeps
+    integers of its own.
+    """
+    store_weights(proxy, plan)
+    _seal(proxy, plan)
+    uses = Counter(id(parameter) for module in proxy.modules() for parameter in module._parameters.values())
+    readers = Counter(path for entry in plan.values() for path in entry.reads)
+    for site, quantizer, planned in _weights(proxy, plan):
+        owner, name = _owner(proxy, planned)
+        whole = planned.view is None and owner is proxy.get_submodule(site.host_path)
+        shared = uses[id(owner._parameters[name])] != 1 or readers[planned.parameter or ""] != 1
+        if whole and not shared and planned.read_outside is None:
+            _hand_over(owner, name, site, quantizer, planned)
+    _list_weights(proxy)
+    # What is frozen stays what it is when the model is trained further.
+    take_small(proxy, SMALL)
+    watch(proxy, "quantize", lambda parameter: parameter.numel() > SMALL)
+    for site, quantizer, planned in _weights(proxy, plan):
+        owner, name = _owner(proxy, planned)
+        if name in owner._parameters:
+            shape = tuple(_weight(proxy, site, planned).shape)
+            offset = 0 if planned.view is None else planned.view.offset
+            quantizer.frozen = FrozenOperand(f"{site.path}.{planned.name}", owner._parameters[name], shape, offset)
+
+
+def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
+    """Return the frozen proxy of a plan: ranges fixed, weights held as integers, in eval mode."""
+    proxy = build_proxy(model, eager_attention=True).eval()
+    OwnBuffers(proxy, model)
+    apply_plan(proxy, plan)
+    freeze(proxy, plan)
+    return proxy
+
+
+def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:
+    """Give a proxy on the meta device the tensors of a frozen one, for its weights to be loaded; scales are there.
+
+    Args:
+        proxy: has no weights yet.
+        plan: that of the frozen proxy.
+        dropped: parameters that it does not have, see ``dropped_parameters``.
+
+    Raises:
+        ProxyError: the proxy has not the sites or parameters that the plan names.
+    """
+    apply_plan(proxy, plan)
+    _seal(proxy, plan)
+    for site, quantizer, planned in _weights(proxy, plan):
+        weight = _weight(proxy, site, planned)
+        quantizer.stored = torch.empty_like(weight, dtype=qtype(quantizer.dtype).storage)
+        quantizer.stored_dtype = weight.dtype
+        if planned.parameter in dropped:
+            _hand_over(*_owner(proxy, planned), site, quantizer, planned)
+    _list_weights(proxy)
+
+
+def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[str]:
+    """The parameters that a frozen proxy of this plan has no more: it reads them from its sites."""
+    weights = ((planned.parameter or "", *_owner(proxy, planned)) for _, _, planned in _weights(proxy, plan))
+    return sorted({path for path, owner, name in weights if name not in owner._parameters})
+
+
+def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
+    """Whether a proxy is a frozen one of this very plan: these sites on, with these formats and scales."""
+    sites = {site.path: site for site in sites_of(proxy)}
+    if set(sites) != set(plan):
+        return False
+    return all(
+        sites[path].frozen
+        and sites[path].active == entry.quantized
+        and all(_holds(sites[path].quantizer_of(planned.name), planned) for planned in entry.operands)
+        for path, entry in plan.items()
+    )
+
+
+def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) -> None:
+    """Refuse a frozen proxy whose scales the float type of a file does not hold, but for the rounding of their digits.
+
+    Raises:
+        ProxyError: it was quantized for another backend.
+    """
+    for site in sites_of(proxy):
+        for position in range(len(site.quantizers)):
+            scale = site.quantizer(position).scale
+            if not site.active or scale is None:
+                continue
+            scale = scale.float()
+            lost = (scale.to(scale_dtype).float() - scale).abs() > torch.finfo(scale_dtype).eps * scale
+            if bool(lost.any()):
+                first, name = float(scale[lost].flatten()[0]), str(scale_dtype).removeprefix("torch.")
+                raise ProxyError(
+                    f"this model was quantized for another backend than {backend}: scales of {site.path}, such as "
+                    f"{first:.3g}, are no numbers of {name}; "
+                    f"export it with the Quantizer that quantized it, or quantize with its for_backend({backend!r})"
+                )
+
+
+def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
+    """Whether an operand is rounded as the plan says."""
+    if not planned.quantized:
+        return not quantizer.enabled
+    scale = quantizer.scale
+    if scale is None or planned.scale is None or quantizer.dtype != planned.dtype:
+        return False
+    return torch.equal(scale, planned.scale.to(scale))
+
+
+def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
+    """Switch the planned sites on, for good."""
+    switch_on(proxy, plan)
+    for site in sites_of(proxy):
+        site.frozen = True
+
+
+def _weight(proxy: nn.Module, site: Site, planned: OperandPlan) -> Tensor:
+    """The weight as its site sees it."""
+    owner, name = _owner(proxy, planned)
+    parameter = owner._parameters.get(name)
+    if parameter is None:
+        raise ProxyError(
+            f"{site.path}: the calibration belongs to another model, whose weight is {planned.parameter!r}; "
+            "calibrate this model with a Quantizer of its own"
+        )
+    return parameter if planned.view is None else planned.view.of(parameter)
+
+
+def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> None:
+    """Drop a module's parameter: the module reads it from its site."""
+    del owner._parameters[name]
+    owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
+    # What the module shows is the weight without the factor, so the site reads its own.
+    quantizer.handed_over = quantizer.factor is None
+
+
+def _list_weights(proxy: nn.Module) -> None:
+    """Let every module with stored weights below it list them."""
+    for module in proxy.modules():
+        if any(hasattr(type(inner), "_quantizer_stored") for inner in module.modules()):
+            module.__class__ = with_listed_weights(type(module))
+
+
+def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:
+    """The weight operands that the plan quantizes."""
+    for site in sites_of(proxy):
+        planned = {operand.name: operand for operand in plan[site.path].operands}
+        for position, operand in enumerate(site.operation.operands):
+            entry = planned.get(operand.name)
+            if entry is not None and entry.quantized and entry.role == "weight":
+                yield site, site.quantizer(position), entry
+
+
+def _owner(proxy: nn.Module, weight: OperandPlan) -> tuple[nn.Module, str]:
+    """The module that has the parameter, and its name there.
+
+    Raises:
+        ProxyError: there is no such module.
+    """
+    path, _, name = (weight.parameter or "").rpartition(".")
+    try:
+        return proxy.get_submodule(path), name
+    except AttributeError as error:
+        raise ProxyError(
+            f"the calibration belongs to another model, which has a weight {weight.parameter!r} ({error}); calibrate "
+            "this model with a Quantizer of its own"
+        ) from error

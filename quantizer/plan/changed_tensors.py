@@ -1,0 +1,100 @@
+"""Tensors that a proxy shares with the user's model, though it holds integers made from others: a change is noticed.
+
+Copying them all would cost the memory of the float model again. So small ones are copied, and of the others enough is
+remembered to tell whether they still are what they were: torch's version counter, which every operation in place
+moves, and a checksum of a sample, for what is written through ``.data``.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.common.tensor_version import tensor_version
+from quantizer.errors import ProxyError
+from quantizer.proxy.local_hook import LocalHook
+
+__all__ = ["SMALL", "watch"]
+
+SMALL = 2**16
+"""Elements of a tensor that is copied without a thought: a bias, a normalization, the head of a classifier."""
+
+_SAMPLE = 256
+
+
+class _Watched:
+    """One parameter, and what tells that it is still what it was."""
+
+    def __init__(self, path: str, tensor: Tensor) -> None:
+        self.path = path
+        self._tensor = weakref.ref(tensor)
+        self._version, self._place = tensor_version(tensor), tensor.data_ptr()
+        self._sample = _sample(tensor)
+        self._checksum = self._checked()
+
+    def changed(self) -> bool:
+        tensor = self._tensor()
+        if tensor is None:
+            return False
+        moved = tensor_version(tensor) != self._version or tensor.data_ptr() != self._place
+        return moved or self._checked() != self._checksum
+
+    def is_of(self, module: nn.Module, name: str) -> bool:
+        """Return whether a module has the tensor still: a cast gives it one of its own."""
+        return module._parameters.get(name) is self._tensor()
+
+    def _checked(self) -> int:
+        # No operation of torch: a trace would record it, and a dispatch mode would count it.
+        return 0 if self._sample is None else zlib.crc32(self._sample.tobytes())
+
+
+def watch(proxy: nn.Module, verb: str, wanted: Callable[[Tensor], bool]) -> None:
+    """Refuse to compute with shared parameters that changed: each module looks at its own when it is called.
+
+    Args:
+        proxy: shares parameters with the user's model.
+        verb: the method of ``Quantizer`` that made it, for the error.
+        wanted: which of its parameters to watch.
+    """
+    for path, module in proxy.named_modules():
+        watched = {
+            name: _Watched(f"{path}.{name}" if path else name, parameter)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.is_meta and wanted(parameter)
+        }
+        if watched:
+            module.register_forward_pre_hook(LocalHook(_Check(watched, verb)))
+
+
+class _Check:
+    def __init__(self, watched: dict[str, _Watched], verb: str) -> None:
+        self._watched = watched
+        self._verb = verb
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for name, watched in list(self._watched.items()):
+            if not watched.is_of(module, name):
+                del self._watched[name]
+            elif watched.changed():
+                raise ProxyError(
+                    f"{watched.path} changed since {self._verb}(model): this proxy shares it with the model, and its "
+                    f"integers are of the weights before; call {self._verb}(model) again, or take copy.deepcopy() of "
+                    "the proxy before the model changes"
+                )
+
+
+def _sample(tensor: Tensor) -> Any:
+    """A view in numpy of some elements, spread over all of a tensor on the CPU; None of one elsewhere."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    flat = tensor.detach().view(-1)
+    stride = max(1, len(flat) // _SAMPLE)
+    return flat.view(torch.uint8).view(-1, tensor.element_size()).numpy()[::stride]

@@ -1,0 +1,214 @@
+"""From what was seen of an operand to its range and scale, in the format that it is to be held in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.calibrators import Calibrator
+from quantizer.numerics.held_scale import is_normal
+from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import QType
+from quantizer.observe.range_group import Migration
+from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.site_statistics import SiteRecord
+from quantizer.operations.catalogue import Operand
+from quantizer.plan.operand_formats import Formats
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.weight_scales import ONE_SCALE
+from quantizer.plan.weight_scales import beyond
+from quantizer.plan.weight_scales import scale_of
+from quantizer.plan.weight_scales import scaled_for
+from quantizer.proxy.site import Site
+from quantizer.targets import TargetProfile
+from quantizer.targets.formats import Format
+
+__all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "judged_as", "operand_plans"]
+
+RESIDUAL_SQNR_DB = 30.0
+"""``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
+
+docs/architecture.md shows the measurement behind the figure.
+"""
+
+_UNREGISTERED = "the weight is a parameter that no module of the model has registered"
+_NO_VALUE = "no value of it was seen"
+_WEIGHTS_ALONE = "weights alone are quantized here"
+_MATRIX = 2  # axes of a weight that has blocks
+
+_OFFLOADED = "the weight is offloaded: it is loaded for each call, and the model holds none to store as integers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """What a plan depends on besides the data.
+
+    ``scale_dtype`` is the float type that holds the scales on the target.
+    """
+
+    formats: Formats
+    per_channel: bool
+    switches: Mapping[str, bool | str]
+    scale_dtype: torch.dtype
+    profile: TargetProfile
+
+
+def operand_plans(
+    site: Site,
+    host: nn.Module,
+    record: SiteRecord,
+    refused: Mapping[str, str],
+    settings: PlanSettings,
+    wanted: Format,
+    indivisible: list[str],
+) -> tuple[OperandPlan, ...]:
+    """What becomes of each operand of a site that was seen.
+
+    Args:
+        site: the site.
+        host: the module that makes the call.
+        record: what was seen.
+        refused: sites and operands that rules leave out.
+        settings: what a plan depends on besides the data.
+        wanted: the site's formats.
+        indivisible: weights that blocks of this size do not divide are added here, in words.
+    """
+    plans = []
+    migration = next((o.smoothed.migration for o in record.operands.values() if o.smoothed is not None), None)
+    offloaded = any(parameter.is_meta for parameter in host.parameters(recurse=False))
+    for operand in site.operation.operands:
+        seen = record.operands.get(operand.name, OperandRecord())
+        if f"{site.path}.{operand.name}" in refused:
+            plans.append(OperandPlan(name=operand.name, role="activation", quantized=False, reason="excluded by rule"))
+        elif seen.weight is not None:
+            plans.append(_weight(site, operand, seen, settings, wanted, indivisible, migration, offloaded))
+        elif seen.group is not None:
+            plans.append(_activation(site, operand.name, seen, settings, wanted))
+    return tuple(plans)
+
+
+def _weight(
+    site: Site,
+    operand: Operand,
+    seen: OperandRecord,
+    settings: PlanSettings,
+    wanted: Format,
+    indivisible: list[str],
+    migration: Migration | None,
+    offloaded: bool,
+) -> OperandPlan:
+    def refused(reason: str) -> OperandPlan:
+        return OperandPlan(name=operand.name, role="weight", quantized=False, reason=reason)
+
+    assert seen.weight is not None
+    if seen.weight.path is None:
+        return refused(_OFFLOADED if offloaded else _UNREGISTERED)
+    axis, block = seen.axis, wanted.block_size
+    if block is not None:
+        weight = seen.weight.tensor()
+        if axis is None or weight.dim() != _MATRIX:
+            return refused(f"a weight of {weight.dim()} axes has no blocks of input channels")
+        axis = 1 - axis
+        if weight.shape[axis] % block:
+            indivisible.append(
+                f"quantizer.{wanted.rule or 'formats'}: block_size {block} does not divide the {weight.shape[axis]} "
+                f"input channels of {site.path}; choose another, or leave the site out by a rule"
+            )
+            return refused("its block size does not divide its input channels")
+    elif not settings.per_channel:
+        axis = None
+    assert migration is None or seen.inner is not None
+    plan = OperandPlan(
+        name=operand.name,
+        role="weight",
+        parameter=seen.weight.path,
+        view=seen.weight.view,
+        quantized=True,
+        dtype=wanted.weights.name,
+        axis=axis,
+        block_size=block,
+        smooth=migration.factors if migration is not None else None,
+        smooth_axis=seen.inner if migration is not None else None,
+        smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
+        note=ONE_SCALE if site.operation.kind == "conv" and settings.per_channel and axis is None else None,
+    )
+    scaled = scaled_for(plan, seen.weight.tensor(), settings.scale_dtype, settings.profile.weight_steps)
+    return scaled if scaled.reason is None else refused(scaled.reason)
+
+
+def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings, wanted: Format) -> OperandPlan:
+    group = seen.range
+    assert group is not None
+    calibrator, migration = group.calibrator, group.migration
+    if calibrator.count == 0:
+        return OperandPlan(name=name, role="activation", quantized=False, reason=_NO_VALUE)
+    if wanted.activations is None:
+        low, high = calibrator.minimum, calibrator.maximum
+        return OperandPlan(
+            name=name, role="activation", quantized=False, reason=_WEIGHTS_ALONE, minimum=low, maximum=high
+        )
+    dtype = wanted.activations
+    # What a softmax gives is at most 1; an attention in FP8 takes exactly that range.
+    fixed = dtype.is_float and seen.softmax
+    amax = torch.tensor(1.0 if fixed else group.amax(judged_as(dtype).name), dtype=torch.float32)
+    if dtype.has_zero_point:
+        scale, zero_point = _asymmetric(calibrator, float(amax), dtype, settings.scale_dtype)
+    else:
+        scale, zero_point = scale_of(amax, dtype, settings.scale_dtype), None
+    if dtype.is_float:
+        # Its steps are relative: a range that is larger than needed costs nothing but the least of them.
+        scale = scale.clamp(min=torch.finfo(settings.scale_dtype).smallest_normal)
+    histogram = calibrator.histogram
+    judged = judged_as(dtype)
+    sqnr = histogram.sqnr_db(float(amax) / judged.qmax, judged.name) if histogram is not None else None
+    reason = None
+    if site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto":
+        assert sqnr is not None
+        if sqnr < RESIDUAL_SQNR_DB:
+            reason = f"{dtype.name} does not hold it: SQNR {sqnr:.1f} dB, below {RESIDUAL_SQNR_DB:g} dB"
+    reason = _unheld(float(amax), scale, dtype, settings.scale_dtype) or reason
+    return OperandPlan(
+        name=name,
+        role="activation",
+        quantized=reason is None,
+        reason=reason,
+        amax=amax,
+        scale=scale,
+        dtype=dtype.name,
+        zero_point=zero_point,
+        minimum=calibrator.minimum,
+        maximum=calibrator.maximum,
+        sqnr_db=sqnr,
+        clipped=histogram.share_above(float(amax)) if histogram is not None else None,
+        range_group=group.operands[0],
+        estimate=group.chosen[1] if group.chosen is not None and not fixed else None,
+        smooth=migration.factors if migration is not None else None,
+        smooth_axis=-1 if migration is not None else None,
+        smoothing=f"smooth {migration.alpha:g}" if migration is not None else seen.left,
+    )
+
+
+def _unheld(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) -> str | None:
+    """Why an operand stays float: the target's float type does not hold its scale; None where it does."""
+    if amax and not dtype.is_float and not bool(is_normal(scale, scale_dtype)):
+        least, name = torch.finfo(scale_dtype).smallest_normal, str(scale_dtype).removeprefix("torch.")
+        return f"its largest value, {amax:.3g}, needs a scale below {least:.2g}, the least normal number of {name}"
+    return beyond(amax, scale, scale_dtype)
+
+
+def judged_as(dtype: QType) -> QType:
+    """The format by which a range is estimated: histograms are of magnitudes, which know no zero point."""
+    return INT8 if dtype.has_zero_point else dtype
+
+
+def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: torch.dtype) -> tuple[Tensor, int]:
+    """The scale and the zero point of a range that holds 0: what was seen, clipped at amax on either side."""
+    low, high = max(min(calibrator.minimum, 0.0), -amax), min(max(calibrator.maximum, 0.0), amax)
+    # As if the range were symmetric, with as many steps on its one side as the format has in all.
+    scale = scale_of(torch.tensor(high - low, dtype=torch.float32), dtype, scale_dtype)
+    # A scale that its float type rounded down reaches the end of the steps a little early.
+    return scale, min(round(-low / float(scale)), int(dtype.qmax)) if high > low else 0

@@ -1,0 +1,207 @@
+"""Deciding what becomes of every site, once, from what calibration saw."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import qtype
+from quantizer.observe.site_statistics import EMPTY
+from quantizer.observe.site_statistics import NOT_TENSORS
+from quantizer.observe.site_statistics import TRANSFORMED
+from quantizer.observe.site_statistics import SiteRecord
+from quantizer.observe.statistics import Seen
+from quantizer.plan.decide_operands import PlanSettings
+from quantizer.plan.decide_operands import operand_plans
+from quantizer.plan.precision_groups import group_names
+from quantizer.plan.selection import by_kind
+from quantizer.plan.site_plan import NEVER_RAN
+from quantizer.plan.site_plan import NOT_CALIBRATED
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import summary
+from quantizer.proxy.generated_classes import original_class
+from quantizer.proxy.site import Site
+from quantizer.targets import TargetProfile
+from quantizer.targets.formats import Format
+
+__all__ = ["decide"]
+
+_MASKED = torch.finfo(torch.float32).min / 2
+"""What is as low as this hides a score from a softmax."""
+
+
+def decide(
+    proxy: nn.Module,
+    sites: Iterable[Site],
+    observation: Seen,
+    refused: Mapping[str, str],
+    settings: PlanSettings,
+) -> Plan:
+    """Decide every site from what was observed."""
+    plan: Plan = {}
+    indivisible: list[str] = []
+    for site in sites:
+        host = proxy.get_submodule(site.host_path)
+        record = observation.records[site.path]
+        kind = record.kind or site.operation.kind
+        wanted = settings.formats.of(site.path, kind)
+        reason, rule = _refusal(site, record, refused, settings)
+        if reason == NEVER_RAN and observation.batches == 0:
+            reason = NOT_CALIBRATED
+        operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
+        operands = tuple(replace(o, read_outside=observation.read_outside.get(o.parameter or "")) for o in operands)
+        if not reason:
+            reason, rule = _product_alone(record, operands, settings), settings.profile.rule
+        if not reason:
+            reason = _whole(site, operands, wanted)
+            rule = wanted.rule or (
+                settings.profile.rule if reason is None else _rule(site, operands, refused, settings)
+            )
+        quantized = reason is None
+        if not quantized:
+            operands = tuple(replace(operand, quantized=False) for operand in operands)
+        plan[site.path] = SitePlan(
+            name=site.path,
+            operation=site.source.operation,
+            kind=kind,
+            host_type=original_class(host).__name__,
+            file=site.source.file,
+            line=site.source.line,
+            quantized=quantized,
+            reason=reason or summary(operands),
+            rule=rule,
+            multiply_adds=record.multiply_adds,
+            reads=tuple(sorted(record.reads)),
+            beyond_half=observation.regions.wide.get(site.host_path),
+            operands=operands,
+        )
+    if indivisible:
+        raise ConfigError(indivisible)
+    plan = _whole_attention(_fused_attention(plan, observation, settings.profile), settings.profile)
+    names = group_names(plan)
+    return {
+        path: replace(entry, operands=tuple(replace(o, group=names.get((path, o.name))) for o in entry.operands))
+        for path, entry in plan.items()
+    }
+
+
+def _refusal(
+    site: Site, record: SiteRecord, refused: Mapping[str, str], settings: PlanSettings
+) -> tuple[str | None, str | None]:
+    """Why a site is left in float before its ranges are looked at, and the rule that says so."""
+    if site.path in refused:
+        return "excluded by rule", refused[site.path]
+    kind = record.kind or site.operation.kind
+    off = by_kind(settings.switches, kind)
+    if off is not None:
+        return "this kind of site is switched off", off
+    if record.calls == 0:
+        return NEVER_RAN, None
+    # An empty batch among others says nothing about the site, and a number that is added is passed through: a sum that
+    # starts from 0 meets a tensor only in its later calls. Any other call would round what nobody has observed.
+    harmless = (EMPTY, NOT_TENSORS) if kind == "residual_add" else (EMPTY,)
+    reasons = [reason for reason in record.reasons if reason not in harmless or record.fit == 0]
+    if reasons:
+        return TRANSFORMED if TRANSFORMED in reasons else reasons[0], None
+    if kind not in settings.profile.site_kinds:
+        return f"{settings.profile.name} gains nothing from this kind of site", settings.profile.rule
+    if kind not in ("residual_add", "embedding"):
+        # A dimension that changes with the data is judged by nobody here: it may well be large in use.
+        depth, width = (size or settings.profile.min_gemm_dim or 1 for size in (record.depth, record.width))
+        too_small = settings.profile.gemm_reason(depth, width, record.rows or 0)
+        if too_small is not None:
+            return too_small, settings.profile.rule
+    return None, None
+
+
+def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str | None:
+    """Why the site as a whole stays float: a product has all operands in low precision or none, or weights alone."""
+    missing = [operand for operand in operands if not operand.quantized]
+    if site.operation.kind != "residual_add":
+        if len(operands) < len(site.operation.operands):
+            return "an operand was not observed"
+        if wanted.activations is None and any(operand.quantized for operand in operands):
+            return None
+        return missing[0].reason if missing else None
+    if any(operand.minimum is not None and operand.minimum <= _MASKED for operand in operands):
+        return "it adds a mask: beside its lowest number no step is left for the other values"
+    return (missing[0].reason if missing else "no operand observed") if len(missing) == len(operands) else None
+
+
+def _product_alone(record: SiteRecord, operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str | None:
+    """Why a residual add stays float of which only what a product gives would be quantized; None where it may be."""
+    if settings.switches["residual_add"] != "auto":
+        return None
+    quantized = [operand for operand in operands if operand.quantized]
+    missing = next((operand for operand in operands if not operand.quantized), None)
+    if missing is None or len(quantized) != 1 or not record.operands[quantized[0].name].ends_branch:
+        return None
+    return settings.profile.add_reason(missing.name, missing.reason or "")
+
+
+def _rule(
+    site: Site, operands: tuple[OperandPlan, ...], refused: Mapping[str, str], settings: PlanSettings
+) -> str | None:
+    """The rule by which operands that can be quantized are not."""
+    excluded = (refused.get(f"{site.path}.{operand.name}") for operand in operands)
+    found = next((rule for rule in excluded if rule is not None), None)
+    auto = site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto"
+    return found or ("sites.residual_add: auto" if auto and operands else None)
+
+
+def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
+    """The products of two activations that ran, by the function that they stand in."""
+    functions: dict[str, list[SitePlan]] = defaultdict(list)
+    for entry in plan.values():
+        if entry.kind == "matmul" and entry.reason != NEVER_RAN:
+            functions[entry.name.rpartition(".")[0]].append(entry)
+    return functions.values()
+
+
+def _fused_attention(plan: Plan, observation: Seen, profile: TargetProfile) -> Plan:
+    """Leave attention in float where the target does not fuse it in its format; all its products together."""
+    left: Plan = {}
+    for entries in _products_by_function(plan):
+        records = [observation.records[entry.name] for entry in entries]
+        if not any(operand.softmax for record in records for operand in record.operands.values()):
+            continue
+        reasons = (
+            profile.attention_reason(operand.dtype, record.head or 0, record.sequence)
+            for entry, record in zip(entries, records, strict=True)
+            for operand in entry.operands
+            if operand.quantized
+        )
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is not None:
+            left.update({entry.name: _floated(entry, reason, profile.rule) for entry in entries if entry.quantized})
+    return {**plan, **left}
+
+
+def _floated(entry: SitePlan, reason: str, rule: str | None) -> SitePlan:
+    operands = tuple(replace(operand, quantized=False) for operand in entry.operands)
+    return replace(entry, quantized=False, reason=reason, rule=rule, operands=operands)
+
+
+def _whole_attention(plan: Plan, profile: TargetProfile) -> Plan:
+    """FP8 attention is fused as a whole: its products are all in FP8 or none is."""
+    torn = [
+        entry
+        for entries in _products_by_function(plan)
+        if any(map(_in_fp8, entries)) and not all(map(_in_fp8, entries))
+        for entry in entries
+        if _in_fp8(entry)
+    ]
+    reason = "not all products of this attention are in FP8: query, key, value and softmax go together or not at all"
+    return {**plan, **{entry.name: _floated(entry, reason, profile.rule) for entry in torn}}
+
+
+def _in_fp8(entry: SitePlan) -> bool:
+    return entry.quantized and all(qtype(operand.dtype).is_float for operand in entry.operands)

@@ -1,0 +1,66 @@
+"""Which format each site's operands are held in: a default, and rules of which the last that matches decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from quantizer.errors import ConfigError
+from quantizer.operations.catalogue import Kind
+from quantizer.plan.selection import Rules
+from quantizer.plan.selection import matched
+from quantizer.proxy.site import Site
+from quantizer.targets import TargetProfile
+from quantizer.targets.formats import Format
+from quantizer.targets.formats import impossible
+
+__all__ = ["FormatRule", "Formats", "formats_for"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatRule:
+    """A format for the sites of some kinds (none named: all) that some rules match (none given: all)."""
+
+    format: Format
+    kinds: tuple[Kind, ...]
+    sites: Rules
+
+
+class Formats:
+    """The format of each site: that of the last rule that matches, else the default."""
+
+    def __init__(self, default: Format, rules: Sequence[tuple[FormatRule, frozenset[str] | None]] = ()) -> None:
+        """``rules``: each with the names of the sites it matches (None: any)."""
+        self.default = default
+        self._rules = tuple(rules)
+
+    def of(self, site: str, kind: Kind) -> Format:
+        """The format of a site of a kind; the kind is known once its operands were seen."""
+        for rule, sites in reversed(self._rules):
+            if (not rule.kinds or kind in rule.kinds) and (sites is None or site in sites):
+                return rule.format
+        return self.default
+
+
+def formats_for(
+    proxy: nn.Module, sites: Iterable[Site], default: Format, rules: Sequence[FormatRule], target: TargetProfile
+) -> Formats:
+    """Match rules against a proxy.
+
+    Raises:
+        ConfigError: a pattern matches nothing in the model, or the target cannot compute in a format; all are listed.
+    """
+    sites = list(sites)
+    problems: list[str] = []
+    found: list[tuple[FormatRule, frozenset[str] | None]] = []
+    for number, rule in enumerate(rules):
+        section = f"formats[{number}]"
+        names = frozenset(matched(proxy, sites, rule.sites, section, problems)) if rule.sites else None
+        found.append((rule, names))
+    problems += impossible(default, [rule.format for rule in rules], target)
+    if problems:
+        raise ConfigError(problems)
+    return Formats(default, found)

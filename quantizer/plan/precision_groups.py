@@ -1,0 +1,62 @@
+"""Precision groups: the smallest things that may change precision without breaking a fusion.
+
+Both operands of a product belong together; so do weighted products that read one tensor (query, key, value), and the
+products of one attention (activation by activation, in one function of one module). An operand of a residual add is a
+group of its own: the product that feeds it stays as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quantizer.plan.site_plan import SitePlan
+
+__all__ = ["group_names"]
+
+
+def group_names(plan: Mapping[str, SitePlan]) -> dict[tuple[str, str], str]:
+    """The group of each operand of a quantized site, by (site name, operand name)."""
+    keys: dict[str, list[str]] = defaultdict(list)
+    names: dict[tuple[str, str], str] = {}
+    for path, site in plan.items():
+        if site.kind == "residual_add":
+            names.update({(path, operand.name): f"{path}.{operand.name}" for operand in site.operands})
+        elif site.quantized:
+            keys[_key(site)].append(path)
+    for members in keys.values():
+        name = _common_name(members)
+        for path in members:
+            names.update({(path, operand.name): name for operand in plan[path].operands})
+    return names
+
+
+def _key(site: SitePlan) -> str:
+    """Sites with one key form one group."""
+    if any(operand.role == "weight" for operand in site.operands):
+        shared = next((operand.range_group for operand in site.operands if operand.role == "activation"), None)
+        return f"input {shared}" if shared is not None else f"weight of {site.name}"
+    return f"function {site.name.rpartition('.')[0]}"
+
+
+def _common_name(paths: Iterable[str]) -> str:
+    """``a.{query,key}.linear_0`` for ``a.query.linear_0`` and ``a.key.linear_0``."""
+    split = [path.split(".") for path in paths]
+    if len(split) == 1:
+        return ".".join(split[0])
+    head = _shared(split)
+    tails = [parts[head:] for parts in split]
+    shared = _shared([tail[::-1] for tail in tails])
+    middles = [".".join(tail[: len(tail) - shared]) for tail in tails]
+    end = split[0][len(split[0]) - shared :]
+    return ".".join([*split[0][:head], "{" + ",".join(middles) + "}", *end])
+
+
+def _shared(sequences: Sequence[Sequence[str]]) -> int:
+    """How many first entries all sequences have in common."""
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*sequences, strict=False)))

@@ -1,0 +1,154 @@
+"""The scales of a plan, by operand, and scales from elsewhere in their place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantizer.errors import CalibrationError
+from quantizer.numerics.held_scale import held_scale
+from quantizer.numerics.held_scale import is_normal
+from quantizer.numerics.qtype import qtype
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+
+__all__ = ["scale_group", "scales_of", "with_given_weights", "with_scales"]
+
+
+def scales_of(plan: Plan) -> dict[str, Tensor]:
+    """The scale of every operand that the plan quantizes, float32 [] or [C], by ``SITE.OPERAND``."""
+    return {
+        f"{path}.{operand.name}": operand.scale.clone()
+        for path, entry in plan.items()
+        for operand in entry.operands
+        if operand.quantized and operand.scale is not None
+    }
+
+
+def with_scales(
+    plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dtype, *, keep_zero_points: bool = False
+) -> Plan:
+    """The plan with other scales for some of its operands.
+
+    A scale is rounded to the target's float type; amax is what the format reaches with the scale as given. A scale for
+    one operand of a range group holds for all of it.
+
+    Args:
+        plan: what calibration decided.
+        scales: by ``SITE.OPERAND``, each [], or [C] with one entry for each output channel of a weight.
+        keep_zero_points: of asymmetric formats, as in training; otherwise they go by the lowest value seen.
+        scale_dtype: the float type that holds scales on the target.
+
+    Raises:
+        CalibrationError: scales that cannot be taken; all of them are listed.
+    """
+    groups = {f"{path}.{o.name}": scale_group(o) for path, entry in plan.items() for o in entry.operands}
+    problems = []
+    given: dict[str, Tensor] = {}
+    # What a range group was given, and the operand that it was given for.
+    shared: dict[tuple[str, str, bool], tuple[str, Tensor]] = {}
+    for name, scale in scales.items():
+        problem = _problem(name, scale, plan, scale_dtype)
+        if problem is not None:
+            problems.append(problem)
+            continue
+        given[name] = scale = scale.detach().cpu()
+        group = groups[name]
+        if group is None:
+            continue
+        first, other = shared.setdefault(group, (name, scale))
+        if not torch.equal(held_scale(scale, scale_dtype), held_scale(other, scale_dtype)):
+            problems.append(
+                f"{name}: {float(scale):.6g}, but {first} has {float(other):.6g}: they read one tensor and share one "
+                "range; give both the same scale, or one of them alone"
+            )
+    if problems:
+        count = "1 scale" if len(problems) == 1 else f"{len(problems)} scales"
+        raise CalibrationError(f"{count} cannot be loaded:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    result: Plan = {}
+    for path, entry in plan.items():
+        operands = []
+        for operand in entry.operands:
+            group = scale_group(operand)
+            scale_of_group = shared[group][1] if operand.quantized and group in shared else None
+            new = given.get(f"{path}.{operand.name}", scale_of_group)
+            operands.append(operand if new is None else _scaled(operand, new, scale_dtype, keep_zero_points))
+        result[path] = replace(entry, operands=tuple(operands))
+    return result
+
+
+def with_given_weights(plan: Plan) -> Plan:
+    """Return the plan with the scales of its weights as given: a training moved the weights under them."""
+    return {
+        path: replace(
+            entry,
+            operands=tuple(replace(o, given=True) if o.quantized and o.role == "weight" else o for o in entry.operands),
+        )
+        for path, entry in plan.items()
+    }
+
+
+def scale_group(operand: OperandPlan) -> tuple[str, str, bool] | None:
+    """What operands have in common that have one scale: the tensor that they read, its format, and its migration."""
+    if operand.range_group is None:
+        return None
+    return operand.range_group, operand.dtype, operand.smooth is not None
+
+
+def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> str | None:
+    """Why a scale cannot be taken; None where it can."""
+    path, _, last = name.rpartition(".")
+    entry = plan.get(path)
+    operand = None if entry is None else next((o for o in entry.operands if o.name == last), None)
+    if entry is not None and not entry.quantized:
+        return f"{name}: its site is not quantized ({entry.reason}); leave it out, or change the configuration"
+    if operand is None:
+        near = difflib.get_close_matches(name, list(scales_of(plan)), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"{name}: no operand of the calibrated model has this name (SITE.OPERAND){hint}"
+    if not operand.quantized or operand.scale is None:
+        return f"{name}: it is not quantized ({operand.reason}); leave it out, or change the configuration"
+    if not isinstance(scale, Tensor) or not scale.is_floating_point():
+        got = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
+        return f"{name}: a tensor of floats is needed, got {got}"
+    shapes: list[tuple[int, ...]] = [()]
+    if operand.axis is not None:
+        shapes.append(tuple(operand.scale.shape))
+    if tuple(scale.shape) not in shapes:
+        expected = f"[] or {list(shapes[1])} (its channels, axis {operand.axis})" if operand.axis is not None else "[]"
+        return f"{name}: shape {list(scale.shape)}, expected {expected}"
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        worst = scale[~(torch.isfinite(scale) & (scale > 0))].flatten()[0]
+        return f"{name}: {float(worst):g} among its values; a scale is positive and finite"
+    if operand.role != "weight" and not bool(is_normal(scale, scale_dtype).all()):
+        least = torch.finfo(scale_dtype).smallest_normal
+        return f"{name}: {float(scale.min()):g} is below {least:.2g}, the target's least normal number ({scale_dtype})"
+    if not bool(torch.isfinite(held_scale(scale, scale_dtype) * qtype(operand.dtype).qmax).all()):
+        return f"{name}: {float(scale.max()):g} is more than the target's {scale_dtype} holds"
+    return None
+
+
+def _scaled(operand: OperandPlan, scale: Tensor, scale_dtype: torch.dtype, keep_zero_points: bool) -> OperandPlan:
+    held = held_scale(scale, scale_dtype)
+    zero_point = operand.zero_point
+    if zero_point is not None and not keep_zero_points:
+        assert operand.minimum is not None
+        zero_point = min(round(max(-operand.minimum, 0.0) / float(held)), qtype(operand.dtype).qmax)
+    return replace(
+        operand,
+        scale=held,
+        given=True,
+        note=None,
+        amax=(scale.double() * qtype(operand.dtype).qmax).float(),
+        axis=operand.axis if scale.dim() else None,
+        block_size=operand.block_size if scale.dim() else None,
+        zero_point=zero_point,
+        # These were measured with the range that it had.
+        sqnr_db=None,
+        clipped=None,
+        estimate=None,
+    )

@@ -1,0 +1,144 @@
+"""Including and excluding sites by module type, by name and by site.
+
+A *type* matches a module whose class, or any base class of it, is called so: ``BertPooler``, or with as much of its
+dotted path as wanted (``torch.nn.Linear``). A *name* is a pattern over whole segments of a module's path: ``*`` stands
+for any one segment or part of one, ``**`` for any number of segments. A type or name covers everything below the
+module that it matches, functional products included. A *site* is a pattern over a site's name
+(``**.attention.self.*.matmul_1``), which an operand's name may follow for one operand of an add (``.lhs``).
+Exclude beats include.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from quantizer.errors import ConfigError
+from quantizer.operations.catalogue import Kind
+from quantizer.proxy.generated_classes import original_class
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.site import Site
+
+__all__ = ["Rules", "by_kind", "matched", "matches", "refusals"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What to include, or what to exclude."""
+
+    module_types: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.module_types or self.names or self.sites)
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a dotted pattern matches a whole dotted path.
+
+    ``layer.1`` does not match ``layer.10``; ``**.dense`` matches ``dense`` and ``a.b.dense``.
+    """
+    return _segments_match(pattern.split("."), path.split("."))
+
+
+def _segments_match(pattern: Sequence[str], path: Sequence[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_segments_match(pattern[1:], path[start:]) for start in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _segments_match(pattern[1:], path[1:])
+
+
+def refusals(proxy: nn.Module, sites: Iterable[Site], include: Rules, exclude: Rules) -> dict[str, str]:
+    """Why sites and operands are left out by a rule: by site name or by ``SITE.OPERAND``.
+
+    Raises:
+        ConfigError: a pattern or type matches nothing; all such are listed.
+    """
+    sites = list(sites)
+    problems: list[str] = []
+    excluded = matched(proxy, sites, exclude, "exclude", problems)
+    included = matched(proxy, sites, include, "include", problems)
+    if problems:
+        raise ConfigError(problems)
+    if include:
+        for site in sites:
+            names = _operand_names(site)
+            chosen = [name for name in names if name in included]
+            if site.path not in included:
+                left_out = set(names) - set(chosen) if chosen else {site.path}
+                for name in left_out:
+                    excluded.setdefault(name, "not among the included")
+    return excluded
+
+
+def matched(proxy: nn.Module, sites: Sequence[Site], rules: Rules, section: str, problems: list[str]) -> dict[str, str]:
+    """The rule that matched each site or operand, by its name; what matches nothing is added to ``problems``."""
+    found: dict[str, str] = {}
+    modules = {
+        path: module for path, module in proxy.named_modules() if not isinstance(module, Site | OperandQuantizer)
+    }
+    for wanted in rules.module_types:
+        hosts = [path for path, module in modules.items() if _is_a(module, wanted)]
+        if not hosts:
+            known = {cls.__name__ for module in modules.values() for cls in original_class(module).__mro__}
+            problems.append(_nothing(f"{section}.module_types", wanted, "no module of this type", known))
+        _cover(found, sites, hosts, f"{section}.module_types: {wanted}")
+    for wanted in rules.names:
+        hosts = [path for path in modules if path and matches(wanted, path)]
+        if not hosts:
+            problems.append(_nothing(f"{section}.names", wanted, "no module of this name", modules))
+        _cover(found, sites, hosts, f"{section}.names: {wanted}")
+    for wanted in rules.sites:
+        rule = f"{section}.sites: {wanted}"
+        hits = [name for site in sites for name in _site_names(site) if matches(wanted, name)]
+        for name in hits:
+            found.setdefault(name, rule)
+        if not hits:
+            names = [site.path for site in sites]
+            problems.append(_nothing(f"{section}.sites", wanted, "no site of this name", names))
+    return found
+
+
+def _site_names(site: Site) -> list[str]:
+    return [site.path, *_operand_names(site)]
+
+
+def _operand_names(site: Site) -> list[str]:
+    """Only the operands of an add can be chosen one by one: a product has both operands in low precision or none."""
+    if site.operation.kind != "residual_add":
+        return []
+    return [f"{site.path}.{operand.name}" for operand in site.operation.operands]
+
+
+def _cover(found: dict[str, str], sites: Sequence[Site], hosts: Sequence[str], rule: str) -> None:
+    for site in sites:
+        if any(not host or site.path.startswith(host + ".") for host in hosts):
+            found.setdefault(site.path, rule)
+
+
+def _is_a(module: nn.Module, wanted: str) -> bool:
+    *qualifiers, name = wanted.split(".")
+    for cls in original_class(module).__mro__:
+        remaining = iter([*cls.__module__.split("."), *cls.__qualname__.split(".")[:-1]])
+        if cls.__name__ == name and all(part in remaining for part in qualifiers):
+            return True
+    return False
+
+
+def _nothing(place: str, wanted: str, what: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(wanted, list(known), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"quantizer.{place}: {wanted!r} matches nothing: {what} in the model{hint}"
+
+
+def by_kind(switches: Mapping[str, bool | str], kind: Kind) -> str | None:
+    """The switch of the ``sites:`` section that leaves a kind of site out; None where none does."""
+    return f"sites.{kind}: false" if switches[kind] is False else None

@@ -1,0 +1,270 @@
+"""Saving and loading a plan: YAML for what people read, safetensors for tensors.
+
+A folder holds ``quantizer.yaml`` (format, config, fallback, every site with its reason, every product counted) and
+``ranges.safetensors`` (amax, scale and smooth of every operand, float32, under ``SITE/OPERAND/amax``, ``/scale`` and
+``/smooth``), and ``observed.safetensors``, what calibration saw, to go on with. It appears as a whole or not at all.
+
+Inside of another file both are bytes: a safetensors file of the same tensors and ``document`` uint8, the rest as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load
+from safetensors.torch import save
+from torch import Tensor
+
+from quantizer.common.digest import tensors_digest
+from quantizer.common.plain_values import decoded
+from quantizer.common.plain_values import json_values
+from quantizer.common.plain_values import yaml_values
+from quantizer.errors import QuantizerError
+from quantizer.files import restore_folder
+from quantizer.files import write_folder
+from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.storage_check import check_plan
+
+__all__ = ["load_state", "save_state", "state_bytes", "state_of_bytes"]
+
+FORMAT = 1
+_KIND = "saved quantizer"
+_YAML = "quantizer.yaml"
+_TENSORS = "ranges.safetensors"
+_OBSERVED = "observed.safetensors"
+_DOCUMENT = "document"
+_SUMS = "sha256"
+# The same text either way: libyaml writes a large plan several times as fast.
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_TENSOR_FIELDS = ("amax", "scale", "smooth")
+_DOCUMENT_FIELDS = {
+    "format": int,
+    "config": Mapping[str, Any],
+    "scales_replaced": bool,
+    "fallback": Mapping[str, Any] | None,
+    "regions": Mapping[str, Any] | None,
+    "fingerprint": Mapping[str, Any] | None,
+    "dropped": list[str],
+    "sites": list[Any],
+    "products": list[Any],
+}
+_OPERAND_FIELDS = tuple(name for name in OperandPlan.__slots__ if name not in _TENSOR_FIELDS)
+_SITE_FIELDS = tuple(name for name in SitePlan.__slots__ if name != "operands")
+
+
+def save_state(
+    folder: str | os.PathLike[str],
+    plan: Plan,
+    products: Iterable[CountedProduct],
+    document: Mapping[str, Any],
+    observed: bytes | None,
+) -> Path:
+    """Write a plan, what was counted and whatever else the caller keeps to a folder.
+
+    Args:
+        folder: replaced where it holds a saved quantizer and nothing else.
+        plan: what becomes of each site.
+        products: what torch computed in calibration.
+        document: more plain values.
+        observed: a snapshot of what calibration saw; None where there is none.
+
+    Raises:
+        QuantizerError: the folder cannot be written, or what stands there is kept.
+    """
+    whole, tensors = _plain(plan, products, document)
+
+    def fill(target: Path) -> None:
+        files = {_TENSORS: save(tensors)}
+        if observed is not None:
+            files[_OBSERVED] = observed
+        for name, content in files.items():
+            (target / name).write_bytes(content)
+        sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        text = yaml.dump({"format": FORMAT, _SUMS: sums, **whole}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        (target / _YAML).write_text(text, encoding="utf-8")
+
+    return write_folder(folder, fill, kind=_KIND)
+
+
+def load_state(
+    folder: str | os.PathLike[str],
+) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any], bytes | None]:
+    """What ``save_state`` wrote: the plan, the products, the document and the snapshot.
+
+    A folder from before they were kept has no products or no snapshot.
+
+    Raises:
+        QuantizerError: the folder is none of ours, is of another format, or is damaged.
+    """
+    source = Path(folder)
+    restore_folder(source)
+    try:
+        document = yaml_values((source / _YAML).read_bytes())
+        files = {_TENSORS: (source / _TENSORS).read_bytes()}
+        if (source / _OBSERVED).exists():
+            files[_OBSERVED] = (source / _OBSERVED).read_bytes()
+        tensors = load(files[_TENSORS])
+    except FileNotFoundError as error:
+        raise QuantizerError(
+            f"{source} is no folder that Quantizer.save() wrote: {error.filename or _TENSORS} is missing"
+        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise QuantizerError(f"{source} cannot be read: {error}; save it again, or copy it again") from error
+    _check_format(document, source / _YAML)
+    _check_sums(document.pop(_SUMS, None), files, source)
+    plan, products = _from_plain(document, tensors, source / _YAML)
+    return plan, products, document, files.get(_OBSERVED)
+
+
+def _check_sums(told: Any, files: Mapping[str, bytes], folder: Path) -> None:
+    """Compare the files with what was noted of them; a folder from before that was noted has nothing to compare.
+
+    Raises:
+        QuantizerError: a file is another.
+    """
+    if told is None:
+        return
+    try:
+        sums: dict[str, str] = decoded(Mapping[str, str], told, _SUMS)
+    except ValueError as error:
+        raise QuantizerError(f"{folder / _YAML} is damaged: {error}") from error
+    for name, content in files.items():
+        if sums.get(name) != hashlib.sha256(content).hexdigest():
+            raise QuantizerError(
+                f"{folder / name} is damaged: it is not the file that {_YAML} was written with (its SHA-256 differs); "
+                "copy the folder again, or calibrate and save again"
+            )
+
+
+def state_bytes(plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]) -> bytes:
+    """What ``save_state`` writes, without a snapshot, as the bytes of one safetensors file."""
+    whole, tensors = _plain(plan, products, document)
+    text = bytearray(json.dumps({"format": FORMAT, _SUMS: tensors_digest(tensors), **whole}).encode())
+    return save({**tensors, _DOCUMENT: torch.frombuffer(text, dtype=torch.uint8)})
+
+
+def state_of_bytes(data: bytes, place: object) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any]]:
+    """What ``state_bytes`` gave: the plan, the products and the document.
+
+    Args:
+        data: the bytes.
+        place: where they were, for an error.
+
+    Raises:
+        QuantizerError: they are none of ours, of another format, or damaged.
+    """
+    try:
+        tensors = load(data)
+        document = json_values(tensors.pop(_DOCUMENT).numpy().tobytes())
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise QuantizerError(f"{place} is damaged: {error}") from error
+    _check_format(document, place)
+    if document.pop(_SUMS, None) not in (None, tensors_digest(tensors)):
+        raise QuantizerError(
+            f"{place} is damaged: the SHA-256 of its ranges differs; copy it again, or save the model again"
+        )
+    plan, products = _from_plain(document, tensors, place)
+    return plan, products, document
+
+
+def _plain(
+    plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Plain values, and tensors by name."""
+    tensors: dict[str, Tensor] = {}
+    sites = []
+    for entry in plan.values():
+        site: dict[str, Any] = {name: getattr(entry, name) for name in _SITE_FIELDS}
+        site["operands"] = [_fields(operand) for operand in entry.operands]
+        sites.append(site)
+        for operand in entry.operands:
+            for name in _TENSOR_FIELDS:
+                value = getattr(operand, name)
+                if value is not None:
+                    # A copy: both operands of a product have one ``smooth``, and the format shares no memory.
+                    tensors[f"{entry.name}/{operand.name}/{name}"] = value.contiguous().clone()
+    plain = [product.plain() for product in products]
+    return {**document, "sites": sites, "products": plain}, tensors
+
+
+def _check_format(document: Any, place: object) -> None:
+    """Refuse what this version does not read.
+
+    Raises:
+        QuantizerError: it is of another format, or no document at all.
+    """
+    found = document.get("format") if isinstance(document, dict) else None
+    if type(found) is not int or found != FORMAT:
+        raise QuantizerError(f"{place}: format {found!r}; this version reads format {FORMAT}")
+
+
+def _from_plain(
+    document: dict[str, Any], tensors: Mapping[str, Tensor], place: object
+) -> tuple[Plan, tuple[CountedProduct, ...]]:
+    """Plan and products, taken out of what ``_plain`` gave.
+
+    Raises:
+        QuantizerError: it is damaged.
+    """
+    try:
+        _check_fields(document)
+        sites = decoded(tuple[SitePlan, ...], document.pop("sites"), "sites")
+        products = tuple(
+            CountedProduct.from_plain(values, f"products[{number}]")
+            for number, values in enumerate(document.pop("products", ()))
+        )
+        plan = {site.name: replace(site, operands=_with_tensors(site, tensors)) for site in sites}
+        check_plan(sites, plan, tensors)
+        lost = {product.site for product in products} - {None} - set(plan)
+        if lost:
+            raise ValueError(f"products of {sorted(map(str, lost))[0]!r}, which is no site")
+    except ValueError as error:
+        raise QuantizerError(f"{place} is damaged: {error}") from error
+    return plan, products
+
+
+def _check_fields(document: Mapping[str, Any]) -> None:
+    """Check what the document holds beside sites and products, by type; what it means is for those who wrote it.
+
+    Raises:
+        ValueError: a field is missing, unknown or of another type.
+    """
+    missing = [name for name in ("sites", "config", "fallback") if name not in document]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} missing")
+    for name, value in document.items():
+        if name not in _DOCUMENT_FIELDS:
+            raise ValueError(f"unknown field {name!r}; known: {', '.join(_DOCUMENT_FIELDS)}")
+        decoded(_DOCUMENT_FIELDS[name], value, name)
+
+
+def _with_tensors(site: SitePlan, tensors: Mapping[str, Tensor]) -> tuple[OperandPlan, ...]:
+    found = []
+    for operand in site.operands:
+        amax, scale, smooth = (tensors.get(f"{site.name}/{operand.name}/{name}") for name in _TENSOR_FIELDS)
+        found.append(replace(operand, amax=amax, scale=scale, smooth=smooth))
+    return tuple(found)
+
+
+def _fields(operand: OperandPlan) -> dict[str, Any]:
+    fields = {name: getattr(operand, name) for name in _OPERAND_FIELDS}
+    if operand.view is not None:
+        fields["view"] = {
+            "shape": list(operand.view.shape),
+            "order": list(operand.view.order),
+            "offset": operand.view.offset,
+        }
+    return fields

@@ -1,0 +1,76 @@
+"""What became of the products that were counted: covered by a plan, or escaped, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.observe.completeness.product_counter import Reason
+from quantizer.observe.site_statistics import OF_PARAMETERS
+from quantizer.plan.site_plan import Plan
+
+__all__ = ["EscapedProduct", "covered_share", "escaped_products"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EscapedProduct:
+    """Products that are not in low precision: where, what, how much of all multiply-adds, and why."""
+
+    path: str
+    site: str | None
+    operation: str
+    multiply_adds: int
+    share: float
+    reason: str
+    detail: str
+
+
+def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | None:
+    """Share of the multiply-adds that run in sites which the plan quantizes; None where nothing was counted."""
+    total = sum(product.multiply_adds for product in products)
+    covered = sum(product.multiply_adds for product in products if _covered(product, plan))
+    return covered / total if total else None
+
+
+def escaped_products(
+    products: Sequence[CountedProduct], plan: Plan, put_back: Collection[str] = ()
+) -> tuple[EscapedProduct, ...]:
+    """The products that the plan does not cover, the largest first; ``put_back`` are the sites that fallback moved."""
+    total = sum(product.multiply_adds for product in products)
+    rows = []
+    for product in products:
+        if _covered(product, plan):
+            continue
+        reason, detail = product.reason, product.detail
+        if reason is None:
+            assert product.site is not None
+            reason, detail = _reason_of_site(product.site, plan, put_back), plan[product.site].reason
+        rows.append(
+            EscapedProduct(
+                path=product.path,
+                site=product.site,
+                operation=product.operation,
+                multiply_adds=product.multiply_adds,
+                share=product.multiply_adds / total,
+                reason=reason.value,
+                detail=detail,
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: -row.multiply_adds))
+
+
+def _covered(product: CountedProduct, plan: Plan) -> bool:
+    return product.site is not None and plan[product.site].quantized
+
+
+def _reason_of_site(path: str, plan: Plan, put_back: Collection[str]) -> Reason:
+    entry = plan[path]
+    if path in put_back:
+        return Reason.PUT_BACK
+    if entry.rule is not None and entry.rule.startswith("target "):
+        return Reason.TARGET
+    if entry.rule is not None:
+        return Reason.SWITCHED_OFF if entry.rule.startswith("sites.") else Reason.EXCLUDED
+    return Reason.PARAMETERS if entry.reason in OF_PARAMETERS else Reason.UNFIT

@@ -1,0 +1,177 @@
+"""The scales of weights: they belong to the weights that are frozen, and to no others.
+
+A scale that came from elsewhere (``load_scales``, a training) is no function of the weight and stays as it was given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import CalibrationError
+from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.granularity import scale_shape
+from quantizer.numerics.held_scale import held_scale
+from quantizer.numerics.held_scale import is_normal
+from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import QType
+from quantizer.numerics.qtype import qtype
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+
+__all__ = ["ONE_SCALE", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
+
+ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
+"""What is noted of the weight of a transposed convolution whose output channels no axis tells apart."""
+
+
+def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, steps: int | None = None) -> Tensor:
+    """amax / qmax as the target's float type holds it; 1 where the range is empty (all zeros stay zeros anyhow).
+
+    ``steps`` is the largest step of INT8 that is used, where it is less than qmax.
+    """
+    scale = amax.double() / (steps if steps is not None and dtype == INT8 else dtype.qmax)
+    return held_scale(torch.where(amax > 0, scale, torch.ones_like(scale)), scale_dtype)
+
+
+def beyond(amax: float, scale: Tensor, dtype: torch.dtype) -> str | None:
+    """Return why an operand stays float whose scale the target's float type does not hold; None where it does."""
+    if bool(torch.isfinite(scale).all()):
+        return None
+    return f"its largest value, {amax:.3g}, needs a scale beyond {_name(dtype)}"
+
+
+def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, steps: int | None) -> OperandPlan:
+    """Return the plan of a weight operand with the range and the scales of ``weight`` [*].
+
+    Args:
+        operand: says format, axis and block size, and what the weight is multiplied by before it is rounded.
+        weight: as its site sees it.
+        scale_dtype: the float type that holds scales on the target.
+        steps: the largest step of a weight in INT8 there; None: that of the format.
+
+    Raises:
+        CalibrationError: the weight has NaN or infinite values.
+    """
+    values, kind = _as_rounded(operand, weight), qtype(operand.dtype)
+    amax = _amax(values, operand.axis, operand.block_size)
+    if not bool(torch.isfinite(amax).all()):
+        raise CalibrationError(
+            f"{operand.parameter}: the weight has NaN or infinite values, so no scale of it means anything; load a "
+            "sound checkpoint, or train with a lower rate"
+        )
+    scale = scale_of(amax, kind, scale_dtype, steps)
+    notes = [_note(scale, scale_dtype), ONE_SCALE if ONE_SCALE in (operand.note or "") else None]
+    reason = beyond(float(amax.max()), scale, scale_dtype)
+    return replace(
+        operand,
+        quantized=reason is None,
+        reason=reason,
+        amax=amax,
+        scale=scale,
+        minimum=float(values.min()),
+        maximum=float(values.max()),
+        note="; ".join(text for text in notes if text is not None) or None,
+    )
+
+
+def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtype, steps: int | None) -> Plan:
+    """Return the plan with the scales of the weights that ``model`` has now, where none were given.
+
+    Raises:
+        CalibrationError: the model has such a weight of another shape, one with NaN, or one that the target's float
+            type holds no scale of; or a scale that was given makes more steps than the target can add.
+    """
+    result: Plan = {}
+    for path, entry in plan.items():
+        operands = []
+        for operand in entry.operands:
+            if operand.role == "weight" and operand.quantized and not operand.given:
+                weight = _weight(model, operand)
+                # Where there is none, whoever carries the plan out says whose plan it is.
+                operand = operand if weight is None else scaled_for(operand, weight, scale_dtype, steps)
+                if not operand.quantized:
+                    raise CalibrationError(f"{operand.parameter}: {operand.reason}; calibrate the model again")
+            elif operand.role == "weight" and operand.quantized and steps is not None:
+                weight = _weight(model, operand)
+                if weight is not None:
+                    _check_steps(f"{path}.{operand.name}", operand, weight, steps)
+            operands.append(operand)
+        result[path] = replace(entry, operands=tuple(operands))
+    return result
+
+
+def _check_steps(name: str, operand: OperandPlan, weight: Tensor, steps: int) -> None:
+    """Refuse a scale that was given, where the weight has larger steps with it than the target adds without an error.
+
+    Raises:
+        CalibrationError: it has.
+    """
+    if operand.scale is None or qtype(operand.dtype) != INT8:
+        return
+    values = _as_rounded(operand, weight)
+    most = float((_amax(values, operand.axis, operand.block_size).cpu() / operand.scale.cpu()).max())
+    if most > steps + 0.5:
+        raise CalibrationError(
+            f"{name}: with the scale that it was given the weight has steps up to {min(round(most), INT8.qmax)}, and "
+            f"the target sums products of bytes in 16 bits, which saturate beyond steps of {steps}: give a scale of "
+            f"the weight's largest magnitude / {steps}, or leave it out"
+        )
+
+
+def _as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
+    """The weight in float32 [*], multiplied by what smoothing moves into it: the values that are rounded."""
+    values = weight.detach().float()
+    if operand.smooth is None:
+        return values
+    assert operand.smooth_axis is not None
+    after = values.dim() - 1 - operand.smooth_axis
+    return values * operand.smooth.to(values.device).reshape([-1] + [1] * after)
+
+
+def _amax(values: Tensor, axis: int | None, block_size: int | None) -> Tensor:
+    """The largest magnitude of each scale's share of values [*]."""
+    if block_size is not None:
+        assert axis is not None
+        return in_blocks(values, axis, block_size).abs().amax(dim=axis + 1)
+    if axis is None:
+        return values.abs().amax()
+    return values.abs().amax(dim=[d for d in range(values.dim()) if d != axis])
+
+
+def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
+    """Which channels have weights so small that the target's float type holds their scales with fewer digits."""
+    few = int((~is_normal(scale, scale_dtype)).sum())
+    if not few:
+        return None
+    return f"{few} of {scale.numel()} scales are below {_name(scale_dtype)}'s normal numbers, and are rounded up there"
+
+
+def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
+    """The weight of an operand in a model; None where the model has no such parameter."""
+    path = operand.parameter or ""
+    owner, _, name = path.rpartition(".")
+    try:
+        parameter = model.get_submodule(owner)._parameters.get(name)
+    except AttributeError:
+        parameter = None
+    if parameter is None:
+        return None
+    try:
+        weight = parameter.detach() if operand.view is None else operand.view.of(parameter)
+        shape = scale_shape(weight.shape, operand.axis, operand.block_size)
+    except (IndexError, RuntimeError):
+        shape = None
+    if operand.scale is None or shape != tuple(operand.scale.shape):
+        raise CalibrationError(
+            f"the calibration belongs to another model: {path} has the shape {list(parameter.shape)} here, which "
+            "its scales do not fit; calibrate this model with a Quantizer of its own"
+        )
+    return weight
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

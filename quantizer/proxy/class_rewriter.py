@@ -1,0 +1,354 @@
+"""Rewriting classes: which variant of each function a class takes, and the classes that come of it.
+
+For a class ``C(P)`` the generated class of C derives from C *and* from the generated class of P, in this order of
+resolution: generated C, C, generated P, P. So ``super()`` in C's rewritten method, whose ``__class__`` is still C,
+finds P's rewritten method.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+from typing import Concatenate
+from typing import ParamSpec
+from typing import TypeVar
+
+from torch import nn
+
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.site import Site
+from quantizer.rewrite.host_argument import HOSTS
+from quantizer.rewrite.operator_patches import changes
+from quantizer.rewrite.rebuild import Rebuilder
+from quantizer.rewrite.rebuild import Rebuilt
+from quantizer.rewrite.source_file import Key
+from quantizer.rewrite.source_file import SourceFile
+from quantizer.rewrite.source_sites import SiteSource
+
+__all__ = ["ClassRewriter", "Rewritten"]
+
+_FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
+
+# They compute nothing, and the additions in their source are of indices.
+_LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+# What a model that was instrumented before holds already, which must see its own parts.
+_SITES = (Site, OperandQuantizer)
+
+# Python calls these without their name in the text: in a loop over a module, say.
+_IMPLICIT = frozenset({"__iter__", "__len__", "__getitem__", "__contains__", "__reversed__"})
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_Place = tuple[type, str]
+_Derive = Callable[[type[nn.Module], tuple[type, ...], dict[str, Any], frozenset[str]], type[nn.Module]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Rewritten:
+    """What became of one class: the generated class (the class itself where nothing changed), its sites, problems, and
+    why operator patches were refused."""
+
+    cls: type[nn.Module]
+    original: type[nn.Module]
+    sites: tuple[SiteSource, ...]
+    keys: frozenset[tuple[str, Key]]
+    problems: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Choice:
+    """Which variants of its functions a class and its bases take.
+
+    A module holds one site of a name. Where a class and a base have sites of one name (both have a product in
+    ``forward``, say), those of the base's function are named with its class. It is one choice for all bases: with two
+    variants of a base that is reached in two ways, ``super()`` would go other ways than in the original.
+
+    Attributes:
+        qualified: functions whose sites carry the name of their class.
+        left_out: functions that stay as they are, because even so their sites have names that are taken.
+        unused: functions that stay as they are, because they are overridden and nothing mentions them.
+        lent: static and class methods that need a host, by name.
+        lends: the names of those that get one.
+    """
+
+    qualified: frozenset[_Place] = frozenset()
+    left_out: frozenset[_Place] = frozenset()
+    unused: frozenset[_Place] = frozenset()
+    lent: tuple[tuple[str, tuple[types.FunctionType, ...]], ...] = ()
+    lends: frozenset[str] = frozenset()
+
+    def within(self, cls: type) -> _Choice:
+        """The part that concerns a base."""
+
+        def part(places: frozenset[_Place]) -> frozenset[_Place]:
+            return frozenset(place for place in places if place[0] in cls.__mro__)
+
+        return replace(self, qualified=part(self.qualified), left_out=part(self.left_out), unused=part(self.unused))
+
+
+def _one_at_a_time(
+    method: Callable[Concatenate[ClassRewriter, _P], _T],
+) -> Callable[Concatenate[ClassRewriter, _P], _T]:
+    """A method that one thread runs at a time: a result is registered before the work on it is done."""
+
+    @functools.wraps(method)
+    def locked(self: ClassRewriter, /, *args: _P.args, **keywords: _P.kwargs) -> _T:
+        with self.lock:
+            return method(self, *args, **keywords)
+
+    return locked
+
+
+class ClassRewriter:
+    """Makes generated classes, each once, whatever number of threads asks for them.
+
+    Args:
+        derive: makes a class of (original, bases, functions, reachable names).
+
+    Attributes:
+        lock: held while anything is rewritten.
+        rebuilder: rewrites the functions.
+        qualified: rewrites them with sites that carry the name of their class.
+        done: results by class, by those of its functions, by name, that may run in a forward pass, and by choice. The
+            functions themselves are in the key, because a class may be patched between two proxies.
+        chosen: choices by the same, for a class that stands for itself.
+        read: attribute names that a function mentions, by function.
+    """
+
+    def __init__(self, derive: _Derive) -> None:
+        self._derive = derive
+        self.lock = threading.RLock()
+        self._start()
+
+    def _start(self) -> None:
+        self.rebuilder = Rebuilder(_SITES)
+        self.qualified = Rebuilder(_SITES, qualified=True)
+        self.done: dict[Any, Rewritten] = {}
+        self.chosen: dict[Any, _Choice] = {}
+        self.read: dict[Any, set[str]] = {}
+        self._patches = changes()
+
+    def _renew(self) -> None:
+        """Start afresh where operator patches were registered since: proxies that exist keep what they have."""
+        if self._patches != changes():
+            self._start()
+
+    @_one_at_a_time
+    def refresh(self) -> None:
+        """Bring the globals of rewritten functions up to date."""
+        self.rebuilder.refresh()
+        self.qualified.refresh()
+
+    @_one_at_a_time
+    def files(self) -> list[SourceFile]:
+        """Every file that was searched."""
+        return [*self.rebuilder.files.values(), *self.qualified.files.values()]
+
+    @_one_at_a_time
+    def holds_sites(self, value: Any) -> bool:
+        """Whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
+        return self.rebuilder.holds_sites(value)
+
+    @_one_at_a_time
+    def reachable(self, model: nn.Module, original: Callable[[nn.Module], type], kept: Iterable[str]) -> frozenset[str]:
+        """Names of the functions that a forward pass of ``model`` may run.
+
+        Starts from ``forward``, from what the root's own class defines and from ``kept`` names, and follows every
+        attribute name that a function found so far mentions. That leaves out construction, resizing, saving and the
+        like, whose arithmetic is none of ours.
+        """
+        self._renew()
+        classes = {cls for module in model.modules() for cls in original(module).__mro__ if _is_ours(cls)}
+        functions = [_functions(cls) for cls in classes]
+        names = {"forward", *_IMPLICIT, *kept} | {name for name in vars(original(model)) if not name.startswith("_")}
+        reached: set[str] = set()
+        while names - reached:
+            name = (names - reached).pop()
+            reached.add(name)
+            # Only what is reached is read: the rest of a library's base classes leads into dozens of its files.
+            names = names.union(*(self._names_read(found[name]) for found in functions if name in found))
+        return frozenset(name for found in functions for name in found if name in reached)
+
+    def _names_read(self, attribute: Any) -> set[str]:
+        """Attribute names that a function mentions; a forward that is no function cannot be looked into."""
+        if not isinstance(attribute, _FUNCTIONS):
+            return set()
+        if attribute not in self.read:
+            self.read[attribute] = self.rebuilder.names_read(attribute)
+        return self.read[attribute]
+
+    @_one_at_a_time
+    def rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
+        """The generated class of a module class, with those of its functions rewritten that are ``reachable``."""
+        self._renew()
+        key = self._key(cls, reachable)
+        if key not in self.chosen:
+            self.chosen[key] = self._choose(cls, reachable)
+        rewritten = self._rewrite(cls, reachable, self.chosen[key])
+        self.rebuilder.settle()
+        self.qualified.settle()
+        return rewritten
+
+    def _key(self, cls: type, reachable: frozenset[str]) -> tuple[type, frozenset[str], tuple[Any, ...]]:
+        places = list(_places(cls, reachable))
+        relevant = frozenset(name for _, name, _ in places)
+        return cls, relevant, tuple(attribute for *_, attribute in places if isinstance(attribute, _FUNCTIONS))
+
+    def _choose(self, cls: type, reachable: frozenset[str]) -> _Choice:
+        lent = self._lent(cls, reachable)
+        taken: dict[str, SiteSource] = {}
+        qualified: set[_Place] = set()
+        left_out: set[_Place] = set()
+        unused: set[_Place] = set()
+        lends: set[str] = set()
+        for owner, name, attribute in _places(cls, reachable):
+            rebuilt = self.rebuilder.rebuild(attribute, name, dict(lent))
+            if _clash(rebuilt, taken):
+                if not self._is_mentioned(cls, owner, name):
+                    unused.add((owner, name))
+                    continue
+                rebuilt = self.qualified.rebuild(attribute, name, dict(lent))
+                if _clash(rebuilt, taken):
+                    left_out.add((owner, name))
+                    continue
+                qualified.add((owner, name))
+            lends |= rebuilt.lends
+            taken.update({site.attribute: site for site in rebuilt.sites if site.reason is None})
+        self._share(lent, qualified)
+        return _Choice(
+            qualified=frozenset(qualified),
+            left_out=frozenset(left_out),
+            unused=frozenset(unused),
+            lent=lent,
+            lends=frozenset(lends),
+        )
+
+    def _share(self, lent: tuple[tuple[str, tuple[types.FunctionType, ...]], ...], qualified: set[_Place]) -> None:
+        """Let all functions of a class lend to that variant of its static and class methods that it takes."""
+        places = {(name, getattr(vars(owner)[name], "__func__", None)) for owner, name in qualified}
+        for name, functions in lent:
+            for function in functions:
+                rebuilder = self.qualified if (name, function) in places else self.rebuilder
+                rebuilt = rebuilder.rebuild(function, name, dict(lent))
+                self.rebuilder.modules.add_variant(function, rebuilt)
+                self.qualified.modules.add_variant(function, rebuilt)
+
+    def _is_mentioned(self, cls: type, owner: type, name: str) -> bool:
+        """Whether a function of a base may run: it is not overridden, or a subclass mentions its name."""
+        above = [base for base in cls.__mro__[: cls.__mro__.index(owner)] if _is_ours(base)]
+        if not any(name in vars(base) for base in above):
+            return True
+        return any(name in self._names_read(own) for base in above for own in _functions(base).values())
+
+    def _lent(self, cls: type, reachable: frozenset[str]) -> tuple[tuple[str, tuple[types.FunctionType, ...]], ...]:
+        candidates: dict[str, tuple[types.FunctionType, ...]] = {}
+        for _, name, attribute in _places(cls, reachable):
+            function = attribute.__func__ if isinstance(attribute, staticmethod | classmethod) else None
+            if isinstance(function, types.FunctionType):
+                candidates[name] = (*candidates.get(name, ()), function)
+        found = {
+            name: tuple(f for f in functions if self.rebuilder.needs_host(f, name, candidates))
+            for name, functions in candidates.items()
+        }
+        return tuple((name, functions) for name, functions in found.items() if functions)
+
+    def _rewrite(self, cls: type[nn.Module], reachable: frozenset[str], choice: _Choice) -> Rewritten:
+        choice = choice.within(cls)
+        key = (*self._key(cls, reachable), choice)
+        if key not in self.done:
+            self.done[key] = self._make(cls, key[1], choice)
+        return self.done[key]
+
+    def _make(self, cls: type[nn.Module], reachable: frozenset[str], choice: _Choice) -> Rewritten:
+        if not _is_ours(cls):
+            return Rewritten(cls=cls, original=cls, sites=(), keys=frozenset(), problems=())
+        namespace: dict[str, Any] = {}
+        sites: dict[SiteSource, None] = {}
+        keys: set[tuple[str, Key]] = set()
+        problems: dict[str, None] = {}
+        refused: dict[str, None] = {}
+        for name, attribute in vars(cls).items():
+            if name not in reachable:
+                continue
+            if name == "forward" and not isinstance(attribute, _FUNCTIONS):
+                kind = type(attribute).__name__
+                problems[f"its forward is a {kind} and no function, so it stays as it is"] = None
+            rebuilt = self._rebuild(cls, name, attribute, choice)
+            sites.update(dict.fromkeys(rebuilt.sites))
+            keys |= rebuilt.keys
+            problems.update(dict.fromkeys(rebuilt.problems))
+            refused.update(dict.fromkeys(rebuilt.refusals))
+            if rebuilt.function is not None and not rebuilt.borrows:
+                namespace[name] = rebuilt.function
+        parents = [self._rewrite(base, reachable, choice) for base in cls.__bases__]
+        for parent in parents:
+            sites.update(dict.fromkeys(parent.sites))
+            keys |= parent.keys
+            problems.update(dict.fromkeys(parent.problems))
+            refused.update(dict.fromkeys(parent.refused))
+        generated = [parent.cls for parent in parents if parent.cls is not parent.original]
+        made = cls
+        if namespace or generated:
+            namespace[HOSTS] = frozenset(site.mark for site in sites if site.reason is None)
+            made = self._derive(cls, (cls, *generated), namespace, reachable)
+        return Rewritten(
+            cls=made,
+            original=cls,
+            sites=_each_once(sites),
+            keys=frozenset(keys),
+            problems=tuple(problems),
+            refused=tuple(refused),
+        )
+
+    def _rebuild(self, cls: type, name: str, attribute: Any, choice: _Choice) -> Rebuilt:
+        """What becomes of one function of a class under a choice."""
+        if (cls, name) in choice.unused:
+            return Rebuilt()
+        if (cls, name) in choice.left_out:
+            what = f"{name} of {cls.__qualname__} has sites of the same names as other functions of this module"
+            return Rebuilt(problem=f"{what}, so it stays as it is")
+        rebuilder = self.qualified if (cls, name) in choice.qualified else self.rebuilder
+        rebuilt = rebuilder.rebuild(attribute, name, dict(choice.lent))
+        if rebuilt.borrows and name not in choice.lends:
+            return Rebuilt(passed_on=[rebuilt], borrows=True)
+        return rebuilt
+
+
+def _functions(cls: type) -> dict[str, Any]:
+    """What a class itself defines and may run, by name; its forward too where that is no function."""
+    return {name: own for name, own in vars(cls).items() if name == "forward" or isinstance(own, _FUNCTIONS)}
+
+
+def _places(cls: type, reachable: frozenset[str]) -> Iterator[tuple[type, str, Any]]:
+    """Every reachable attribute of a class and its bases, the most derived first."""
+    for base in cls.__mro__:
+        if _is_ours(base):
+            yield from ((base, name, attribute) for name, attribute in vars(base).items() if name in reachable)
+
+
+def _clash(rebuilt: Rebuilt, taken: dict[str, SiteSource]) -> bool:
+    """Whether two different sites would have one name."""
+    names = dict(taken)
+    hosted = [site for site in rebuilt.sites if site.reason is None]
+    return any(names.setdefault(site.attribute, site) != site for site in hosted)
+
+
+def _each_once(sites: Iterable[SiteSource]) -> tuple[SiteSource, ...]:
+    """The sites, without those that one function leaves out and another one has."""
+    sites = list(sites)
+    names = {site.name for site in sites if site.reason is None}
+    return tuple(site for site in sites if site.reason is None or site.name not in names)
+
+
+def _is_ours(cls: type) -> bool:
+    return cls is not object and cls not in _LEFT_ALONE and cls not in _SITES

@@ -1,0 +1,206 @@
+"""What a proxy shares with the user's model, and how it stops sharing before a cast would change the model too.
+
+A proxy in training never stops: what is done to its tensors is done to the model's. One that calibrates, measures or is
+frozen shares no buffers: a forward pass may write into them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.common.tensor_version import tensor_version
+
+__all__ = [
+    "OwnBuffers",
+    "Sharing",
+    "Twin",
+    "end_sharing",
+    "hand_back",
+    "hand_back_buffers",
+    "share",
+    "share_for_good",
+    "take_small",
+]
+
+_MARK = "_quantizer_shares"
+_TWIN = "_quantizer_twin"
+
+
+class Sharing:
+    """Stands in every module of a proxy whose tensors are the user's, and knows the root.
+
+    Copied or pickled it knows none: a copy of a proxy has copies of its tensors.
+    """
+
+    def __init__(self, root: nn.Module | None = None) -> None:
+        # Weak: a layer that is kept must not keep its proxy.
+        self.root = None if root is None else weakref.ref(root)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharing:
+        return Sharing()
+
+    def __reduce__(self) -> tuple[type[Sharing], tuple[()]]:
+        return Sharing, ()
+
+
+class Twin:
+    """Stands in every module of a proxy in training, and knows the model's module whose tensors it has.
+
+    Copied or pickled it knows none, as a copy of a proxy has copies of its tensors.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
+        return Twin()
+
+    def __reduce__(self) -> tuple[type[Twin], tuple[()]]:
+        return Twin, ()
+
+
+def share(proxy: nn.Module) -> None:
+    """Mark all modules of a new proxy: their tensors are those of the user's model."""
+    sharing = Sharing(proxy)
+    for module in proxy.modules():
+        vars(module)[_MARK] = sharing
+
+
+def share_for_good(proxy: nn.Module, model: nn.Module) -> None:
+    """Let the tensors of a new proxy be those of ``model`` also after ``.to()``, ``.half()`` and the like."""
+    twins = dict(model.named_modules())
+    for path, module in proxy.named_modules():
+        vars(module).pop(_MARK, None)
+        if path in twins:
+            vars(module)[_TWIN] = Twin(twins[path])
+
+
+class OwnBuffers:
+    """Gives a new proxy copies of the model's buffers, and of the tensors that its modules keep as attributes.
+
+    The model's stay what they are, whatever a pass of the proxy writes; what shares memory with a parameter is shared.
+    """
+
+    def __init__(self, proxy: nn.Module, model: nn.Module) -> None:
+        modules = dict(proxy.named_modules())
+        # Weak: who calibrates a model does not keep it.
+        self._twins = [(modules[path], weakref.ref(twin)) for path, twin in model.named_modules()]
+        self._known: dict[int, list[tuple[str, Tensor, int]]] = {}
+        self.refresh()
+
+    @torch.inference_mode(mode=False)
+    def refresh(self) -> None:
+        """Take those anew that were changed in the model since, unless the proxy was cast meanwhile."""
+        memo: dict[int, Any] = {}
+        for place, (module, reference) in enumerate(self._twins):
+            twin = reference()
+            if twin is None or _MARK not in vars(module):
+                continue
+            # A normalization changes its statistics without telling torch, but counts its batches.
+            now = [(name, tensor, tensor_version(tensor)) for name, tensor in _written_to(twin)]
+            if not _same(now, self._known.get(place, [])):
+                self._known[place] = now
+                self._copy(module, twin, memo)
+
+    def _copy(self, module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
+        owners = (other for one, _ in self._twins for other in one._parameters.values())
+        parameters = {_memory(owner) for owner in owners if owner is not None}
+        for name, tensor in _written_to(twin):
+            if _memory(tensor) not in parameters:
+                holder = module._buffers if name in twin._buffers else module.__dict__
+                # What shares memory goes on to share it: the memo knows what was copied.
+                holder[name] = copy.deepcopy(tensor.detach(), memo)
+
+
+def _same(now: list[tuple[str, Tensor, int]], then: list[tuple[str, Tensor, int]]) -> bool:
+    return len(now) == len(then) and all(
+        name == other and tensor is known and version == before
+        for (name, tensor, version), (other, known, before) in zip(now, then, strict=True)
+    )
+
+
+def _written_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a pass may write into beside parameters."""
+    for name, value in (*module._buffers.items(), *vars(module).items()):
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            yield name, value
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tells the memory of a tensor; that of its object where it has none of its own kind."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+        return id(tensor)
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def hand_back(module: nn.Module) -> None:
+    """Give the twin of a module, where it has one, the tensors that the module has now."""
+    twin = vars(module).get(_TWIN)
+    if twin is None or twin.module is None:
+        return
+    for name in twin.module._parameters.keys() & module._parameters.keys():
+        twin.module._parameters[name] = module._parameters[name]
+    hand_back_buffers(module)
+
+
+def hand_back_buffers(module: nn.Module) -> None:
+    """Give the twin of a module, where it has one, what a pass put in the place of buffers: ``self.mean = ...``."""
+    twin = vars(module).get(_TWIN)
+    if twin is None or twin.module is None:
+        return
+    for name in twin.module._buffers.keys() & module._buffers.keys():
+        twin.module._buffers[name] = module._buffers[name]
+
+
+def end_sharing(module: nn.Module) -> None:
+    """Give the whole proxy of ``module`` its own copies of what it shares.
+
+    The whole of it: parameters that are tied to others outside of ``module`` stay tied.
+    """
+    sharing = vars(module).get(_MARK)
+    if sharing is None or sharing.root is None:
+        return
+    root = sharing.root()
+    copies: dict[int, Any] = {}
+    # A layer may have been taken out of its proxy, and may have outlived it.
+    for member in [*(root.modules() if root is not None else ()), *module.modules()]:
+        if vars(member).pop(_MARK, None) is not None:
+            _take_own(member, copies)
+
+
+def take_small(proxy: nn.Module, elements: int) -> None:
+    """Give a proxy its own copies of all buffers, and of parameters of at most so many elements; the rest stays shared.
+
+    Buffers of any size: a pass may write into them.
+    """
+    copies: dict[int, Any] = {}
+    for module in proxy.modules():
+        _take_own(module, copies, elements)
+
+
+def _take_own(module: nn.Module, copies: dict[int, Any], elements: float = math.inf) -> None:
+    """Replace a module's tensors by copies; ``copies`` holds (copy, original), which keeps the original's id valid."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.numel() <= elements:
+            if id(parameter) not in copies:
+                copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                copies[id(parameter)] = (copied, parameter)
+            module._parameters[name] = copies[id(parameter)][0]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            if id(buffer) not in copies:
+                copies[id(buffer)] = (buffer.clone(), buffer)
+            module._buffers[name] = copies[id(buffer)][0]
+    for name, value in vars(module).items():
+        # Recurrent layers keep a list of their parameters besides.
+        if isinstance(value, list) and any(isinstance(item, Tensor) and id(item) in copies for item in value):
+            vars(module)[name] = [copies[id(item)][0] if id(item) in copies else item for item in value]

@@ -1,0 +1,170 @@
+"""The stage behind ``Quantizer.qat``: one proxy that rounds its operands and is trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantizer.errors import CalibrationError
+from quantizer.errors import TrainingError
+from quantizer.plan.apply import apply_plan
+from quantizer.plan.apply import switch_on
+from quantizer.plan.replace_scales import with_given_weights
+from quantizer.plan.replace_scales import with_scales
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import put_back
+from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import own_copy
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.local_hook import LocalHook
+from quantizer.proxy.model_sharing import hand_back_buffers
+from quantizer.proxy.model_sharing import share_for_good
+from quantizer.qat import Scales
+from quantizer.qat import changed_scales
+from quantizer.qat import kinds_of
+from quantizer.qat import prepare_state_dict
+from quantizer.qat import set_up_scales
+
+__all__ = ["Trainable"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BATCHES = 8
+"""Batches that ranges come from where nothing was calibrated."""
+
+
+class Trainable:
+    """A model in training.
+
+    Args:
+        model: the float model.
+        plan: what was decided; None: nothing yet, see ``calibrate_first``.
+        groups: what was put back, with reasons.
+        scales: what becomes of them.
+        scale_dtype: the float type that holds them on the target.
+        own: train a copy, and leave the model alone.
+
+    Attributes:
+        model: whose parameters are trained.
+        proxy: rounds its operands; its parameters are the model's, and learned scales besides.
+
+    Raises:
+        CalibrationError: scales cannot move before there are any.
+        ConfigError: there is no such kind of scales, or a pattern matches nothing.
+        TrainingError: no parameter requires a gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | None,
+        groups: Mapping[str, str],
+        scales: Scales,
+        scale_dtype: torch.dtype,
+        *,
+        own: bool,
+    ) -> None:
+        self.model = own_copy(model) if own else model
+        self._scale_dtype = scale_dtype
+        self.proxy = build_proxy(self.model, eager_attention=True)
+        share_for_good(self.proxy, self.model)
+        self._plan = plan
+        self._replaced: Plan | None = None
+        self.proxy.register_forward_hook(LocalHook(self._hand_back_buffers))
+        if plan is None:
+            kinds = kinds_of({}, scales)
+            if scales != "fixed":
+                raise CalibrationError(
+                    f"scales={scales!r} starts from calibrated ones, and nothing was calibrated yet: run data through "
+                    "calib(model), or call calibrate(model, batches), before qat()"
+                )
+        else:
+            trained = put_back(plan, groups)
+            kinds = kinds_of(trained, scales)
+            self._apply(trained)
+            set_up_scales(self.proxy, trained, kinds, scale_dtype)
+        if not any(parameter.requires_grad for parameter in self.proxy.parameters()):
+            raise TrainingError(
+                f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train: call "
+                "requires_grad_() on the model, or on the part of it that is to be trained, before qat()"
+            )
+        prepare_state_dict(self.proxy, kinds)
+
+    def calibrate_first(self, observing: nn.Module, decided: Callable[[], Plan]) -> None:
+        """Take ranges from the first batches that come: each goes through ``observing`` before it is rounded.
+
+        Args:
+            observing: the proxy of a calibration of the same model.
+            decided: the plan after what was seen so far.
+        """
+        logger.warning("qat(): nothing was calibrated, so ranges come from the first %d batches", _FIRST_BATCHES)
+        seen = 0
+
+        def observe(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            nonlocal seen
+            with torch.no_grad():
+                observing(*args, **keywords)
+            self._plan = decided()
+            self._apply(self._plan)
+            seen += 1
+            if seen == _FIRST_BATCHES:
+                handle.remove()
+                logger.info("qat(): ranges are those of the first %d batches", _FIRST_BATCHES)
+
+        handle = self.proxy.register_forward_pre_hook(LocalHook(observe), with_kwargs=True)
+
+    def plan(self) -> Plan:
+        """What was decided before the training, with the scales that the proxy has, as the target holds them.
+
+        They are others where they moved, and where a checkpoint was loaded.
+
+        Raises:
+            CalibrationError: no batch came yet, and nothing was calibrated before; or a learned scale is no number.
+        """
+        if self._plan is None:
+            raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
+        if self._replaced is not None:
+            return self._replaced
+        changed = changed_scales(self.proxy, self._applied)
+        plan = with_scales(self._plan, changed, self._scale_dtype, keep_zero_points=True) if changed else self._plan
+        return with_given_weights(plan)
+
+    def replace(self, plan: Plan) -> None:
+        """Give these scales, and no longer those that the proxy has."""
+        self._replaced = plan
+
+    def _hand_back_buffers(self, proxy: nn.Module, args: Any, result: Any) -> None:
+        """Give the model what a pass put in the place of a buffer: torch's own layers write into theirs instead."""
+        for module in proxy.modules():
+            hand_back_buffers(module)
+
+    def require_weights_of(self, model: nn.Module) -> None:
+        """Refuse a model whose parameters are no longer those that were trained.
+
+        Raises:
+            TrainingError: some were replaced since.
+        """
+        now = dict(model.named_parameters())
+        replaced = [
+            path for path, parameter in self.proxy.named_parameters() if path in now and now[path] is not parameter
+        ]
+        if replaced:
+            raise TrainingError(
+                f"{len(replaced)} parameters of the model were replaced since qat(), the first is {replaced[0]}: its "
+                "scales are those of what was trained, and the proxy has that still; load into the parameters in place "
+                "(load_state_dict without assign), or call qat() again"
+            )
+
+    def _apply(self, plan: Plan) -> None:
+        self._applied = plan
+        # With more batches an operand may be left float that was rounded before.
+        for site in sites_of(self.proxy):
+            for position in range(len(site.quantizers)):
+                site.quantizer(position).reset()
+        apply_plan(self.proxy, plan)
+        switch_on(self.proxy, plan)

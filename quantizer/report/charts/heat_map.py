@@ -1,0 +1,253 @@
+"""The sensitivity ranking as a heat map: where in the model, and in what, the errors are.
+
+Cells are one hue, the more of it the larger the sum of the errors, on a log scale: so the order is seen with any kind
+of colour vision, and on a light page as on a dark one. At most 0.8 of the hue keeps the text on it readable on both.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantizer.report.charts.svg import svg_legend
+from quantizer.report.charts.svg import svg_note
+from quantizer.report.charts.svg import svg_picture
+from quantizer.report.charts.svg import svg_text
+from quantizer.report.tables.measure_labels import error_words
+from quantizer.report.tables.ranking import RankedRow
+from quantizer.report.tables.ranking import blocks_in_order
+from quantizer.report.tables.text import MISSING
+from quantizer.report.tables.text import error
+from quantizer.report.tables.text import shorten
+
+__all__ = ["sensitivity_heatmap"]
+
+_HUE = "#d55e00"
+_FAINT, _FULL = 0.06, 0.8
+_DECADES = 3
+"""Smaller sums than this below the largest look alike: one group without any error must not cost all the others their
+contrast."""
+_STEPS = 5
+_KINDS = ("embedding", "conv", "linear", "matmul", "residual_add")
+_SEVERAL = "several kinds"
+_NAMED = 8
+"""Groups that a cell's tooltip names."""
+
+# In percent of the width, and in pixels.
+_LEFT, _RIGHT = 22, 80
+_SHARE_LEFT, _SHARE_RIGHT = 82, 90
+_ROW, _HEAD = 26, 58
+
+_Cells = Mapping[tuple[str, str], Sequence[RankedRow]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scale:
+    """How much of the hue a sum gets."""
+
+    low: float
+    high: float
+
+    def strength(self, value: float) -> float:
+        if not value > 0:  # NaN and what is no worse than float
+            return 0.0
+        span = math.log(self.high / self.low)
+        share = math.log(min(max(value, self.low), self.high) / self.low) / span if span > 0 else 1.0
+        return _FAINT + (_FULL - _FAINT) * share
+
+    def steps(self) -> list[float]:
+        if self.low == self.high:
+            return [self.high]
+        return [self.low * (self.high / self.low) ** (step / (_STEPS - 1)) for step in range(_STEPS)]
+
+
+def sensitivity_heatmap(rows: Sequence[RankedRow], *, measure: str | None) -> str:
+    """A row for each block and a column for each kind of site; the operands of residual adds have a column each.
+
+    Args:
+        rows: the groups, in any order.
+        measure: what their errors are; None: not known.
+
+    Returns:
+        One ``<svg>`` element that fills the width it is given; a sentence in it if ``rows`` is empty.
+    """
+    if not rows:
+        return svg_note("Sensitivity was not measured.")
+    gathered: dict[tuple[str, str], list[RankedRow]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: (row.position, row.group)):
+        gathered[row.block, _column(row)].append(row)
+    words, blocks = error_words(measure), blocks_in_order(rows)
+    columns = sorted({column for _, column in gathered}, key=_place)
+    sums = {place: _sum(members) for place, members in gathered.items()}
+    scale, clipped = _scale(list(sums.values()))
+    width = (_RIGHT - _LEFT) / len(columns)
+    parts = [svg_text(0, 13, words.caption, "qz-value")]
+    parts += [_heading(column, _LEFT + width * (at + 0.5), len(columns)) for at, column in enumerate(columns)]
+    wide, narrow = _short(blocks, 22), _short(blocks, 11)
+    for at, block in enumerate(blocks):
+        top = _HEAD + at * _ROW
+        parts.append(_label(block, wide[at], narrow[at], top))
+        for number, column in enumerate(columns):
+            if (block, column) in gathered:
+                parts.append(_cell(gathered[block, column], column, _LEFT + width * number, top, width, scale))
+    end = _HEAD + len(blocks) * _ROW
+    parts += _shares(sums, blocks, columns, width)
+    parts += _colour_scale(scale, clipped, end + 30)
+    marks, bottom = svg_legend(_marks(gathered), end + 72)
+    worst = max(sums, key=lambda place: (sums[place] == sums[place], sums[place]))
+    label = (
+        f"{words.heading}, summed by {len(blocks)} blocks and {len(columns)} kinds of site; "
+        f"largest {worst[0]}, {worst[1]}, {error(sums[worst])}"
+    )
+    return svg_picture(label, bottom, [*parts, *marks])
+
+
+def _column(row: RankedRow) -> str:
+    """The kind; of an operand of a residual add also which one, as each is a group of its own."""
+    if "," in row.kind:
+        return _SEVERAL
+    operand = row.group.removeprefix(f"{row.sites[0]}.") if len(row.sites) == 1 else row.group
+    return row.kind if row.kind != "residual_add" or operand == row.group else f"{row.kind} {operand}"
+
+
+def _place(column: str) -> tuple[int, str]:
+    """Known kinds first, in one order for all models."""
+    kind = column.split(" ")[0]
+    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS), column
+
+
+def _sum(rows: Sequence[RankedRow]) -> float:
+    errors = [row.error for row in rows]
+    # fsum does not depend on the order, but raises where inf meets -inf.
+    return math.fsum(errors) if all(map(math.isfinite, errors)) else sum(errors)
+
+
+def _scale(sums: Sequence[float]) -> tuple[_Scale, bool]:
+    """The scale of all cells, and whether smaller sums than its least are among them."""
+    positive = [value for value in sums if 0 < value < math.inf]
+    high = max(positive, default=1.0)
+    least = min(positive, default=1.0)
+    low = max(least, high / 10**_DECADES)
+    return _Scale(low=low, high=high), least < low
+
+
+def _heading(column: str, middle: float, columns: int) -> str:
+    first, _, second = column.partition(" ")
+    parts = []
+    # As many characters as fit at the narrowest of each kind of page: 700 and 320 pixels.
+    for css, length in (("qz-wide", 62 // columns), ("qz-narrow", 26 // columns)):
+        short = first if len(first) <= length else f"{first[: max(length - 1, 3)]}."
+        parts.append(svg_text(f"{middle:.2f}%", _HEAD - (21 if second else 8), short, f"qz-value {css}", "middle"))
+        if second:
+            parts.append(svg_text(f"{middle:.2f}%", _HEAD - 8, second, f"qz-value {css}", "middle"))
+    return f"<g><title>{html.escape(column)}</title>{''.join(parts)}</g>"
+
+
+def _short(blocks: Sequence[str], length: int) -> list[str]:
+    """Names of at most ``length`` characters: their last segments, or both ends where these do not tell them apart."""
+    tails = [_tail(block, length) for block in blocks]
+    return tails if len(set(tails)) == len(blocks) else [shorten(block, length) for block in blocks]
+
+
+def _tail(block: str, length: int) -> str:
+    while len(block) > length and "." in block:
+        block = block.partition(".")[2]
+    return shorten(block, length)
+
+
+def _label(block: str, wide: str, narrow: str, top: float) -> str:
+    return (
+        f"<g><title>{html.escape(block)}</title>{svg_text(0, top + 17, wide, 'qz-name qz-wide')}"
+        f"{svg_text(0, top + 17, narrow, 'qz-name qz-narrow')}</g>"
+    )
+
+
+def _cell(rows: Sequence[RankedRow], column: str, left: float, top: float, width: float, scale: _Scale) -> str:
+    total, back = _sum(rows), sum(row.fallback for row in rows)
+    title = [f"{rows[0].block}, {column}: {error(total)}"]
+    if back:
+        title[0] += f", {back} of {len(rows)} put back to float"
+    title += [f"{row.group}: {error(row.error)}{', float' if row.fallback else ''}" for row in rows[:_NAMED]]
+    title += [f"and {len(rows) - _NAMED} more"] if len(rows) > _NAMED else []
+    fill = f'fill="{_HUE}" fill-opacity="{scale.strength(total):.3f}"'
+    place = f'x="{left + 0.2:.2f}%" y="{top + 1}" width="{width - 0.4:.2f}%" height="{_ROW - 2}" rx="2"'
+    middle = f"{left + width / 2:.2f}%"
+    return (
+        f"<g><title>{html.escape(chr(10).join(title))}</title><rect {place} {fill}{_mark(back, len(rows))}/>"
+        f"{svg_text(middle, top + 17, error(total), 'qz-name qz-wide', 'middle')}</g>"
+    )
+
+
+def _mark(back: int, groups: int) -> str:
+    """The outline of a cell of which groups were put back: broken where it is not all of them."""
+    broken = ' stroke-dasharray="4 3"' if back < groups else ""
+    return f' stroke="currentColor" stroke-width="2"{broken}' if back else ""
+
+
+def _marks(cells: _Cells) -> list[tuple[str, str]]:
+    """The outlines that there are, with their meaning."""
+    back = [(sum(row.fallback for row in rows), len(rows)) for rows in cells.values()]
+    square = '<rect x="1" y="3" width="12" height="11" rx="2" fill="none"'
+    found = []
+    if any(count == groups for count, groups in back):
+        found.append((f"{square}{_mark(1, 1)}/>", "put back to float"))
+    if any(0 < count < groups for count, groups in back):
+        found.append((f"{square}{_mark(1, 2)}/>", "a part put back to float"))
+    return found
+
+
+def _shares(
+    sums: Mapping[tuple[str, str], float], blocks: Sequence[str], columns: Sequence[str], width: float
+) -> list[str]:
+    """What each block and each column has of all errors: bars on the right, figures below."""
+    everything = math.fsum(value for value in sums.values() if 0 < value < math.inf)
+    if everything == 0:
+        return []
+
+    def share(at: int, name: str) -> float | None:
+        found = [value for place, value in sums.items() if place[at] == name]
+        if not all(map(math.isfinite, found)):
+            return None
+        return math.fsum(value for value in found if value > 0) / everything
+
+    parts = [svg_text("100%", _HEAD - 8, "of all", "qz-value", "end")]
+    of_blocks = [share(0, block) for block in blocks]
+    largest = max(filter(None, of_blocks), default=1.0)
+    for number, value in enumerate(of_blocks):
+        top = _HEAD + number * _ROW
+        bar = (_SHARE_RIGHT - _SHARE_LEFT) * (value or 0) / largest
+        look = f'x="{_SHARE_LEFT}%" y="{top + 8}" height="10" rx="2" fill="currentColor" fill-opacity="0.55"'
+        parts.append(f'<rect {look} width="{bar:.2f}%"/>')
+        parts.append(svg_text("100%", top + 17, _whole(value), "qz-value", "end"))
+    below = _HEAD + len(blocks) * _ROW + 14
+    parts.append(svg_text(0, below, "of all", "qz-value"))
+    for number, column in enumerate(columns):
+        middle = f"{_LEFT + width * (number + 0.5):.2f}%"
+        parts.append(svg_text(middle, below, _whole(share(1, column)), "qz-value", "middle"))
+    return parts
+
+
+def _whole(share: float | None) -> str:
+    """A share in whole percent: there is no room for more."""
+    if share is None:
+        return MISSING
+    return f"{100 * share:.0f}%" if share >= 0.01 or share == 0 else "<1%"
+
+
+def _colour_scale(scale: _Scale, clipped: bool, top: float) -> list[str]:
+    """What the strengths mean: swatches with the sums that they stand for."""
+    steps = scale.steps()
+    width = (_RIGHT - _LEFT) / _STEPS
+    parts = [svg_text(0, top + 11, "log scale", "qz-value")]
+    for number, value in enumerate(steps):
+        left = _LEFT + width * number
+        look = f'fill="{_HUE}" fill-opacity="{scale.strength(value):.3f}"'
+        parts.append(f'<rect x="{left:.2f}%" y="{top}" width="{width:.2f}%" height="14" {look}/>')
+        words = f"≤ {error(value)}" if clipped and number == 0 else error(value)
+        parts.append(svg_text(f"{left + width / 2:.2f}%", top + 28, words, "qz-value qz-wide", "middle"))
+        parts.append(svg_text(f"{left + width / 2:.2f}%", top + 28, f"{value:.0e}", "qz-value qz-narrow", "middle"))
+    return parts

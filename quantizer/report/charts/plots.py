@@ -1,0 +1,128 @@
+"""The sensitivity ranking as bars: the colour is the kind, and a lane beside them shows where each block stands."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from quantizer.report.charts.svg import svg_legend
+from quantizer.report.charts.svg import svg_note
+from quantizer.report.charts.svg import svg_picture
+from quantizer.report.charts.svg import svg_text
+from quantizer.report.tables.measure_labels import error_words
+from quantizer.report.tables.ranking import RankedRow
+from quantizer.report.tables.ranking import blocks_in_order
+from quantizer.report.tables.text import error
+from quantizer.report.tables.text import shorten
+
+__all__ = ["sensitivity_bars"]
+
+# Each is at least 3:1 against a white and against a near-black page (WCAG 1.4.11), and they differ for the
+# common forms of colour blindness; a wide picture also writes the kind beside each bar.
+_COLOURS = {"linear": "#2f7fd6", "matmul": "#c26a12", "residual_add": "#a35bd0", "conv": "#1f8f6a"}
+_OTHER = "#7d8590"
+_ROW = 31
+_LANE, _GAP = 9, 2
+"""Percent of the width that the lane takes, and that lie between it and the bars."""
+
+
+def sensitivity_bars(rows: Sequence[RankedRow], *, measure: str | None, limit: int = 30) -> str:
+    """Horizontal bars, the largest error first, coloured by kind; a hollow bar was put back to float.
+
+    Args:
+        rows: the groups, in any order.
+        measure: what their errors are; None: not known.
+        limit: bars to draw at most.
+
+    Returns:
+        One ``<svg>`` element that fills the width it is given; a sentence in it if ``rows`` is empty.
+    """
+    # A NaN compares with nothing: it goes last, so that the order is the same for every order of the rows.
+    ranked = sorted(rows, key=lambda row: (row.error != row.error, -row.error, row.group))[:limit]
+    if not ranked:
+        return svg_note("Sensitivity was not measured.")
+    words, blocks = error_words(measure), blocks_in_order(rows)
+    legend, top = _legend(words.caption, ranked, blocks)
+    largest = max((row.error for row in ranked if 0 < row.error < float("inf")), default=1.0)
+    height = len(ranked) * _ROW
+    bars = "".join(_bar(row, index * _ROW, largest) for index, row in enumerate(ranked))
+    start = _LANE + _GAP if len(blocks) > 1 else 0
+    lane = [_lane(ranked, blocks, top)] if len(blocks) > 1 else []
+    label = (
+        f"{words.heading} with one group quantized at a time: {len(ranked)} of {len(rows)} "
+        f"groups; largest {ranked[0].group}, {error(ranked[0].error)}"
+    )
+    frame = f'<svg x="{start}%" y="{top}" width="{100 - start}%" height="{height}">{bars}</svg>'
+    return svg_picture(label, top + height, [*legend, *lane, frame])
+
+
+def _bar(row: RankedRow, top: float, largest: float) -> str:
+    share = min(max(row.error, 0.0) / largest, 1.0) if row.error == row.error else 0.0
+    note = f"{row.kind}, float" if row.fallback else row.kind
+    short = "float  " if row.fallback else ""
+    width = f"{max(share * 100, 0.3):.2f}%"
+    return (
+        f"<g><title>{html.escape(_title(row))}</title>"
+        + _name(row, top + 11, 64, "qz-name qz-wide")
+        + _name(row, top + 11, 34, "qz-name qz-narrow")
+        + svg_text("100%", top + 11, f"{note}  {error(row.error)}", "qz-value qz-wide", anchor="end")
+        + svg_text("100%", top + 11, f"{short}{error(row.error)}", "qz-value qz-narrow", anchor="end")
+        + f'<rect class="qz-track" x="0" y="{top + 16}" width="100%" height="8" rx="2"/>'
+        + f'<rect x="0" y="{top + 16}" width="{width}" height="8" rx="2" {_look(row.kind, row.fallback)}/></g>'
+    )
+
+
+def _title(row: RankedRow) -> str:
+    return f"{row.group} ({f'{row.kind}, float' if row.fallback else row.kind}): {error(row.error)}"
+
+
+def _name(row: RankedRow, y: float, length: int, css: str) -> str:
+    """The group's name with its block in bold; each is cut by itself, so that both can be told."""
+    rest = row.group.removeprefix(row.block)
+    if not row.block or rest == row.group:
+        return svg_text(0, y, shorten(row.group, length), css)
+    block = row.block if len(row.group) <= length else shorten(row.block, length // 2)
+    rest = html.escape(shorten(rest, length - len(block)))
+    return f'<text class="{css}" x="0" y="{y}"><tspan font-weight="650">{html.escape(block)}</tspan>{rest}</text>'
+
+
+def _lane(ranked: Sequence[RankedRow], blocks: Sequence[str], top: float) -> str:
+    """A column for each block and a mark for each bar: where the worst groups stand is seen down the rows."""
+    height, width = len(ranked) * _ROW, 100 / len(blocks)
+    marks = [
+        f'<rect x="{blocks.index(row.block) * width:.2f}%" y="{index * _ROW + 2}" width="{width:.2f}%" height="22" '
+        f'fill="{_colour(row.kind)}"><title>{html.escape(f"{row.block}: {_title(row)}")}</title></rect>'
+        for index, row in enumerate(ranked)
+    ]
+    track = f'<rect class="qz-track" width="100%" height="{height}" rx="2"/>'
+    return f'<svg x="0" y="{top}" width="{_LANE}%" height="{height}">{track}{"".join(marks)}</svg>'
+
+
+def _colour(kind: str) -> str:
+    return _COLOURS.get(kind, _OTHER)
+
+
+def _look(kind: str, hollow: bool) -> str:
+    """Fill of a bar or swatch of ``kind``."""
+    colour = _colour(kind)
+    return f'fill="{colour}"' + (f' fill-opacity="0.15" stroke="{colour}" stroke-width="1.5"' if hollow else "")
+
+
+def _legend(caption: str, ranked: Sequence[RankedRow], blocks: Sequence[str]) -> tuple[list[str], float]:
+    entries = [(_swatch(_look(kind, False)), kind) for kind in dict.fromkeys(row.kind for row in ranked)]
+    if any(row.fallback for row in ranked):
+        entries.append((_swatch(_look("", True)), "put back to float"))
+    parts, end = svg_legend(entries, top=22)
+    parts.append(svg_text(0, 13, caption, "qz-value"))
+    if len(blocks) > 1:
+        wide = (
+            f"Marks on the left: its block, of {len(blocks)} from {shorten(blocks[0], 40)} to {shorten(blocks[-1], 40)}"
+        )
+        parts.append(svg_text(0, end + 13, wide, "qz-value qz-wide"))
+        parts.append(svg_text(0, end + 13, f"Marks on the left: its block, of {len(blocks)}", "qz-value qz-narrow"))
+        end += 20
+    return parts, end + 12
+
+
+def _swatch(look: str) -> str:
+    return f'<rect x="1" y="3" width="11" height="11" rx="2" {look}/>'

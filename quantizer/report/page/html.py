@@ -1,0 +1,74 @@
+"""The report as one HTML file that needs nothing but itself.
+
+The page holds its own style and its own small script (sorting and filtering of tables); a content security policy
+forbids everything else, the network included, and admits that one script by its hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantizer.errors import MissingDependencyError
+from quantizer.report.json_file import write_text_atomic
+from quantizer.report.page.page_content import view_from_record
+from quantizer.report.record import RunRecord
+
+if TYPE_CHECKING:
+    import jinja2
+
+__all__ = ["html_from_record", "require_html", "write_html"]
+
+_FOLDER = Path(__file__).parent
+
+
+def html_from_record(record: RunRecord) -> str:
+    """The whole page.
+
+    Raises:
+        MissingDependencyError: jinja2 is not installed.
+    """
+    style = (_FOLDER / "report.css").read_text(encoding="utf-8")
+    return _environment().get_template("template.html").render(style=style, **view_from_record(record))
+
+
+def write_html(record: RunRecord, path: Path | str) -> Path:
+    """Write the page to ``path``: complete, or not at all.
+
+    Raises:
+        MissingDependencyError: jinja2 is not installed.
+        QuantizerError: the folder is missing or cannot be written.
+    """
+    return write_text_atomic(path, html_from_record(record))
+
+
+def require_html() -> None:
+    """Look for what a page needs.
+
+    Raises:
+        MissingDependencyError: jinja2 is not installed.
+    """
+    _environment()
+
+
+def _environment() -> jinja2.Environment:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingDependencyError("jinja2", "report") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["csp_hash"] = _csp_hash
+    return environment
+
+
+def _csp_hash(script: str) -> str:
+    """The source expression that admits exactly ``script`` in a content security policy."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

@@ -1,0 +1,246 @@
+"""What the page shows, as text and ready tables; the template only puts them in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from typing import Any
+
+import yaml
+
+from quantizer.errors import MissingDependencyError
+from quantizer.report.charts.heat_map import sensitivity_heatmap
+from quantizer.report.charts.histogram_plot import histogram_figure
+from quantizer.report.charts.pareto_plot import pareto_svg
+from quantizer.report.charts.plots import sensitivity_bars
+from quantizer.report.charts.training_plot import loss_svg
+from quantizer.report.charts.training_plot import score_svg
+from quantizer.report.charts.training_plot import training_caption
+from quantizer.report.codec import mapping_from_record
+from quantizer.report.page.page_tables import cost_table
+from quantizer.report.page.page_tables import coverage_by_kind
+from quantizer.report.page.page_tables import coverage_by_reason
+from quantizer.report.page.page_tables import coverage_table
+from quantizer.report.page.page_tables import escaped_table
+from quantizer.report.page.page_tables import evaluations_table
+from quantizer.report.page.page_tables import ranges_table
+from quantizer.report.page.page_tables import score_table
+from quantizer.report.page.page_tables import sensitivity_table
+from quantizer.report.ratios import quantized_entry
+from quantizer.report.ratios import reference_entry
+from quantizer.report.record import LatencyEntry
+from quantizer.report.record import MemoryEntry
+from quantizer.report.record import RunRecord
+from quantizer.report.record import Score
+from quantizer.report.record import Site
+from quantizer.report.record import SizeEntry
+from quantizer.report.tables import text
+from quantizer.report.tables.engine_table import engine_facts
+from quantizer.report.tables.engine_table import engine_table
+from quantizer.report.tables.engine_table import layers_table
+from quantizer.report.tables.engine_table import verified_words
+from quantizer.report.tables.headline import covered_share
+from quantizer.report.tables.headline import quantized_score
+from quantizer.report.tables.headline import verdict
+from quantizer.report.tables.measure_labels import error_words
+from quantizer.report.tables.search_table import evaluation_caption
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.tables import html_table
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+__all__ = ["DiffFile", "Tile", "diff_files", "tiles", "view_from_record"]
+
+_BARS = 30
+_NAMES = {"memory_gib": "memory, GiB", "instructions": "INT8 instructions"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One figure of the header."""
+
+    title: str
+    """What it is."""
+    value: str
+    """The figure."""
+    note: str
+    """What it is made of."""
+    measured: bool = True
+    """False where there is no figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffFile:
+    """One file of a unified diff."""
+
+    name: str
+    """Name of the file."""
+    added: int
+    """Lines added."""
+    removed: int
+    """Lines removed."""
+    lines: tuple[tuple[str, str], ...]
+    """CSS class and text of each line."""
+
+
+def view_from_record(record: RunRecord) -> dict[str, Any]:
+    """The variables of the template.
+
+    Raises:
+        MissingDependencyError: jinja2 (which brings markupsafe) is not installed.
+    """
+    stages = [(stage.name, stage.seconds) for stage in record.stages]
+    config = mapping_from_record(record)["config"]
+    return {
+        "record": record,
+        "created": record.created.replace("T", " "),
+        "parameters": text.count(record.model.parameters),
+        "verdict": text.typeset(verdict(record)),
+        "tiles": tiles(record),
+        "latency": text.typeset(_latency_note(record)),
+        "score_table": _safe(score_table(record)),
+        "cost_table": _safe(cost_table(record)),
+        "coverage_by_kind": _safe(coverage_by_kind(record.coverage)),
+        "coverage_by_reason": _safe(coverage_by_reason(record.coverage)),
+        "escaped_table": _safe(escaped_table(record.escaped)),
+        "coverage_table": _safe(coverage_table(record.coverage)),
+        "ranges_table": _safe(ranges_table(record.coverage)),
+        "histograms": [_safe(histogram_figure(histogram)) for histogram in record.histograms],
+        "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
+        "bars_shown": min(_BARS, len(record.sensitivity)),
+        "error_words": error_words(record.measure).heading,
+        "heat_map": _safe(sensitivity_heatmap(record.sensitivity, measure=record.measure)),
+        "sensitivity_table": _safe(sensitivity_table(record.sensitivity, record.measure)),
+        "evaluations_table": _safe(evaluations_table(record.fallback)),
+        "put_back": text.counted(len(record.fallback.groups), "group") if record.fallback else "",
+        "search": text.typeset(evaluation_caption(record.fallback)) if record.fallback else "",
+        "pareto": _safe(pareto_svg(record.fallback) if record.fallback else ""),
+        "training": text.typeset(training_caption(record.training)) if record.training else "",
+        "loss_curve": _safe(loss_svg(record.training) if record.training else ""),
+        "score_curve": _safe(score_svg(record.training) if record.training else ""),
+        "engine_note": verified_words(record.inspection) if record.inspection else "",
+        "engine_facts": engine_facts(record.inspection) if record.inspection else [],
+        "engine_table": _safe(engine_table(record.inspection) if record.inspection else ""),
+        "layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
+        "build_time": text.seconds(record.engine.build_seconds) if record.engine else None,
+        "diff_files": diff_files(record.diff),
+        "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",
+        "versions_table": _safe(_pairs("Package", "Version", record.versions)),
+        "machine_table": _safe(_pairs("Fact", "Value", record.machine)),
+        "stages_table": _safe(_stages(stages)),
+    }
+
+
+def tiles(record: RunRecord) -> tuple[Tile, ...]:
+    """The figures of the header: speed, size, memory, score, coverage."""
+    return (
+        _speed_tile(record.latency.engines if record.latency else ()),
+        _size_tile(record.size),
+        _memory_tile(record.memory),
+        _score_tile(quantized_score(record.scores)),
+        _coverage_tile(record.coverage, covered_share(record)),
+    )
+
+
+def _speed_tile(entries: Sequence[LatencyEntry]) -> Tile:
+    entry, float_entry = quantized_entry(entries), reference_entry(entries)
+    if entry is None or float_entry is None:
+        return _tile("Speed-up", None)
+    medians = f"{text.milliseconds(entry.median_ms)}, float {text.milliseconds(float_entry.median_ms)}"
+    return _tile("Speed-up", text.times(entry.ratio_to_float), medians)
+
+
+def _size_tile(entries: Sequence[SizeEntry]) -> Tile:
+    entry, float_entry = quantized_entry(entries), reference_entry(entries)
+    if entry is None or float_entry is None:
+        return _tile("Times smaller", None)
+    sizes = f"{text.mebibytes(entry.bytes)}, float {text.mebibytes(float_entry.bytes)}"
+    return _tile("Times smaller", text.times(entry.ratio), sizes)
+
+
+def _memory_tile(entries: Sequence[MemoryEntry]) -> Tile:
+    entry, float_entry = quantized_entry(entries), reference_entry(entries)
+    if entry is None or float_entry is None:
+        return _tile("Times less memory", None)
+    peaks = f"peak {entry.peak_mib:,.0f} MiB, float {float_entry.peak_mib:,.0f} MiB"
+    return _tile("Times less memory", text.times(entry.ratio), peaks)
+
+
+def _score_tile(score: Score | None) -> Tile:
+    if score is None:
+        return _tile("Score", None)
+    if score.difference is None:
+        return _tile(f"{score.metric}, {score.which}", text.score(score.value), "not compared with float")
+    interval = f"95% interval {text.interval(score.interval)}" if score.interval else "no interval computed"
+    return _tile(f"{score.metric} against float", text.signed(score.difference), interval)
+
+
+def _coverage_tile(sites: Sequence[Site], share: float | None) -> Tile:
+    if not sites:
+        return _tile("Sites quantized", None)
+    work = "multiply-adds not counted" if share is None else f"{text.percent(share)} of multiply-adds"
+    return _tile("Sites quantized", f"{sum(site.quantized for site in sites)} of {len(sites)}", work)
+
+
+def _tile(title: str, value: str | None, note: str = "") -> Tile:
+    if value is None:
+        return Tile(title=title, value=text.MISSING, note="not measured", measured=False)
+    return Tile(title=title, value=text.typeset(value), note=text.typeset(note))
+
+
+def diff_files(diff: str) -> tuple[DiffFile, ...]:
+    """A unified diff taken apart by file; text before the first ``---`` is a file without a name."""
+    blocks: list[list[str]] = []
+    lines = diff.splitlines()
+    for index, line in enumerate(lines):
+        starts = line.startswith("--- ") and index + 1 < len(lines) and lines[index + 1].startswith("+++ ")
+        if starts or not blocks:
+            blocks.append([])
+        blocks[-1].append(line)
+    return tuple(_diff_file(block) for block in blocks)
+
+
+def _diff_file(block: Sequence[str]) -> DiffFile:
+    named = block[0].startswith("--- ")
+    body = block[2:] if named else block
+    return DiffFile(
+        name=block[1][4:].split("\t")[0].strip() if named else "diff",
+        added=sum(line.startswith("+") for line in body),
+        removed=sum(line.startswith("-") for line in body),
+        lines=tuple((_line_class(line), line) for line in body),
+    )
+
+
+def _line_class(line: str) -> str:
+    return {"+": "add", "-": "del", "@": "hunk"}.get(line[:1], "same")
+
+
+def _latency_note(record: RunRecord) -> str:
+    if record.latency is None:
+        return ""
+    sequence = f" x {record.latency.sequence} tokens" if record.latency.sequence else ""
+    threads = "1 thread" if record.latency.threads == 1 else f"{record.latency.threads} threads"
+    return f"batch {record.latency.batch}{sequence}, {threads}, engines interleaved"
+
+
+def _pairs(left: str, right: str, values: Any) -> str:
+    rows = [(_NAMES.get(name, name), None if value is None else str(value)) for name, value in values.items()]
+    return html_table([left, Column(title=right)], rows, label=left, style=False) if rows else ""
+
+
+def _stages(stages: Sequence[tuple[str, float]]) -> str:
+    if not stages:
+        return ""
+    rows = [*stages, ("all", sum(duration for _, duration in stages))]
+    return html_table(["Stage", Column(title="Time", show=text.seconds)], rows, label="Stages", style=False)
+
+
+def _safe(markup: str) -> Markup:
+    """Markup that this package's tables and pictures made, where every value is already escaped."""
+    try:
+        from markupsafe import Markup
+    except ImportError as error:
+        raise MissingDependencyError("jinja2", "report") from error
+    return Markup(markup)

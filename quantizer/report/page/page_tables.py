@@ -1,0 +1,249 @@
+"""The tables of the report, each from its part of a record; an empty string where there is nothing to show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+from quantizer.report.record import EscapedProduct
+from quantizer.report.record import Fallback
+from quantizer.report.record import RunRecord
+from quantizer.report.record import SensitivityRow
+from quantizer.report.record import Site
+from quantizer.report.tables import text
+from quantizer.report.tables.headline import multiply_add_share
+from quantizer.report.tables.headline import reasons
+from quantizer.report.tables.measure_labels import error_words
+from quantizer.report.tables.search_table import EVALUATION_COLUMNS
+from quantizer.report.tables.search_table import evaluation_cells
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.tables import html_table
+
+__all__ = ["cost_table", "coverage_by_kind", "coverage_by_reason", "coverage_table", "evaluations_table"]
+__all__ += ["escaped_table", "ranges_table", "score_table", "sensitivity_table"]
+
+
+def score_table(record: RunRecord) -> str:
+    """One row per form of the model: metric, difference, interval and the paired figures."""
+    if not record.scores:
+        return ""
+    paired = list(dict.fromkeys(name for entry in record.scores for name in entry.paired))
+    columns = [
+        Column(title="Model"),
+        Column(title="Metric"),
+        Column(title="Value", numeric=True, show=text.score),
+        Column(title="Difference", numeric=True, show=text.signed),
+        Column(title="95% interval", numeric=True, show=text.interval),
+        *(Column(title=name.replace("_", " "), numeric=True, show=_paired(name)) for name in paired),
+        Column(title="Examples", numeric=True),
+    ]
+    rows = [
+        (
+            entry.which,
+            entry.metric,
+            entry.value,
+            entry.difference,
+            entry.interval,
+            *(entry.paired.get(name) for name in paired),
+            entry.rows,
+        )
+        for entry in record.scores
+    ]
+    return html_table(columns, rows, label="Scores", style=False)
+
+
+def cost_table(record: RunRecord) -> str:
+    """One row per engine or form: latency, size and peak memory, each with its ratio to float."""
+    latency = {entry.name: entry for entry in record.latency.engines} if record.latency else {}
+    size = {entry.name: entry for entry in record.size}
+    memory = {entry.name: entry for entry in record.memory}
+    names = list(dict.fromkeys([*latency, *size, *memory]))
+    if not names:
+        return ""
+    columns = [Column(title="Engine")]
+    cells: dict[str, list[Any]] = {name: [name] for name in names}
+    for title, entries, parts in (
+        ("Speed-up", latency, ("ratio_to_float", "median_ms", "min_ms", "max_ms")),
+        ("Times smaller", size, ("ratio", "bytes")),
+        ("Times less memory", memory, ("ratio", "peak_mib")),
+    ):
+        if not entries:
+            continue
+        for part in parts:
+            columns.append(_COST_COLUMNS.get(part) or Column(title=title, numeric=True, show=text.times))
+            for name in names:
+                cells[name].append(getattr(entries.get(name), part, None))
+    return html_table(columns, list(cells.values()), label="Latency, size and memory", style=False)
+
+
+def _mebibytes(peak_mib: float) -> str:
+    return f"{peak_mib:,.1f} MiB"
+
+
+_COST_COLUMNS = {
+    "median_ms": Column(title="Median", numeric=True, show=text.milliseconds),
+    "min_ms": Column(title="Min", numeric=True, show=text.milliseconds),
+    "max_ms": Column(title="Max", numeric=True, show=text.milliseconds),
+    "bytes": Column(title="Size", numeric=True, show=text.mebibytes),
+    "peak_mib": Column(title="Peak memory", numeric=True, show=_mebibytes),
+}
+
+
+def coverage_by_kind(sites: Sequence[Site]) -> str:
+    """Sites, quantized sites and the share of multiply-adds, by kind."""
+    if not sites:
+        return ""
+    rows = []
+    for kind in dict.fromkeys(site.kind for site in sites):
+        members = [site for site in sites if site.kind == kind]
+        rows.append((kind, len(members), sum(site.quantized for site in members), multiply_add_share(members)))
+    if len(rows) > 1:
+        rows.append(("all", len(sites), sum(site.quantized for site in sites), multiply_add_share(sites)))
+    share = Column(title="of multiply-adds", numeric=True, show=text.percent)
+    return html_table(["Kind", "Sites", "Quantized", share], rows, label="Coverage by kind", style=False)
+
+
+def coverage_by_reason(sites: Sequence[Site]) -> str:
+    """Why sites are not quantized; empty where all of them are."""
+    rows = reasons([site for site in sites if not site.quantized])
+    return html_table(["Why not", "Sites"], rows, label="Sites left in float, by reason", style=False) if rows else ""
+
+
+def escaped_table(products: Sequence[EscapedProduct]) -> str:
+    """Every product that is not in low precision; empty where all are."""
+    columns = [
+        Column(title="Module", mono=True),
+        Column(title="Operation", mono=True),
+        Column(title="Multiply-adds", numeric=True),
+        Column(title="Share", numeric=True, show=text.percent),
+        Column(title="Why"),
+        Column(title="Evidence"),
+    ]
+    rows = [
+        (
+            product.site or product.path or "(the model)",
+            product.operation,
+            product.multiply_adds,
+            product.share,
+            product.reason,
+            product.detail,
+        )
+        for product in products
+    ]
+    return html_table(columns, rows, label="Products in float", style=False) if rows else ""
+
+
+def coverage_table(sites: Sequence[Site]) -> str:
+    """Every site."""
+    if not sites:
+        return ""
+    columns = [
+        Column(title="Site", mono=True),
+        Column(title="Kind"),
+        Column(title="Quantized", tone=_yes_or_no),
+        Column(title="Reason"),
+        Column(title="Rule", mono=True),
+        Column(title="Host"),
+        Column(title="Source", mono=True),
+        Column(title="Multiply-adds", numeric=True),
+    ]
+    rows = [
+        (
+            site.name,
+            site.kind,
+            site.quantized,
+            site.reason,
+            site.rule,
+            site.host_type,
+            f"{PurePath(site.file).name}:{site.line}",
+            site.multiply_adds,
+        )
+        for site in sites
+    ]
+    return html_table(columns, rows, label="Every site", style=False)
+
+
+def ranges_table(sites: Sequence[Site]) -> str:
+    """Format, range, scale and noise of every operand that has a range; empty where none has."""
+    rows = [
+        (
+            site.name,
+            operand.name,
+            text.format_name(operand.dtype, operand.block_size, operand.zero_point) if operand.quantized else "float",
+            text.granularity(operand.channels, operand.block_size),
+            operand.minimum,
+            operand.maximum,
+            operand.amax,
+            operand.scale,
+            operand.clipped,
+            operand.sqnr_db,
+            operand.estimate,
+            operand.group,
+        )
+        for site in sites
+        for operand in site.operands
+        if operand.amax is not None or operand.scale is not None
+    ]
+    columns = [
+        Column(title="Site", mono=True),
+        Column(title="Operand", mono=True),
+        Column(title="Format"),
+        Column(title="Granularity"),
+        Column(title="Min", numeric=True),
+        Column(title="Max", numeric=True),
+        Column(title="amax", numeric=True),
+        Column(title="Scale", numeric=True),
+        Column(title="Clipped", numeric=True, show=text.percent),
+        Column(title="SQNR, dB", numeric=True, show=text.decibels),
+        Column(title="Estimate"),
+        Column(title="Group", mono=True),
+    ]
+    return html_table(columns, rows, label="Ranges", style=False) if rows else ""
+
+
+def evaluations_table(fallback: Fallback | None) -> str:
+    """Every score that a search took; empty where there was none."""
+    if fallback is None or not fallback.evaluations:
+        return ""
+    return html_table(EVALUATION_COLUMNS, evaluation_cells(fallback), label="Evaluations of the search", style=False)
+
+
+def sensitivity_table(rows: Sequence[SensitivityRow], measure: str | None) -> str:
+    """The whole ranking."""
+    if not rows:
+        return ""
+    columns = [
+        Column(title="Rank"),
+        Column(title="Group", mono=True),
+        Column(title="Kind"),
+        Column(title="Block", mono=True),
+        Column(title="Sites", numeric=True),
+        Column(title=error_words(measure).column.capitalize(), numeric=True, show=text.error),
+        Column(title="Quantizers", numeric=True),
+        Column(title="Multiply-adds", numeric=True),
+        Column(title="Put back"),
+    ]
+    cells = [
+        (
+            row.rank,
+            row.group,
+            row.kind,
+            row.block,
+            len(row.sites),
+            row.error,
+            row.activations,
+            row.multiply_adds,
+            "yes" if row.fallback else None,
+        )
+        for row in sorted(rows, key=lambda row: row.rank)
+    ]
+    return html_table(columns, cells, label="Sensitivity ranking", style=False)
+
+
+def _paired(name: str) -> Any:
+    return text.percent if "flip" in name or "share" in name else text.score
+
+
+def _yes_or_no(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,1 @@
+"""Tables and sentences of a report, for terminal and page."""

@@ -1,0 +1,110 @@
+"""What an engine runs in which precision: as a table and lines, for a terminal and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from quantizer.engines import Inspection
+from quantizer.report.tables import text
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.tables import html_table
+from quantizer.report.tables.tables import text_table
+
+__all__ = ["engine_facts", "engine_table", "layers_table", "print_inspection", "verified_words"]
+
+_SLOWEST = 10
+
+
+def _name(precision: str) -> str:
+    return {"index": "indices", "unknown": "not told"}.get(precision, precision.upper())
+
+
+_SHARES = (
+    Column(title="Precision", show=_name),
+    Column(title="Layers", numeric=True),
+    Column(title="of layers", numeric=True, show=text.percent),
+    Column(title="Products", numeric=True),
+    Column(title="of multiply-adds", numeric=True, show=text.percent),
+    Column(title="of time", numeric=True, show=text.percent),
+)
+_LAYERS = (
+    Column(title="Layer", mono=True),
+    Column(title="Type"),
+    Column(title="Computes in", show=_name),
+    Column(title="Writes", show=_name),
+    Column(title="Multiply-adds", numeric=True, show=text.compact),
+    Column(title="Time, us", numeric=True),
+)
+
+
+def verified_words(inspection: Inspection) -> str:
+    """Whether it was observed, and how or why not: ``verified: seen in a run ...``."""
+    return f"{'verified' if inspection.verified else 'not verified'}: {inspection.note}"
+
+
+def engine_facts(inspection: Inspection) -> list[str]:
+    """What the shares do not say: attention, conversions, float outputs, and the reasons in words."""
+    lines = []
+    if inspection.attention_fused or inspection.attention_apart:
+        apart = f", {inspection.attention_apart} taken apart" if inspection.attention_apart else ""
+        lines.append(f"attention: {inspection.attention_fused} fused{apart}")
+    lines.append(
+        f"layers that only convert: {inspection.quantizers} quantize or dequantize, {inspection.casts} cast, "
+        f"{inspection.reformats} reformat"
+    )
+    if inspection.verified:
+        lines.append(f"products in low precision that write floats: {inspection.float_outputs}")
+    if inspection.uncounted:
+        lines.append(f"products whose multiply-adds are not told, and not in the shares: {inspection.uncounted}")
+    return [*lines, *inspection.reasons]
+
+
+def engine_table(inspection: Inspection) -> str:
+    """The shares by precision, as HTML; empty where there are no layers."""
+    rows = _share_rows(inspection)
+    return html_table(_SHARES, rows, label="Precision in the engine", style=False) if rows else ""
+
+
+def layers_table(inspection: Inspection) -> str:
+    """Every layer, as HTML; empty where there are none."""
+    rows = [_layer_row(layer) for layer in inspection.layers]
+    return html_table(_LAYERS, rows, label="Layers of the engine", style=False) if rows else ""
+
+
+def print_inspection(inspection: Inspection, console: Console) -> None:
+    """Print whether it was verified, the shares, the facts, and the layers that take longest."""
+    style = "bold" if inspection.verified else "bold yellow"
+    console.print(Text(verified_words(inspection), style=style), soft_wrap=True)
+    if not inspection.shares:
+        return
+    title = None if inspection.verified else "products, as the ONNX file asks for them"
+    console.print(text_table(_SHARES, _share_rows(inspection), title=title))
+    for line in engine_facts(inspection):
+        console.print(Text(f"- {line}"), soft_wrap=True)
+    timed = [layer for layer in inspection.layers if layer.time_us is not None]
+    if timed:
+        slowest = sorted(timed, key=lambda layer: -(layer.time_us or 0.0))[:_SLOWEST]
+        rows = [_layer_row(layer) for layer in slowest]
+        console.print(text_table(_LAYERS, rows, title=f"the {len(rows)} layers that take longest"))
+
+
+def _share_rows(inspection: Inspection) -> Sequence[Sequence[Any]]:
+    return [
+        (
+            share.precision,
+            share.layers,
+            share.layer_share,
+            share.products,
+            share.multiply_add_share,
+            share.time_share,
+        )
+        for share in inspection.shares
+    ]
+
+
+def _layer_row(layer: Any) -> Sequence[Any]:
+    return (layer.name, layer.type, layer.precision, layer.writes, layer.multiply_adds, layer.time_us)

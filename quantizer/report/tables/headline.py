@@ -1,0 +1,155 @@
+"""What the figures of a run say, in plain words."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from quantizer.report.ratios import quantized_entry
+from quantizer.report.ratios import reference_entry
+from quantizer.report.record import RunRecord
+from quantizer.report.record import Score
+from quantizer.report.record import Site
+from quantizer.report.tables.text import mebibytes
+from quantizer.report.tables.text import percent
+from quantizer.report.tables.text import score
+from quantizer.report.tables.text import signed
+
+__all__ = ["covered_share", "multiply_add_share", "quantized_score", "reasons", "verdict"]
+
+# A speed or size within this share of the float model's is called the same: timings vary by about as much.
+_SAME = 0.05
+
+# The group keeps the numbers in what split() gives: words at even places, numbers at odd ones.
+_NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)")
+
+
+def verdict(record: RunRecord) -> str:
+    """One paragraph: speed, size, memory, score and coverage; what was not measured is said too."""
+    return " ".join([*_speed(record), *_size(record), *_memory(record), *_score(record), *_coverage(record)])
+
+
+def quantized_score(scores: Sequence[Score]) -> Score | None:
+    """The score that the headline is about: the nearest to the engine's, else the last that is not float."""
+    by_name = {entry.which: entry for entry in scores if entry.which != "float"}
+    nearest = (by_name[which] for which in ("engine", "simulation", "qat", "proxy") if which in by_name)
+    return next(nearest, next(reversed(by_name.values()), None))
+
+
+def multiply_add_share(sites: Sequence[Site]) -> float | None:
+    """Share of the counted multiply-adds that run in low precision, 0 to 1; None where none were counted."""
+    total = sum(site.multiply_adds or 0 for site in sites)
+    return sum(site.multiply_adds or 0 for site in sites if site.quantized) / total if total else None
+
+
+def covered_share(record: RunRecord) -> float | None:
+    """Share of the multiply-adds in low precision: of all that torch executed, else of those that sites counted."""
+    return multiply_add_share(record.coverage) if record.covered_share is None else record.covered_share
+
+
+def reasons(sites: Sequence[Site]) -> list[tuple[str, int]]:
+    """Why ``sites`` are as they are, the most frequent reason first.
+
+    Reasons that differ in their numbers only are counted together, with ``…`` for the numbers that differ.
+    """
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for site in sites:
+        parts = _NUMBER.split(site.reason)
+        alike.setdefault(tuple(parts[::2]), []).append(parts)
+    counts: Counter[str] = Counter()
+    for group in alike.values():
+        columns = zip(*group, strict=True)
+        counts["".join(same[0] if len(set(same)) == 1 else "…" for same in columns)] += len(group)
+    return counts.most_common()
+
+
+def _speed(record: RunRecord) -> list[str]:
+    entry = quantized_entry(record.latency.engines) if record.latency else None
+    if record.latency is None or entry is None:
+        return ["Speed was not measured."]
+    shape = f"{record.latency.batch}" + (f" x {record.latency.sequence} tokens" if record.latency.sequence else "")
+    threads = "1 thread" if record.latency.threads == 1 else f"{record.latency.threads} threads"
+    where = f"on a batch of {shape} with {threads}"
+    ratio = entry.ratio_to_float
+    if ratio >= 1 + _SAME:
+        return [f"The quantized engine runs {ratio:.2f} times as fast as the float model {where}."]
+    if ratio > 1 - _SAME:
+        return [f"The quantized engine is no faster than the float model: {ratio:.2f} times its speed {where}."]
+    return [f"The quantized engine is slower than the float model: {ratio:.2f} times its speed {where}."]
+
+
+def _size(record: RunRecord) -> list[str]:
+    entry, reference = quantized_entry(record.size), reference_entry(record.size)
+    if entry is None or reference is None:
+        return ["Size was not measured."]
+    figures = f"{mebibytes(entry.bytes)} against {mebibytes(reference.bytes)}"
+    return [f"On disk it is {_compare(entry.ratio, 'smaller', 'larger')} ({figures})."]
+
+
+def _memory(record: RunRecord) -> list[str]:
+    entry, reference = quantized_entry(record.memory), reference_entry(record.memory)
+    if entry is None or reference is None:
+        return ["Memory was not measured."]
+    figures = f"{entry.peak_mib:,.0f} MiB against {reference.peak_mib:,.0f} MiB"
+    return [f"Its peak memory is {_compare(entry.ratio, 'lower', 'higher')} ({figures})."]
+
+
+def _compare(ratio: float, better: str, worse: str) -> str:
+    if ratio >= 1 + _SAME:
+        return f"{ratio:.2f} times {better}"
+    return "about the same" if ratio > 1 - _SAME else f"{1 / ratio:.2f} times {worse}"
+
+
+def _score(record: RunRecord) -> list[str]:
+    entry = quantized_score(record.scores)
+    reference = next((item for item in record.scores if item.which == "float"), None)
+    if entry is None:
+        return ["The quantized model was not scored."]
+    if reference is None or entry.difference is None:
+        return [
+            f"The {entry.which}'s {entry.metric} is {score(entry.value)}; it was not compared with the float model."
+        ]
+    rows = f" on {entry.rows:,} examples" if entry.rows else ""
+    figures = f"{score(entry.value)} against {score(reference.value)} for float ({signed(entry.difference)}){rows}"
+    return [f"The {entry.which}'s {entry.metric} is {figures}; {_significance(entry)}.", *_paired(entry)]
+
+
+def _significance(entry: Score) -> str:
+    if entry.interval is None:
+        return "no interval was computed, so chance is not ruled out"
+    low, high = entry.interval
+    span = f"the 95% interval of the difference, {signed(low)} to {signed(high)},"
+    if low <= 0 <= high:
+        return f"{span} includes zero, so these examples show no certain change"
+    better = (low > 0) == entry.higher_is_better
+    return f"{span} lies {'above' if low > 0 else 'below'} zero, so this is a real {'gain' if better else 'loss'}"
+
+
+def _paired(entry: Score) -> list[str]:
+    figures = [(name.replace("_", " "), value) for name, value in entry.paired.items() if value is not None]
+    if not figures:
+        return []
+    words = [
+        f"{name} {percent(value) if 'flip' in name or 'share' in name else f'{value:.4f}'}" for name, value in figures
+    ]
+    return [f"Against the float model on the same inputs: {', '.join(words)}."]
+
+
+def _coverage(record: RunRecord) -> list[str]:
+    if not record.coverage:
+        return ["No sites were recorded."]
+    quantized = [site for site in record.coverage if site.quantized]
+    rest = [site for site in record.coverage if not site.quantized]
+    share = covered_share(record)
+    work = f", {percent(share)} of the multiply-adds" if share is not None else ""
+    verb = "is" if len(quantized) == 1 else "are"
+    sentences = [f"{len(quantized)} of {len(record.coverage)} sites {verb} quantized{work}."]
+    if rest:
+        reason, number = reasons(rest)[0]
+        sentences.append(f"The most frequent reason for the others: {reason} ({number}).")
+    if record.fallback and record.fallback.groups:
+        number = len(record.fallback.groups)
+        which = "1 sensitive group was" if number == 1 else f"{number} sensitive groups were"
+        sentences.append(f"{which} put back to float ({record.fallback.reason}).")
+    return sentences

@@ -1,0 +1,54 @@
+"""The scores that a search took, as the cells of a table: for a terminal, a notebook and the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantizer.report.record import Fallback
+from quantizer.report.tables import text
+from quantizer.report.tables.tables import Column
+
+__all__ = ["EVALUATION_COLUMNS", "evaluation_caption", "evaluation_cells"]
+
+EVALUATION_COLUMNS = (
+    Column(title="evaluation"),
+    Column(title="groups put back", numeric=True),
+    Column(title="cost", numeric=True, show=text.amount),
+    Column(title="score", numeric=True),
+    Column(title="drop", numeric=True, show=text.error),
+    Column(title="in budget"),
+    Column(title="front"),
+    Column(title=""),
+)
+
+
+def evaluation_cells(fallback: Fallback) -> list[list[Any]]:
+    """One row for each evaluation, in order."""
+    return [
+        [
+            number,
+            len(entry.groups),
+            entry.cost,
+            entry.score,
+            entry.drop,
+            None if fallback.max_drop is None else entry.drop <= fallback.max_drop,
+            "front" if entry.front else "",
+            "chosen" if entry.chosen else "",
+        ]
+        for number, entry in enumerate(fallback.evaluations, start=1)
+    ]
+
+
+def evaluation_caption(fallback: Fallback) -> str:
+    """What the search was to find, and what it found."""
+    words = [text.counted(len(fallback.evaluations), "evaluation")]
+    if fallback.float_score is not None:
+        words.append(f"the float model scores {text.plain(fallback.float_score)}")
+    if fallback.max_drop is not None:
+        words.append(f"a drop of {text.error(fallback.max_drop)} is allowed")
+    found = next((entry for entry in fallback.evaluations if entry.chosen), None)
+    if found is not None:
+        words.append(f"with {text.counted(len(found.groups), 'group')} put back it scores {text.plain(found.score)}")
+    else:
+        words.append(f"put back: all, {text.counted(len(fallback.groups), 'group')}")
+    return "; ".join(words)

@@ -1,0 +1,165 @@
+"""Tables: one description of the columns, as HTML for notebooks and reports and as text for terminals."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quantizer.report.tables.text import MISSING
+from quantizer.report.tables.text import plain
+from quantizer.report.tables.text import typeset
+
+__all__ = ["Column", "html_table", "string_from_table", "text_table"]
+
+STYLE = """<style>
+.qz-table{overflow-x:auto;max-width:100%}
+.qz-table table{border-collapse:collapse;font-size:13px;line-height:1.35}
+.qz-table caption{text-align:left;font-weight:600;padding:4px 0}
+.qz-table th,.qz-table td{padding:3px 12px 3px 0;text-align:left;vertical-align:top;border-bottom:1px solid #8884}
+.qz-table .qz-num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.qz-table .qz-mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:12px}
+.qz-table .qz-more{opacity:.75;font-size:12px;padding:4px 0}
+</style>"""
+
+_ALIGN = {True: ' class="qz-num"', False: ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """How one column looks.
+
+    Only ``title`` is needed; a bare string stands for a column with that title.
+    """
+
+    title: str
+    """Heading."""
+    numeric: bool | None = None
+    """Align right; None decides by the values: all of them numbers or None."""
+    mono: bool = False
+    """Set in a fixed-width face: names and paths."""
+    show: Callable[[Any], str] = plain
+    """Text of a value other than None; None is always a dash."""
+    tone: Callable[[Any], str] | None = None
+    """CSS class of a value; HTML only."""
+
+
+def html_table(
+    columns: Sequence[Column | str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    caption: str | None = None,
+    label: str | None = None,
+    limit: int | None = None,
+    style: bool = True,
+) -> str:
+    """A table in a container that scrolls sideways by itself; every value is escaped.
+
+    Args:
+        columns: one per cell of a row.
+        rows: cells; None is a dash.
+        caption: heading of the table.
+        label: what a screen reader calls the container; the default is the caption.
+        limit: rows to show, followed by how many were left out; None shows all.
+        style: put the style in front, as notebooks need it.
+
+    Raises:
+        ValueError: a row with more or fewer cells than there are columns.
+    """
+    described = _described(columns, rows)
+    shown = rows if limit is None else rows[:limit]
+    lines = [STYLE] if style else []
+    name = html.escape(label or caption or "table")
+    lines.append(f'<div class="qz-table" role="region" tabindex="0" aria-label="{name}"><table>')
+    if caption:
+        lines.append(f"<caption>{html.escape(caption)}</caption>")
+    heads = "".join(
+        f'<th scope="col"{_ALIGN[bool(column.numeric)]}>{html.escape(column.title)}</th>' for column in described
+    )
+    lines.append(f"<thead><tr>{heads}</tr></thead><tbody>")
+    lines.extend(_row(described, row) for row in shown)
+    lines.append("</tbody></table>")
+    if len(shown) < len(rows):
+        lines.append(f'<div class="qz-more">Rows not shown: {len(rows) - len(shown):,}</div>')
+    return "\n".join([*lines, "</div>"])
+
+
+def text_table(
+    columns: Sequence[Column | str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    title: str | None = None,
+    limit: int | None = None,
+) -> Table:
+    """The same table for a terminal; ``[brackets]`` in a value are text, not markup.
+
+    Arguments as :func:`html_table`.
+    """
+    described = _described(columns, rows)
+    shown = rows if limit is None else rows[:limit]
+    table = Table(title=None if title is None else Text(title), title_justify="left")
+    if len(shown) < len(rows):
+        table.caption = Text(f"Rows not shown: {len(rows) - len(shown):,}")
+    for column in described:
+        table.add_column(Text(column.title), justify="right" if column.numeric else "left", overflow="fold")
+    for row in shown:
+        pairs = zip(described, row, strict=True)
+        table.add_row(*(Text("-" if value is None else column.show(value)) for column, value in pairs))
+    return table
+
+
+def string_from_table(table: Table, width: int = 120) -> str:
+    """``table`` as plain text of at most ``width`` columns, for ``__repr__``."""
+    stream = io.StringIO()
+    # In a notebook rich would display the table instead of writing it to the stream.
+    Console(file=stream, width=width, no_color=True, force_terminal=False, force_jupyter=False).print(table)
+    return stream.getvalue().rstrip("\n")
+
+
+def _described(columns: Sequence[Column | str], rows: Sequence[Sequence[Any]]) -> list[Column]:
+    """``columns`` with the alignment of each decided."""
+    for number, row in enumerate(rows):
+        if len(row) != len(columns):
+            raise ValueError(f"row {number} has {len(row)} cells, but there are {len(columns)} columns")
+    described = []
+    for index, column in enumerate(columns):
+        column = Column(title=column) if isinstance(column, str) else column
+        numeric = column.numeric
+        if numeric is None:
+            values = [row[index] for row in rows if row[index] is not None]
+            numeric = bool(values) and all(map(_is_number, values))
+        described.append(
+            Column(title=column.title, numeric=numeric, mono=column.mono, show=column.show, tone=column.tone)
+        )
+    return described
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _class(column: Column, extra: str = "") -> str:
+    names = ["qz-num"] if column.numeric else []
+    names += ["qz-mono"] if column.mono else []
+    names += [extra] if extra else []
+    return f' class="{html.escape(" ".join(names))}"' if names else ""
+
+
+def _row(columns: Sequence[Column], row: Sequence[Any]) -> str:
+    return f"<tr>{''.join(_cell(column, value) for column, value in zip(columns, row, strict=True))}</tr>"
+
+
+def _cell(column: Column, value: Any) -> str:
+    if value is None:
+        return f"<td{_class(column)}>{MISSING}</td>"
+    text = typeset(column.show(value)) if column.numeric else column.show(value)
+    tone = column.tone(value) if column.tone else ""
+    sort = f' data-sort="{float(value)!r}"' if column.numeric and _is_number(value) else ""
+    return f"<td{_class(column, tone)}{sort}>{html.escape(text)}</td>"

@@ -1,0 +1,17 @@
+"""Rewriting model source in memory: find quantizable calls, wrap them, rebuild the functions."""
+
+from __future__ import annotations
+
+from quantizer.rewrite.constructor_patch import patched
+from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.rewrite.operator_patches import operator_patches
+from quantizer.rewrite.operator_patches import register_operator_patch
+from quantizer.rewrite.operator_patches import unregister_operator_patch
+
+__all__ = [
+    "OperatorPatch",
+    "operator_patches",
+    "patched",
+    "register_operator_patch",
+    "unregister_operator_patch",
+]

@@ -1,0 +1,81 @@
+"""Functions under decorators: finding the one that was written, and cloning what stands around it."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from quantizer.rewrite.closures import cells
+from quantizer.rewrite.closures import contents
+from quantizer.rewrite.closures import copy_attributes
+from quantizer.rewrite.closures import rebound
+
+__all__ = ["between", "clone_chain", "innermost", "transplant", "variables_that_lead_to"]
+
+
+def innermost(function: types.FunctionType, name: str | None = None) -> types.FunctionType:
+    """The function that decorators wrap.
+
+    Found through ``__wrapped__``, else (a decorator without ``functools.wraps``) through closure cells: a function
+    made by another one is a wrapper where its cells lead to exactly one function that was written under ``name``.
+    """
+    name = name or function.__name__
+    seen: set[int] = set()
+    while id(function) not in seen:
+        seen.add(id(function))
+        wrapped = getattr(function, "__wrapped__", None)
+        if isinstance(wrapped, types.FunctionType):
+            function = wrapped
+        elif function.__code__.co_name != name and "<locals>." in function.__code__.co_qualname:
+            inner = [found for found in _reached(function) if found.__code__.co_name == name]
+            function = inner[0] if len(inner) == 1 else function
+    return function
+
+
+def clone_chain(
+    wrapper: types.FunctionType, inner: types.FunctionType, replacement: types.FunctionType
+) -> types.FunctionType | None:
+    """The same wrappers around ``replacement``; None where no closure cell leads to ``inner``."""
+    # A wrapper that knows the function as __wrapped__ only calls it through something that was not cloned.
+    if not any(_leads_to(value, inner, cells_only=True) for value in cells(wrapper)):
+        return None
+    clone: types.FunctionType = rebound(wrapper, lambda value: replacement if value is inner else None)
+    return clone
+
+
+def between(wrapper: types.FunctionType, inner: types.FunctionType) -> list[types.FunctionType]:
+    """The functions around ``inner``, from ``wrapper`` on."""
+    return [wrapper, *(found for found in _reached(wrapper) if found is not inner and _leads_to(found, inner))]
+
+
+def variables_that_lead_to(inner: types.FunctionType, wrapper: types.FunctionType) -> set[str]:
+    """The closure variables of a wrapper through which it knows ``inner``."""
+    named = zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)
+    return {name for name, cell in named if _leads_to(contents(cell), inner)}
+
+
+def transplant(original: types.FunctionType, code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:
+    """A function with the code ``code`` and all else as in ``original``."""
+    function = types.FunctionType(code, namespace, original.__name__, original.__defaults__, original.__closure__)
+    copy_attributes(original, function)
+    return function
+
+
+def _reached(function: types.FunctionType, cells_only: bool = False) -> list[types.FunctionType]:
+    """Functions that a function's closure cells (and ``__wrapped__``) lead to, each once, without itself."""
+    found: dict[int, types.FunctionType] = {id(function): function}
+    waiting = [function]
+    while waiting:
+        current = waiting.pop()
+        wrapped = () if cells_only else (getattr(current, "__wrapped__", None),)
+        for value in (*cells(current), *wrapped):
+            if isinstance(value, types.FunctionType) and id(value) not in found:
+                found[id(value)] = value
+                waiting.append(value)
+    return list(found.values())[1:]
+
+
+def _leads_to(value: Any, inner: types.FunctionType, cells_only: bool = False) -> bool:
+    if not isinstance(value, types.FunctionType):
+        return False
+    return value is inner or any(found is inner for found in _reached(value, cells_only))

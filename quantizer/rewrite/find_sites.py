@@ -1,0 +1,404 @@
+"""Finding quantizable calls in a parsed file."""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from quantizer.operations import einsum
+from quantizer.operations.catalogue import METHODS
+from quantizer.operations.catalogue import OPERATORS
+from quantizer.operations.catalogue import Operation
+from quantizer.operations.catalogue import is_fast_path_switch
+from quantizer.operations.catalogue import operation_of
+from quantizer.rewrite.host_argument import LEND
+from quantizer.rewrite.host_argument import TAKES_APART
+from quantizer.rewrite.host_argument import VISIBLE
+from quantizer.rewrite.host_argument import WRITTEN_CLASS
+from quantizer.rewrite.host_argument import function_source
+from quantizer.rewrite.host_argument import hands_on
+from quantizer.rewrite.live_names import live_edits
+from quantizer.rewrite.live_names import why_not_live
+from quantizer.rewrite.names import FunctionNode
+from quantizer.rewrite.names import bound_names
+from quantizer.rewrite.names import constant_texts
+from quantizer.rewrite.names import dotted
+from quantizer.rewrite.names import functions_in
+from quantizer.rewrite.names import is_own
+from quantizer.rewrite.source_sites import Form
+from quantizer.rewrite.source_sites import FunctionSource
+from quantizer.rewrite.source_sites import HelperCall
+from quantizer.rewrite.source_sites import SiteSource
+from quantizer.rewrite.text_edits import Edit
+from quantizer.rewrite.text_edits import LineIndex
+from quantizer.rewrite.text_edits import find_symbol
+
+__all__ = ["Form", "FunctionSource", "SiteSource", "find_functions"]
+
+_SYMBOLS = {"MatMult": b"@", "Add": b"+"}
+# Methods that loop over the children of a module.
+_CHILDREN = frozenset({"children", "named_children", "modules", "named_modules"})
+
+
+def find_functions(
+    tree: ast.Module,
+    index: LineIndex,
+    namespace: Mapping[str, Any],
+    file: str,
+    qualified: bool = False,
+    codes: Mapping[tuple[str, int], types.CodeType] = types.MappingProxyType({}),
+) -> dict[tuple[str, int], FunctionSource]:
+    """All module-level functions and all methods of a file, by key.
+
+    Args:
+        tree: the parsed file.
+        index: byte offsets of its lines.
+        namespace: the globals its functions run in; names are resolved through it.
+        file: the file's name, for reports.
+        qualified: names of sites carry the class, or the module, of their function.
+        codes: the loaded code of its functions; one that has none is not told where its globals are.
+    """
+    found: dict[tuple[str, int], FunctionSource] = {}
+    for qualname, node, owner in functions_in(tree):
+        source = function_source(node, qualname, owner, index)
+        source.why_no_host = source.why_no_host or why_not_live(node)
+        if source.key in codes:
+            source.live = list(live_edits(node, index, namespace, codes[source.key].co_freevars))
+        outer = owner or str(namespace.get("__name__", "")).rpartition(".")[2]
+        name = f"{outer}.{node.name}" if qualified else node.name
+        _Finder(source, node, index, namespace, file, owner, name).run()
+        found[source.key] = source
+    return found
+
+
+class _Finder(ast.NodeVisitor):
+    """Walks one function and records its sites.
+
+    Attributes:
+        source: where sites and global names are recorded.
+        owner: the name of the class around it (None: there is none).
+        name: what the names of its sites begin with.
+        locals: names bound in the function; they hide globals of the same name.
+        counts: how many sites of each operation were seen so far; gives the ordinal in a site's name.
+        depth: nesting of the current expression; orders edits that fall on one place.
+        blocked: why text at the current node cannot be rewritten (None: it can); set inside f-strings and where an
+            inner function hides the host.
+        known: ids of nodes that their parents have dealt with.
+        looked_into: ids of nodes of which an attribute is read: where that is a class, the generated one has the
+            rewritten functions.
+    """
+
+    def __init__(
+        self,
+        source: FunctionSource,
+        node: FunctionNode,
+        index: LineIndex,
+        namespace: Mapping[str, Any],
+        file: str,
+        owner: str | None,
+        name: str,
+    ) -> None:
+        self.source = source
+        self.owner = owner
+        self.name = name
+        self.node = node
+        self.index = index
+        self.namespace = namespace
+        self.file = file
+        self.locals = bound_names(node)
+        self.counts: dict[str, int] = {}
+        self.depth = 0
+        self.blocked: str | None = None
+        self.known: set[int] = set()
+        self.looked_into: set[int] = set()
+        arguments = [*node.args.posonlyargs, *node.args.args]
+        self._first = arguments[0].arg if owner is not None and arguments else source.host
+
+    def run(self) -> None:
+        """Visit the body (not the decorators or defaults, which run at definition)."""
+        for statement in self.node.body:
+            self.visit(statement)
+
+    # -- what changes the state ------------------------------------------------------------------------------------
+
+    def generic_visit(self, node: ast.AST) -> None:
+        self.depth += 1
+        super().generic_visit(node)
+        self.depth -= 1
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        self._visit_blocked(node, "inside an f-string: positions are not reliable there")
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._visit_blocked(node, "inside a class defined in a function")
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._visit_inner(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self._visit_inner(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._visit_inner(node)
+
+    def _visit_inner(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        if any(argument.arg == self.source.host for argument in arguments):
+            self._visit_blocked(node, "an inner function hides the module argument")
+        else:
+            self.generic_visit(node)
+
+    def _visit_blocked(self, node: ast.AST, why: str) -> None:
+        before, self.blocked = self.blocked, self.blocked or why
+        self.generic_visit(node)
+        self.blocked = before
+
+    # -- what is recorded ------------------------------------------------------------------------------------------
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id not in self.locals:
+            self.source.globals_read.add(node.id)
+            if id(node) not in self.known:
+                self.source.values_read.add((node.id,))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.source.attributes_read.add(node.attr)
+        if id(node) not in self.known:
+            names = dotted(node)
+            if names is not None and names[0] not in self.locals:
+                self.source.values_read.add(names)
+            if node.attr == "_modules" and isinstance(node.ctx, ast.Load):
+                self._hide_sites(node)
+        if isinstance(node.ctx, ast.Load):
+            if node.attr == "__class__":
+                self._name_written_class(node)
+            if not node.attr.startswith("__"):
+                self.looked_into.add(id(node.value))
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self._note_item(node, node.value)
+        else:
+            # What is written must reach the module's own dictionary.
+            self.known.add(id(node.value))
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        entry = operation_of(self._resolve(node.func))
+        if self._asks_for_type(node):
+            self._name_written_class(node)
+        if entry is not None:
+            self._record_call(node, entry)
+        elif isinstance(node.func, ast.Attribute) and self._may_be_of_tensor(node, node.func):
+            self._record_method(node, node.func, METHODS[node.func.attr])
+        else:
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+                self._note_item(node, node.func.value)
+            self._note_helper(node.func)
+            if hands_on(self._resolve(node.func)) or (isinstance(node.func, ast.Name) and node.func.id == "map"):
+                for argument in node.args:
+                    self._note_helper(argument)
+            if isinstance(node.func, ast.Attribute) and node.func.attr in _CHILDREN:
+                self._hide_sites(node)
+            elif self.source.is_method and is_fast_path_switch(self._resolve(node.func)):
+                self._stay_in_python(node)
+        self.generic_visit(node)
+
+    def _asks_for_type(self, node: ast.Call) -> bool:
+        """Whether a call is ``type(x)``."""
+        if not isinstance(node.func, ast.Name) or node.func.id != "type" or node.func.id in self.locals:
+            return False
+        return self.namespace.get("type", type) is type and len(node.args) == 1 and not node.keywords
+
+    def _may_be_of_tensor(self, node: ast.Call, func: ast.Attribute) -> bool:
+        """Whether a method of the catalogue is called, and not one of a module or a set by the same name."""
+        if func.attr not in METHODS or id(node) in self.known or is_own(func.value, self._first):
+            return False
+        return not isinstance(self._resolve(func.value), types.ModuleType)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr == "add" and operation_of(self._resolve(called)) is None:
+            # A sum that nobody takes is none: something is added to a set.
+            self.known.add(id(node.value))
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        operator = type(node.op).__name__
+        if operator in OPERATORS and not (_is_literal(node.left) or _is_literal(node.right)):
+            start, end = self.index.end(node.left), self.index.start(node.right)
+            symbol = _SYMBOLS[operator]
+            gap = find_symbol(self.index.data, symbol, start, end)
+            if gap is not None:
+                spaced = self.index.data[max(gap - 1, start) : min(gap + 2, end)] == b" " + symbol + b" "
+                comma = Edit.replacing(gap - 1, 3, ", ") if spaced else Edit.replacing(gap, len(symbol), ",")
+                self._record(OPERATORS[operator], "operator", node, (comma,))
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        operator = type(node.op).__name__
+        if operator in OPERATORS and not _is_literal(node.value):
+            self._record_inplace(node, operator)
+        self.generic_visit(node)
+
+    def _note_helper(self, func: ast.expr) -> None:
+        """``f(a)`` may become ``_quantizer_lend(f, host)(a)``."""
+        if isinstance(func, ast.Attribute) and is_own(func.value, self._first):
+            # Python keeps private names of a class under a name of their own.
+            private = self.owner is not None and func.attr.startswith("__") and not func.attr.endswith("__")
+            target: tuple[str, ...] | None = (f"_{str(self.owner).lstrip('_')}{func.attr}" if private else func.attr,)
+            of_class = True
+        else:
+            target, of_class = dotted(func), False
+        if target is not None and (of_class or target[0] not in self.locals):
+            self._note(func, func, self.depth + 1, target=target, of_class=of_class)
+
+    def _note_item(self, node: ast.expr, registry: ast.expr) -> None:
+        """``FUNCTIONS[name]`` may become ``_quantizer_lend(FUNCTIONS[name], host)``."""
+        target = dotted(registry)
+        if target is not None and target[0] not in self.locals:
+            self._note(node, registry, self.depth, target=target, item=True)
+
+    def _note(self, node: ast.expr, named: ast.expr, depth: int, **what: Any) -> None:
+        if self.blocked is not None or self.source.host is None:
+            return
+        self.known.add(id(named))
+        opening = Edit.opening(self.index.start(node), f"{LEND}(", depth)
+        closing = Edit.closing(self.index.end(node), f", {self.source.host})", depth)
+        self.source.calls.append(HelperCall(edits=(opening, closing), **what))
+
+    def _hide_sites(self, node: ast.expr) -> None:
+        """``self.children()`` becomes ``_quantizer_visible(self.children())``."""
+        if self.blocked is None:
+            opening = Edit.opening(self.index.start(node), f"{VISIBLE}(", self.depth)
+            self.source.views += [opening, Edit.closing(self.index.end(node), ")", self.depth)]
+
+    def _name_written_class(self, node: ast.expr) -> None:
+        """``type(x)`` becomes ``_quantizer_written_class(type(x))``, and so does ``x.__class__``."""
+        if self.blocked is None and id(node) not in self.looked_into:
+            opening = Edit.opening(self.index.start(node), f"{WRITTEN_CLASS}(", self.depth)
+            self.source.views += [opening, Edit.closing(self.index.end(node), ")", self.depth)]
+
+    def _stay_in_python(self, node: ast.Call) -> None:
+        """``get_fastpath_enabled()`` becomes ``(get_fastpath_enabled() and not _quantizer_takes_apart(self))``."""
+        if self.blocked is None:
+            behind = f" and not {TAKES_APART}({self.source.host}))"
+            self.source.views.append(Edit.opening(self.index.start(node), "(", self.depth))
+            self.source.views.append(Edit.closing(self.index.end(node), behind, self.depth))
+
+    def _record_call(self, node: ast.Call, entry: Operation) -> None:
+        """``f(a, b)`` becomes ``host.site(f, a, b)``."""
+        reason = None
+        if any(keyword.arg == "out" for keyword in node.keywords):
+            reason = "out= writes into a tensor of the caller"
+        elif entry.equation:
+            reason = einsum.problem(node, self._equation(node))
+        opening = find_symbol(self.index.data, b"(", self.index.end(node.func), self.index.end(node))
+        if opening is None or not (node.args or node.keywords):
+            return
+        inner: tuple[Edit, ...] = (Edit.replacing(opening, 1, ", "),)
+        if entry.equation and reason is None and len(node.args) == 2:
+            # Both operands stand in one list: ``f(e, (a, b))`` becomes ``host.site(f, e, *(a, b))``.
+            comma = find_symbol(self.index.data, b",", self.index.end(node.args[0]), self.index.start(node.args[1]))
+            assert comma is not None
+            spaced = self.index.data[comma + 1 : comma + 2] == b" "
+            inner = (*inner, Edit.opening(comma + 1 + spaced, "*", self.depth))
+        self._record(entry, "call", node, inner, reason, closed=True)
+
+    def _record_method(self, node: ast.Call, func: ast.Attribute, entry: Operation) -> None:
+        """``a.matmul(b)`` becomes ``host.site(a, b)``."""
+        data = self.index.data
+        dot = find_symbol(data, b".", self.index.end(func.value), self.index.end(func))
+        opening = find_symbol(data, b"(", self.index.end(func), self.index.end(node))
+        if dot is None or opening is None or not (node.args or node.keywords):
+            return
+        between = data[dot : opening + 1]
+        if b"\n" in between or b"#" in between:
+            self._record(entry, "method", node, (), "the method's name stands on a line of its own", closed=True)
+            return
+        self._record(entry, "method", node, (Edit.replacing(dot, len(between), ", "),), closed=True)
+
+    def _record_inplace(self, node: ast.AugAssign, operator: str) -> None:
+        """``x += y`` becomes ``x = host.site(x, y)``; the site applies the in-place operator, so aliases stay true."""
+        entry = OPERATORS[operator]
+        if not isinstance(node.target, ast.Name) or node.target.id not in self.locals:
+            owner = "a global" if isinstance(node.target, ast.Name) else "an attribute or an item"
+            self._record(entry, "inplace", node, (), f"in-place on {owner}")
+            return
+        symbol = _SYMBOLS[operator] + b"="
+        place = find_symbol(self.index.data, symbol, self.index.end(node.target), self.index.start(node.value))
+        if place is None:
+            self._record(entry, "inplace", node, (), "the operator's place was not found")
+            return
+        name = self._next_name(entry)
+        site = self._site(name, entry, "inplace", node)
+        text = f"= {self.source.host}.{site.attribute}({node.target.id},"
+        edits = (
+            Edit.replacing(place, len(symbol), text),
+            Edit.closing(self.index.end(node), ")", self.depth),
+        )
+        self._append(site, edits, None)
+
+    def _record(
+        self,
+        entry: Operation,
+        form: Form,
+        node: ast.expr | ast.stmt,
+        inner: tuple[Edit, ...],
+        reason: str | None = None,
+        closed: bool = False,
+    ) -> None:
+        """Record a site whose text is wrapped. ``closed``: the expression ends with its own parenthesis already."""
+        site = self._site(self._next_name(entry), entry, form, node)
+        edits = (Edit.opening(self.index.start(node), f"{self.source.host}.{site.attribute}(", self.depth), *inner)
+        if not closed:
+            edits = (*edits, Edit.closing(self.index.end(node), ")", self.depth))
+        self._append(site, edits, reason)
+
+    def _next_name(self, entry: Operation) -> str:
+        ordinal = self.counts.get(entry.name, 0)
+        self.counts[entry.name] = ordinal + 1
+        return f"{self.name}.{entry.name}_{ordinal}"
+
+    def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
+        called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        made = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno, called=called)
+        return replace(made, equation=self._equation(node)) if entry.equation else made
+
+    def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
+        reason = reason or self.blocked or self.source.why_no_host
+        self.source.sites.append(replace(site, reason=reason, edits=() if reason else edits))
+
+    def _equation(self, node: ast.expr | ast.stmt) -> str:
+        """The text that a call's first argument is: one that stands there, or in a constant; empty where neither."""
+        first = node.args[0] if isinstance(node, ast.Call) and node.args else None
+        if isinstance(first, ast.Name):
+            texts: Mapping[str, Any] = constant_texts(self.node) if first.id in self.locals else self.namespace
+            value = texts.get(first.id)
+        else:
+            value = first.value if isinstance(first, ast.Constant) else None
+        return value if isinstance(value, str) else ""
+
+    def _resolve(self, node: ast.expr) -> object:
+        """The object that a dotted name stands for; None where that cannot be told from the text."""
+        if isinstance(node, ast.Name):
+            return None if node.id in self.locals else self.namespace.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self._resolve(node.value)
+            if isinstance(base, type) and issubclass(base, Tensor):
+                return getattr(base, node.attr, None)
+            # The module's own dictionary: getattr on a lazy module would import half a library.
+            return base.__dict__.get(node.attr) if isinstance(base, types.ModuleType) else None
+        return None
+
+
+def _is_literal(node: ast.expr) -> bool:
+    """An operand that cannot be a tensor: then the ``+`` joins numbers, texts, tuples or lists."""
+    literals = (ast.Constant, ast.JoinedStr, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.Compare)
+    return isinstance(node, literals) or (isinstance(node, ast.UnaryOp) and _is_literal(node.operand))

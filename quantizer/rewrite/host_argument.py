@@ -1,0 +1,242 @@
+"""Hosts that are lent: how a function without a module argument gets the module that holds its sites.
+
+``def attend(q, k)`` becomes ``def attend(q, k, *, _quantizer_host)``, and in a rewritten caller ``attend(q, k)``
+becomes ``_quantizer_lend(attend, self)(q, k)``. The original function keeps its name and its place: whoever passes it
+on as a value, or patches the name later, gets what was written, and only a call from rewritten text is lent a host.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import tokenize
+import types
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quantizer.rewrite.names import FunctionNode
+from quantizer.rewrite.source_sites import FunctionSource
+from quantizer.rewrite.text_edits import Edit
+from quantizer.rewrite.text_edits import LineIndex
+from quantizer.rewrite.text_edits import first_line
+
+__all__ = [
+    "EAGER",
+    "HOST",
+    "HOSTS",
+    "LEND",
+    "PADDED",
+    "RECORDED",
+    "TAKES_APART",
+    "VISIBLE",
+    "WRITTEN",
+    "WRITTEN_CLASS",
+    "Borrowers",
+    "as_written",
+    "function_source",
+    "guarded",
+    "hands_on",
+    "lender",
+    "takes_apart",
+    "viewer",
+]
+
+# Names in rewritten text that no user writes.
+HOST = "_quantizer_host"
+LEND = "_quantizer_lend"
+VISIBLE = "_quantizer_visible"
+TAKES_APART = "_quantizer_takes_apart"
+PADDED = "_quantizer_padded"
+WRITTEN_CLASS = "_quantizer_written_class"
+
+WRITTEN = "_quantizer_original_class"
+"""The attribute of a generated class that says which class its author wrote."""
+
+EAGER = "_quantizer_eager"
+"""The attribute of a module whose fused paths run as separate products, so that their sites are met."""
+
+RECORDED = "_quantizer_recorded"
+"""The attribute of a module that says whether it computes as with gradients; absent: if they are recorded."""
+
+HOSTS = "_quantizer_hosts"
+"""The attribute of a generated class that says which sites its instances hold: a frozenset of marks."""
+
+Borrowers = dict[types.FunctionType, tuple[tuple[Callable[..., Any], str | None, bool], ...]]
+"""By original function, each variant of it: the rewritten function, the mark of a site that its host holds (None: any
+host will do), and whether it takes the host as ``HOST`` (else as an argument of its own, as it always did)."""
+
+
+def lender(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
+    """The function that rewritten text calls ``_quantizer_lend``."""
+
+    def variant(function: types.FunctionType, host: Any) -> tuple[Callable[..., Any], bool] | None:
+        held = getattr(type(host), HOSTS, ())
+        for rewritten, mark, takes_host in borrowers.get(function, ()):
+            if mark is None or mark in held:
+                return rewritten, takes_host
+        return None
+
+    def lend(function: Any, host: Any) -> Any:
+        """``function`` with ``host`` lent to it, where it needs one and the host has its sites."""
+        # isinstance and not getattr: Dynamo follows this, and took another branch with getattr(function, "__func__").
+        if isinstance(function, types.MethodType) and isinstance(function.__func__, types.FunctionType):
+            found = variant(function.__func__, host)
+            return _bound(found[0], host, function.__self__) if found and found[1] else function
+        found = variant(function, host) if isinstance(function, types.FunctionType) else None
+        if found is None:
+            return function
+        return _bound(found[0], host) if found[1] else found[0]
+
+    return lend
+
+
+def _bound(function: Callable[..., Any], host: Any, *first: Any) -> Callable[..., Any]:
+    """``function`` with its host and first arguments, under its own name: torch.export asks what it calls for one."""
+    made = functools.partial(function, *first, **{HOST: host})
+    if not torch.compiler.is_dynamo_compiling():
+        vars(made)["__name__"] = function.__name__
+    return made
+
+
+def guarded(rewritten: types.FunctionType, original: types.FunctionType, host: str, mark: str) -> types.FunctionType:
+    """A helper with a module argument, for modules with its sites and without: those get what was written.
+
+    The name of an argument says that it is a module, and not whose code it is that calls: ``run(self.child, x)``.
+    """
+
+    @functools.wraps(rewritten)
+    def run(*args: Any, **keywords: Any) -> Any:
+        module = args[0] if args else keywords.get(host)
+        return (rewritten if mark in getattr(type(module), HOSTS, ()) else original)(*args, **keywords)
+
+    assert isinstance(run, types.FunctionType)
+    return run
+
+
+def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
+    """The function that rewritten text calls ``_quantizer_visible``: children of a module without the ``hidden``."""
+
+    def is_hidden(item: Any) -> bool:
+        return isinstance(item[1] if isinstance(item, tuple) and len(item) == 2 else item, hidden)
+
+    def visible(children: Any) -> Any:
+        """What ``children()``, ``named_modules()``, ``_modules`` and the like give, without the ``hidden``."""
+        if isinstance(children, dict):
+            if not any(isinstance(child, hidden) for child in children.values()):
+                return children
+            return {name: child for name, child in children.items() if not isinstance(child, hidden)}
+        if isinstance(children, types.GeneratorType):
+            return (item for item in children if not is_hidden(item))
+        return children
+
+    return visible
+
+
+def as_written(cls: Any) -> Any:
+    """What rewritten text calls ``_quantizer_written_class``: the class that an author wrote, of a generated one."""
+    original = getattr(cls, WRITTEN, None)
+    return cls if original is None else original
+
+
+def takes_apart(host: Any) -> bool:
+    """What rewritten text calls ``_quantizer_takes_apart``: whether fused attention runs as separate products."""
+    return bool(getattr(host, EAGER, False))
+
+
+def hands_on(function: Any) -> bool:
+    """Whether a function is known to do nothing with the functions that it is given but call them."""
+    if function is functools.partial:
+        return True
+    name = (getattr(function, "__module__", None), getattr(function, "__name__", None))
+    # Under a torch function mode, such as that of torch.export, functions of torch call themselves through the second.
+    return name in {("torch.utils.checkpoint", "checkpoint"), ("torch.overrides", "handle_torch_function")}
+
+
+def function_source(node: FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
+    """What is known of a function before its body is searched; ``owner`` is the class around it."""
+    host, why = _host_and_reason(node, owner is not None)
+    borrows = host == HOST
+    parameter = _host_parameter(node, index) if borrows else None
+    return FunctionSource(
+        key=(qualname, first_line(node)),
+        host=host,
+        borrows=borrows,
+        why_no_host=why,
+        parameter=parameter,
+        is_method=owner is not None and not borrows,
+    )
+
+
+def _host_and_reason(node: FunctionNode, in_class: bool) -> tuple[str | None, str | None]:
+    """The argument that holds the module, ``HOST`` where callers must lend one, or why there can be none."""
+    host = _own_host(node, in_class)
+    names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+    if host is None:
+        if any(name.id == "locals" for name in names):
+            return None, "the function reads locals(), where one more argument would show"
+        return HOST, None
+    if any(name.id == host and not isinstance(name.ctx, ast.Load) for name in names):
+        return None, f"the function assigns to its argument {host!r}"
+    return host, None
+
+
+def _own_host(node: FunctionNode, in_class: bool) -> str | None:
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    if not arguments:
+        return None
+    first = arguments[0]
+    if in_class:
+        decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+        return None if decorators & {"staticmethod", "classmethod"} else first.arg
+    annotation = ast.unparse(first.annotation) if first.annotation is not None else ""
+    is_module = first.arg in ("module", "self") or annotation.rpartition(".")[2].strip("\"'") == "Module"
+    return first.arg if is_module else None
+
+
+def _host_parameter(node: FunctionNode, index: LineIndex) -> Edit:
+    """The edit that adds the keyword-only argument ``HOST`` to a ``def``, whatever its signature."""
+    arguments = node.args
+    if arguments.kwonlyargs:
+        return Edit.opening(index.start(arguments.kwonlyargs[0]), f"{HOST}, ", 0)
+    if arguments.vararg is not None:
+        return Edit.closing(index.end(arguments.vararg), f", {HOST}", 0)
+    base = index.start(node)
+    last, last_end = "(", base
+    for text, start, end in _signature(index.data[base : index.start(node.body[0])].decode()):
+        # The tree does not give the place of the two stars, nor of the closing parenthesis.
+        if text == "**" and arguments.kwarg is not None:
+            last, last_end = text, base + start
+        elif arguments.kwarg is not None and last == "**" and base + start == index.start(arguments.kwarg):
+            return Edit.opening(last_end, f"*, {HOST}, ", 0)
+        else:
+            last, last_end = text, base + end
+    return Edit.closing(last_end, {"(": f"*, {HOST}", ",": f" *, {HOST}"}.get(last, f", *, {HOST}"), 0)
+
+
+def _signature(text: str) -> Iterator[tuple[str, int, int]]:
+    """Tokens from the opening parenthesis of a ``def`` to before the closing one, with byte offsets."""
+    rows = text.split("\n")
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + len(row.encode()) + 1)
+
+    def offset(place: tuple[int, int]) -> int:
+        return starts[place[0] - 1] + len(rows[place[0] - 1][: place[1]].encode())
+
+    depth = 0
+    inside = False
+    for token in tokenize.generate_tokens(io.StringIO(text, newline="\n").readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE):
+            continue
+        if token.type == tokenize.OP:
+            depth += (token.string in "([{") - (token.string in ")]}")
+        # Type parameters, in square brackets, come before the parenthesis.
+        inside = inside or (token.string == "(" and depth == 1)
+        if inside and depth == 0:
+            return
+        if inside:
+            yield token.string, offset(token.start), offset(token.end)

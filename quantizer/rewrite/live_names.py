@@ -1,0 +1,121 @@
+"""Globals that rewritten functions read and write where the original has them.
+
+A rewritten function runs in a copy of the globals of its file. What is bound anew later, by whoever it is, must be
+seen, and what the function declares ``global`` must be seen by others: so ``SCALE`` becomes ``_quantizer_live.SCALE``,
+an attribute of the module that was written, for reading, writing and deleting alike. Functions that may have a
+rewritten twin become ``_quantizer_now(_quantizer_live.f)``. Modules and classes keep their names: nobody binds those
+anew, and the text stays readable.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import types
+from collections.abc import Collection
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+
+from quantizer.rewrite.names import FunctionNode
+from quantizer.rewrite.names import bound_names
+from quantizer.rewrite.text_edits import Edit
+from quantizer.rewrite.text_edits import LineIndex
+
+__all__ = ["LIVE", "NOW", "live_edits", "why_not_live"]
+
+# Names in rewritten text that no user writes.
+LIVE = "_quantizer_live"
+NOW = "_quantizer_now"
+
+_INNERMOST = 1 << 20
+"""The depth of a name: whatever else begins or ends there stands around it."""
+
+_SHARED = ("torch",)
+"""Packages whose globals nobody binds anew."""
+
+
+def live_edits(
+    node: FunctionNode, index: LineIndex, namespace: Mapping[str, Any], free: Collection[str]
+) -> Iterator[Edit]:
+    """The edits by which a function finds its globals in the module that was written.
+
+    Args:
+        node: the function.
+        index: byte offsets of its file's lines.
+        namespace: the globals that it runs in.
+        free: names of variables of functions around it.
+    """
+    if str(namespace.get("__name__", "")).partition(".")[0] in _SHARED or why_not_live(node) is not None:
+        return
+    generic = {parameter.name for inner in ast.walk(node) for parameter in getattr(inner, "type_params", ())}
+    hidden = {*bound_names(node), *free, *generic}
+    declared = _declared(node)
+    for name in _names(node.body):
+        if name.id in hidden:
+            continue
+        value = namespace.get(name.id, namespace)
+        if name.id not in declared and (
+            isinstance(value, types.ModuleType | type) or (value is namespace and hasattr(builtins, name.id))
+        ):
+            continue
+        twin = isinstance(name.ctx, ast.Load) and isinstance(value, types.FunctionType)
+        yield Edit.opening(index.start(name), f"{NOW}({LIVE}." if twin else f"{LIVE}.", _INNERMOST)
+        if twin:
+            yield Edit.closing(index.end(name), ")", _INNERMOST)
+
+
+def why_not_live(node: FunctionNode) -> str | None:
+    """Why the globals that a function declares cannot be written in place; None where they can."""
+    declared = _declared(node)
+    inner = [found for statement in node.body for found in ast.walk(statement)]
+    own = {id(statement) for statement in _own_statements(node.body)}
+    if any(isinstance(found, ast.Global) and id(found) not in own for found in inner):
+        return "a function in it declares a global"
+    for found in inner:
+        names = _bound_otherwise(found) & declared
+        if names:
+            return f"it binds the global {min(names)} by something else than an assignment"
+    return None
+
+
+def _bound_otherwise(node: ast.AST) -> set[str]:
+    """The names that a node binds, where an attribute could not stand in their place."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.NamedExpr):
+        return {node.target.id}
+    if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+        return {node.name} if node.name else set()
+    return {node.rest} if isinstance(node, ast.MatchMapping) and node.rest else set()
+
+
+def _declared(node: FunctionNode) -> set[str]:
+    """The names that a function itself declares global."""
+    return {name for found in _own_statements(node.body) if isinstance(found, ast.Global) for name in found.names}
+
+
+def _own_statements(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements of a function, those of functions and classes in it apart."""
+    found: list[ast.stmt] = []
+    waiting: list[ast.AST] = list(body)
+    while waiting:
+        current = waiting.pop()
+        if isinstance(current, ast.stmt):
+            found.append(current)
+        if not isinstance(current, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            waiting += ast.iter_child_nodes(current)
+    return found
+
+
+def _names(nodes: list[ast.stmt]) -> Iterator[ast.Name]:
+    """The names in statements, but for classes and f-strings, where text is not rewritten."""
+    waiting: list[ast.AST] = list(nodes)
+    while waiting:
+        current = waiting.pop()
+        if isinstance(current, ast.Name):
+            yield current
+        elif not isinstance(current, ast.ClassDef | ast.JoinedStr):
+            waiting += ast.iter_child_nodes(current)

@@ -1,0 +1,172 @@
+"""Synthetic modules: the globals of rewritten functions."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+from typing import Protocol
+
+from quantizer.rewrite.host_argument import LEND
+from quantizer.rewrite.host_argument import PADDED
+from quantizer.rewrite.host_argument import TAKES_APART
+from quantizer.rewrite.host_argument import VISIBLE
+from quantizer.rewrite.host_argument import WRITTEN_CLASS
+from quantizer.rewrite.host_argument import Borrowers
+from quantizer.rewrite.host_argument import as_written
+from quantizer.rewrite.host_argument import lender
+from quantizer.rewrite.host_argument import takes_apart
+from quantizer.rewrite.host_argument import viewer
+from quantizer.rewrite.live_names import LIVE
+from quantizer.rewrite.live_names import NOW
+from quantizer.rewrite.padded_output import padded
+from quantizer.rewrite.source_sites import SiteSource
+
+__all__ = ["SyntheticModules"]
+
+
+class _Borrower(Protocol):
+    """What is asked of a function's result."""
+
+    function: Any
+    borrows: bool
+
+    @property
+    def sites(self) -> list[SiteSource]: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class _Synthetic:
+    """One synthetic module.
+
+    ``original`` are the globals that it copies (held, so that their id stays valid); ``replaced`` the functions that
+    stand in the place of others, by name: (original, rewritten); ``waiting`` functions that borrow a host and were
+    not built yet, because they call each other in a circle; ``twins`` rewritten functions by the original.
+    """
+
+    module: types.ModuleType
+    original: dict[str, Any]
+    replaced: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    borrowers: Borrowers = field(default_factory=dict)
+    waiting: list[tuple[types.FunctionType, _Borrower]] = field(default_factory=list)
+    twins: dict[types.FunctionType, Any] = field(default_factory=dict)
+
+    def refresh(self) -> None:
+        # A helper that was replaced since then is taken as it is: its sites are not known.
+        names = {name: new for name, (old, new) in self.replaced.items() if self.original.get(name) is old}
+        self.module.__dict__.update({**self.original, "__name__": self.module.__name__, **names})
+
+
+class SyntheticModules:
+    """One synthetic module for each module whose functions were rewritten.
+
+    Args:
+        hidden: classes of modules that a loop over children must not see.
+    """
+
+    def __init__(self, hidden: tuple[type, ...]) -> None:
+        self._hidden = hidden
+        self._made: dict[int, _Synthetic] = {}
+
+    def namespace(
+        self,
+        original: dict[str, Any],
+        replaced: Mapping[str, Any],
+        borrowers: Mapping[int, tuple[types.FunctionType, _Borrower]],
+    ) -> dict[str, Any]:
+        """The globals of a rewritten function, brought up to date with the original's.
+
+        Args:
+            original: the globals of the function as it was written.
+            replaced: rewritten helpers, by the global name that they take.
+            borrowers: helpers to which it lends its host, with what became of them.
+        """
+        if id(original) not in self._made:
+            self._made[id(original)] = self._make(original)
+        made = self._made[id(original)]
+        made.replaced.update({name: (original[name], helper) for name, helper in replaced.items()})
+        made.twins.update({original[name]: helper for name, helper in replaced.items()})
+        made.waiting += borrowers.values()
+        made.refresh()
+        return made.module.__dict__
+
+    def _make(self, original: dict[str, Any]) -> _Synthetic:
+        name = f"quantizer.rewritten.{original.get('__name__', 'unnamed')}"
+        while name in sys.modules:
+            name += "_"
+        made = _Synthetic(module=types.ModuleType(name), original=original)
+        made.module.__dict__.update(
+            {
+                LEND: lender(made.borrowers),
+                LIVE: _live(original),
+                NOW: _now(made.twins),
+                PADDED: padded,
+                TAKES_APART: takes_apart,
+                VISIBLE: viewer(self._hidden),
+                WRITTEN_CLASS: as_written,
+            }
+        )
+        sys.modules[name] = made.module
+        return made
+
+    def settle(self) -> None:
+        """Let functions be lent a host that were not built yet when their callers were."""
+        for made in self._made.values():
+            for function, rebuilt in made.waiting:
+                if rebuilt.function is not None:
+                    mark = next((site.mark for site in rebuilt.sites if site.edits), None)
+                    entry = (rebuilt.function, mark, rebuilt.borrows)
+                    known = made.borrowers.get(function, ())
+                    # The latest first: the text may have been rewritten again, with more calls that lend.
+                    made.borrowers[function] = (entry, *(other for other in known if other != entry))
+            made.waiting.clear()
+
+    def add_variant(self, function: types.FunctionType, rebuilt: _Borrower) -> None:
+        """Let callers of ``function`` lend to this variant of it too."""
+        for made in self._made.values():
+            if function in made.borrowers or any(function is waiting for waiting, _ in made.waiting):
+                made.waiting.append((function, rebuilt))
+
+    def refresh(self) -> None:
+        """Bring all synthetic modules up to date: globals may have been set since they were made."""
+        for made in self._made.values():
+            made.refresh()
+
+
+def _live(original: dict[str, Any]) -> Any:
+    """The module whose globals these are, or what reads and writes them as a module does."""
+    module = sys.modules.get(str(original.get("__name__")))
+    return module if module is not None and vars(module) is original else _Namespace(original)
+
+
+class _Namespace:
+    """The globals of a file that is no imported module, as attributes."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        object.__setattr__(self, "_variables", variables)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self, "_variables")[name]
+        except KeyError:
+            raise AttributeError(f"name {name!r} is not defined", name=name, obj=self) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__getattribute__(self, "_variables")[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        self.__getattr__(name)
+        del object.__getattribute__(self, "_variables")[name]
+
+
+def _now(twins: Mapping[types.FunctionType, Any]) -> Any:
+    """The function that rewritten text calls ``_quantizer_now``."""
+
+    def now(function: Any) -> Any:
+        """The rewritten twin of a function, where it has one that stands in its place."""
+        return twins.get(function, function) if isinstance(function, types.FunctionType) else function
+
+    return now

@@ -1,0 +1,175 @@
+"""Operator patches: hand-written changes of a model's source, for what a target or the exporter cannot take.
+
+A patch names a function, a piece of its text, and what stands there instead. It is applied to the text before sites
+are looked for, in memory, wherever source is rewritten: in every proxy and in what a ``patched`` block builds. Both
+texts compute the same floats, so a patch is applied whatever the target of a run is, and one rewriting serves all.
+
+A patch whose function has another text than the patch expects is refused by name, and reported; it is never applied
+half.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+
+from quantizer.errors import SourceError
+from quantizer.rewrite.names import FunctionNode
+from quantizer.rewrite.names import functions_in
+from quantizer.rewrite.text_edits import first_line
+
+__all__ = [
+    "OperatorPatch",
+    "PatchedText",
+    "apply_operator_patches",
+    "changes",
+    "operator_patches",
+    "register_operator_patch",
+    "unregister_operator_patch",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorPatch:
+    """One change of source.
+
+    Attributes:
+        name: how reports and refusals call it.
+        function: ``package.module:function`` or ``package.module:Class.method``.
+        before: text that stands exactly once in the function, with the indentation of its second and further lines.
+        after: what stands there instead, in as many lines: tracebacks stay true.
+        target: who rejects the original (``tensorrt-rtx``, ``openvino``, ``onnxruntime``, ``onnx`` for the exporter).
+        reason: what it says to it, or what it computes.
+    """
+
+    name: str
+    function: str
+    before: str
+    after: str
+    target: str
+    reason: str
+
+
+@dataclass(kw_only=True, slots=True)
+class PatchedText:
+    """A file's text with patches applied.
+
+    Attributes:
+        text: the text, with as many lines as before.
+        applied: patches by (qualified name, first line) of the function that each changed.
+        refused: why others were not applied.
+    """
+
+    text: str
+    applied: dict[tuple[str, int], list[OperatorPatch]] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+
+class _Registered:
+    """Patches by name. ``changes`` counts how often they changed, so that what was rewritten before is made anew."""
+
+    def __init__(self) -> None:
+        self.patches: dict[str, OperatorPatch] = {}
+        self.changes = 0
+
+
+_REGISTERED = _Registered()
+
+
+def register_operator_patch(patch: OperatorPatch) -> OperatorPatch:
+    """Apply ``patch`` in every proxy that is made from now on.
+
+    Raises:
+        SourceError: the name is taken, ``function`` does not say a module and a function, the two texts have different
+            numbers of lines, or they are the same.
+    """
+    problem = _problem(patch)
+    if problem is not None:
+        raise SourceError(f"operator patch {patch.name!r}: {problem}")
+    _REGISTERED.patches[patch.name] = patch
+    _REGISTERED.changes += 1
+    return patch
+
+
+def unregister_operator_patch(name: str) -> None:
+    """Forget a patch; proxies that exist keep it.
+
+    Raises:
+        SourceError: there is none of that name.
+    """
+    if name not in _REGISTERED.patches:
+        raise SourceError(f"there is no operator patch {name!r}; known: {', '.join(_REGISTERED.patches) or 'none'}")
+    del _REGISTERED.patches[name]
+    _REGISTERED.changes += 1
+
+
+def operator_patches() -> Mapping[str, OperatorPatch]:
+    """All patches, by name."""
+    return dict(_REGISTERED.patches)
+
+
+def changes() -> int:
+    """How often patches were registered and unregistered so far."""
+    return _REGISTERED.changes
+
+
+def apply_operator_patches(text: str, tree: ast.Module, module_name: str) -> PatchedText:
+    """The text of a module's file, and its tree, with the patches of its functions applied to the text."""
+    patches = [patch for patch in _REGISTERED.patches.values() if _split(patch)[0] == module_name]
+    result = PatchedText(text=text)
+    functions = list(functions_in(tree)) if patches else []
+    for patch in patches:
+        found = [node for qualname, node, _ in functions if qualname == _split(patch)[1]]
+        try:
+            if len(found) != 1:
+                raise SourceError(f"there are {len(found)} functions of this name, and 1 is expected")
+            result.text = _replaced(result.text, found[0], patch)
+        except SourceError as error:
+            result.refused.append(f"operator patch {patch.name!r} is refused in {patch.function}: {error}")
+        else:
+            result.applied.setdefault((_split(patch)[1], first_line(found[0])), []).append(patch)
+    return result
+
+
+def _replaced(text: str, node: FunctionNode, patch: OperatorPatch) -> str:
+    lines = text.split("\n")
+    body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    count = body.count(patch.before)
+    if count != 1:
+        stands = "does not stand there" if count == 0 else f"stands there {count} times"
+        raise SourceError(f"{textwrap.shorten(patch.before, 80)!r} {stands}, and once is expected")
+    lines[node.lineno - 1 : node.end_lineno] = body.replace(patch.before, patch.after).split("\n")
+    changed = "\n".join(lines)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(changed)
+    except SyntaxError as error:
+        raise SourceError(f"with {textwrap.shorten(patch.after, 80)!r} it is no Python: {error}") from error
+    return changed
+
+
+def _split(patch: OperatorPatch) -> tuple[str, str]:
+    module, _, function = patch.function.partition(":")
+    return module, function
+
+
+def _problem(patch: OperatorPatch) -> str | None:
+    if patch.name in _REGISTERED.patches:
+        return "the name is taken; unregister_operator_patch() frees it"
+    if not all(_split(patch)):
+        return f"function must say 'package.module:function', got {patch.function!r}"
+    if not patch.before.strip() or patch.before == patch.after:
+        return "before must be some text, and after another"
+    if patch.before.count("\n") != patch.after.count("\n"):
+        lines = [text.count("\n") + 1 for text in (patch.before, patch.after)]
+        return (
+            f"before has {lines[0]} lines and after {lines[1]}; the same number is needed, so that tracebacks stay true"
+        )
+    if not patch.reason or not patch.target:
+        return "target and reason must say who rejects the original, and how"
+    return None

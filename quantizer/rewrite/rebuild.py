@@ -1,0 +1,375 @@
+"""Building functions from rewritten text: transplanted code, synthetic globals, cloned decorators.
+
+Nothing is executed again: no import, no class body, no decorator. A rewritten function is the compiled code of the
+rewritten text put into a new function object that keeps the original's defaults and closure (so ``super()`` works).
+Its globals are the dictionary of a *synthetic module*: a copy of the original module's, in which rewritten functions
+stand in the place of theirs. The synthetic module is in ``sys.modules`` under its own ``__name__``, because
+``torch.compile`` and ``torch.export`` look globals up by that name. The original module is never changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from typing import Any
+from typing import TypeGuard
+
+from quantizer.errors import SourceError
+from quantizer.rewrite.decorator_keywords import hand_on_keywords
+from quantizer.rewrite.decorators import clone_chain
+from quantizer.rewrite.decorators import innermost
+from quantizer.rewrite.decorators import transplant
+from quantizer.rewrite.host_argument import guarded
+from quantizer.rewrite.module_globals import SyntheticModules
+from quantizer.rewrite.source_file import Key
+from quantizer.rewrite.source_file import SourceFile
+from quantizer.rewrite.source_file import future_flags
+from quantizer.rewrite.source_sites import FunctionSource
+from quantizer.rewrite.source_sites import HelperCall
+from quantizer.rewrite.source_sites import SiteSource
+
+__all__ = ["Lent", "Rebuilt", "Rebuilder"]
+
+Lent = Mapping[str, tuple[types.FunctionType, ...]]
+"""Static and class methods that hold sites, by name: what ``self.name(...)`` may call."""
+
+_NOTHING_LENT: Lent = types.MappingProxyType({})
+_NOT_LENT = "the function is passed on as a value here and not called, so no module can be lent to it"
+
+
+_TORCH_PRODUCTS = "torch.nn.functional"
+_NO_PRODUCTS = sys.stdlib_module_names | {"torch"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Rebuilt:
+    """What became of one function.
+
+    Attributes:
+        function: replaces the original (None: it stays).
+        borrows: ``function`` needs a host that is lent, so it cannot stand in the original's place.
+        is_method: its text says that its first argument is the module.
+        own: the sites in the function itself.
+        helpers: what became of the functions that it calls.
+        passed_on: what became of those that it mentions, but that get no host here.
+        lends_to: names of static and class methods to which it lends its host.
+        key: which function of which file was rewritten.
+        problem: why it could not be rewritten.
+        refused: why operator patches were not applied to its file.
+    """
+
+    function: Any = None
+    borrows: bool = False
+    is_method: bool = False
+    own: list[SiteSource] = field(default_factory=list)
+    helpers: list[Rebuilt] = field(default_factory=list)
+    passed_on: list[Rebuilt] = field(default_factory=list)
+    lends_to: set[str] = field(default_factory=set)
+    key: tuple[str, Key] | None = None
+    problem: str | None = None
+    refused: list[str] = field(default_factory=list)
+
+    def reached(self) -> Iterator[Rebuilt]:
+        """This one and all helpers reached from it, each once; they may call each other in a circle."""
+        seen: set[int] = set()
+        waiting = [self]
+        while waiting:
+            current = waiting.pop(0)
+            if id(current) not in seen:
+                seen.add(id(current))
+                yield current
+                waiting += current.helpers
+
+    @property
+    def sites(self) -> list[SiteSource]:
+        """Every site reached, those of helpers included; then those of helpers that get no host, with the reason."""
+        found: dict[SiteSource, None] = {}
+        refused: dict[SiteSource, None] = {}
+        for rebuilt in self.reached():
+            found.update(dict.fromkeys(rebuilt.own))
+            for helper in rebuilt.passed_on:
+                refused.update({_not_lent(site): None for other in helper.reached() for site in other.own})
+        names = {site.name for site in found}
+        return [*found, *(site for site in refused if site.name not in names)]
+
+    @property
+    def keys(self) -> set[tuple[str, Key]]:
+        """Which functions of which files take part."""
+        return {rebuilt.key for rebuilt in self.reached() if rebuilt.key is not None}
+
+    @property
+    def problems(self) -> list[str]:
+        """Why functions could not be rewritten."""
+        return list(dict.fromkeys(rebuilt.problem for rebuilt in self.reached() if rebuilt.problem is not None))
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why operator patches were not applied to the files that take part."""
+        return list(dict.fromkeys(message for rebuilt in self.reached() for message in rebuilt.refused))
+
+    @property
+    def lends(self) -> set[str]:
+        """Names of static and class methods that get a host, from helpers too."""
+        return set().union(*(rebuilt.lends_to for rebuilt in self.reached()))
+
+
+def _not_lent(site: SiteSource) -> SiteSource:
+    """The same site, left out because no module is lent to its function."""
+    return replace(site, reason=site.reason or _NOT_LENT, edits=())
+
+
+class Rebuilder:
+    """Rewrites functions, each once, and remembers the results.
+
+    Args:
+        hidden: classes of modules that a loop over children must not see.
+        qualified: names of sites carry the class or module of their function.
+
+    Attributes:
+        files: source files by (path, id of the globals their functions run in, compiler flags).
+        modules: the globals of rewritten functions.
+        done: results by id of the function and of what is lent, with that function.
+    """
+
+    def __init__(self, hidden: tuple[type, ...] = (), *, qualified: bool = False) -> None:
+        self.qualified = qualified
+        self.files: dict[tuple[str, int, int], SourceFile] = {}
+        self.modules = SyntheticModules(hidden)
+        self.done: dict[tuple[int, frozenset[int]], tuple[types.FunctionType, Rebuilt]] = {}
+
+    def file(self, function: types.FunctionType) -> SourceFile:
+        """The source file of a function, parsed once.
+
+        Raises:
+            SourceError: the text cannot be read or parsed.
+        """
+        flags = future_flags(function.__code__)
+        key = (function.__code__.co_filename, id(function.__globals__), flags)
+        if key not in self.files or not self.files[key].holds(function):
+            # Read again: a module may have been reloaded.
+            self.files[key] = SourceFile(key[0], function.__globals__, flags, qualified=self.qualified)
+        return self.files[key]
+
+    def settle(self) -> None:
+        """Let callers lend to what was rebuilt since."""
+        self.modules.settle()
+
+    def refresh(self) -> None:
+        """Bring all synthetic modules up to date: globals may have been set since they were made."""
+        self.modules.refresh()
+
+    def names_read(self, attribute: Any) -> set[str]:
+        """Attribute names that a function mentions, those of the helpers it reaches included."""
+        plain = _plain(attribute)
+        return self._names_read(plain, None, set()) if plain is not None else set()
+
+    def _names_read(self, function: types.FunctionType, name: str | None, seen: set[int]) -> set[str]:
+        function = innermost(function, name)
+        if id(function) in seen:
+            return set()
+        seen.add(id(function))
+        try:
+            source = self.file(function).find(function)
+        except SourceError:
+            # Without text, ask the compiled code.
+            return set(function.__code__.co_names)
+        names = set(source.attributes_read)
+        for called, helper in self._helpers(function, source):
+            names |= self._names_read(helper, called, seen)
+        return names
+
+    def _helpers(
+        self, function: types.FunctionType, source: FunctionSource
+    ) -> Iterator[tuple[str, types.FunctionType]]:
+        for name in sorted(source.globals_read):
+            value = function.__globals__.get(name)
+            if _may_be_rewritten(value):
+                yield name, value
+        for call in source.calls:
+            for target in _targets(function, call, _NOTHING_LENT):
+                yield call.target[-1], target
+
+    def needs_host(self, attribute: Any, name: str | None = None, lent: Lent = _NOTHING_LENT) -> bool:
+        """Whether a function without a module argument holds a site, or calls a function that does."""
+        plain = _plain(attribute)
+        return plain is not None and self._needs_host(plain, name, lent, set())
+
+    def holds_sites(self, value: Any) -> bool:
+        """Whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
+        value = value.func if isinstance(value, functools.partial) else value
+        return _may_be_rewritten(value) and any(site.edits for site in self.rebuild(value).sites)
+
+    def _needs_host(self, function: types.FunctionType, name: str | None, lent: Lent, seen: set[int]) -> bool:
+        function = innermost(function, name)
+        if id(function) in seen:
+            return False
+        seen.add(id(function))
+        try:
+            source = self.file(function).find(function)
+        except SourceError:
+            return False
+        if not source.borrows:
+            return False
+        return any(site.edits for site in source.sites) or any(
+            self._needs_host(target, call.target[-1], lent, seen)
+            for call in source.calls
+            for target in _targets(function, call, lent)
+        )
+
+    def rebuild(self, attribute: Any, name: str | None = None, lent: Lent = _NOTHING_LENT) -> Rebuilt:
+        """Rewrite a function as it stands in a class or module: plain, a property, or under decorators.
+
+        Args:
+            attribute: what stands there.
+            name: under which name it stands there.
+            lent: what the methods of its class may lend their host to.
+        """
+        if isinstance(attribute, property):
+            inner = self.rebuild(attribute.fget, name, lent)
+            function = property(inner.function, attribute.fset, attribute.fdel) if inner.function else None
+            return replace(inner, function=function)
+        if isinstance(attribute, staticmethod | classmethod):
+            inner = self.rebuild(attribute.__func__, name, lent)
+            if inner.is_method and inner.function is not None:
+                # The text says that its first argument is the module, and the class says otherwise.
+                return Rebuilt(problem=f"{name} was made static or a class method outside of its definition")
+            return replace(inner, function=type(attribute)(inner.function) if inner.function else None)
+        if not isinstance(attribute, types.FunctionType):
+            return Rebuilt()
+        key = (id(attribute), frozenset(id(target) for targets in lent.values() for target in targets))
+        if key not in self.done:
+            result = Rebuilt()
+            # Registered before the work is done: two functions that call each other must not recurse for ever.
+            self.done[key] = (attribute, result)
+            try:
+                self._rebuild(attribute, name, lent, result)
+            except SourceError as error:
+                result.problem = str(error)
+                result.own.clear()
+                result.helpers.clear()
+        return self.done[key][1]
+
+    def _rebuild(self, function: types.FunctionType, name: str | None, lent: Lent, result: Rebuilt) -> None:
+        inner = innermost(function, name)
+        rewritten = self._rewrite(inner, lent, result)
+        if rewritten is not None and inner is not function:
+            clone = clone_chain(function, inner, rewritten)
+            if clone is None:
+                raise SourceError(f"the decorators of {inner.__qualname__} hold it in a way that cannot be cloned")
+            if result.borrows and not hand_on_keywords(function, inner):
+                raise SourceError(
+                    f"{inner.__qualname__} has no module argument, and its decorators cannot be relied on to hand one "
+                    f"on to it"
+                )
+            rewritten = clone
+        result.function = rewritten
+
+    def _rewrite(self, function: types.FunctionType, lent: Lent, result: Rebuilt) -> types.FunctionType | None:
+        file = self.file(function)
+        source = file.find(function)
+        result.own = list(source.sites)
+        result.is_method = source.is_method
+        replaced: dict[str, Any] = {}
+        for name in sorted(source.globals_read):
+            value = function.__globals__.get(name)
+            if _may_be_rewritten(value) and not self.needs_host(value, name, lent):
+                helper = self.rebuild(value, name, lent)
+                result.helpers.append(helper)
+                if helper.function is not None and not helper.borrows:
+                    replaced[name] = helper.function
+        borrowers = self._lend(function, file, source, lent, result)
+        result.borrows = source.takes_host
+        for names in sorted(source.values_read):
+            value = _look_up(function.__globals__, names)
+            for found in [value] if _may_be_rewritten(value) else _items(value):
+                is_item = found is not value
+                if id(found) not in borrowers and (is_item or self.needs_host(found, names[-1], lent)):
+                    result.passed_on.append(self.rebuild(found, None if is_item else names[-1], lent))
+        result.refused = file.refused
+        if not replaced and not source.changed:
+            return None
+        code = file.code(source.key)
+        if code.co_freevars != function.__code__.co_freevars:
+            raise SourceError(f"{file.path}: {source.key[0]} has other closure variables once it is rewritten")
+        result.key = (file.rewritten_name, source.key)
+        made = transplant(function, code, self.modules.namespace(function.__globals__, replaced, borrowers))
+        mark = next((site.mark for site in source.sites if site.edits), None)
+        if mark is None or source.is_method or source.borrows or source.host is None:
+            return made
+        return guarded(made, function, source.host, mark)
+
+    def _lend(
+        self, function: types.FunctionType, file: SourceFile, source: FunctionSource, lent: Lent, result: Rebuilt
+    ) -> dict[int, tuple[types.FunctionType, Rebuilt]]:
+        """Make the calls active to whose targets the function lends its host; those targets, by id."""
+        borrowers: dict[int, tuple[types.FunctionType, Rebuilt]] = {}
+        for call in source.calls:
+            for target in _targets(function, call, lent):
+                name = None if call.item else call.target[-1]
+                needed = self.needs_host(target, name, lent)
+                if not needed and not (call.item and self.rebuild(target, name, lent).sites):
+                    continue
+                file.lend(call)
+                helper = self.rebuild(target, name, lent)
+                borrowers[id(target)] = (target, helper)
+                if call.of_class:
+                    result.lends_to.add(call.target[-1])
+                else:
+                    result.helpers.append(helper)
+        return borrowers
+
+
+def _may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
+    """Whether a global is a function to look into: none of Python's own, of torch's those that modules call."""
+    if not isinstance(helper, types.FunctionType):
+        return False
+    module = helper.__module__ or ""
+    package = module.partition(".")[0]
+    return package not in _NO_PRODUCTS or module == _TORCH_PRODUCTS
+
+
+def _plain(attribute: Any) -> types.FunctionType | None:
+    """The function of a property, a static or a class method."""
+    plain = attribute.fget if isinstance(attribute, property) else attribute
+    if isinstance(plain, staticmethod | classmethod):
+        plain = plain.__func__
+    return plain if isinstance(plain, types.FunctionType) else None
+
+
+def _targets(function: types.FunctionType, call: HelperCall, lent: Lent) -> tuple[types.FunctionType, ...]:
+    """The functions that a call may reach."""
+    if call.of_class:
+        return lent.get(call.target[-1], ())
+    target = _look_up(function.__globals__, call.target)
+    if call.item:
+        return _items(target)
+    return (target,) if _may_be_rewritten(target) else ()
+
+
+def _items(registry: Any) -> tuple[types.FunctionType, ...]:
+    """The functions in a plain dictionary, list or tuple."""
+    # Other kinds of registry compute what they give.
+    values = registry.values() if type(registry) is dict else registry if type(registry) in (list, tuple) else ()
+    return tuple(value for value in values if _may_be_rewritten(value))
+
+
+def _look_up(namespace: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """What stands behind a dotted name: a global, one of another module, a static or class method of a class."""
+    value: Any = namespace.get(names[0])
+    for name in names[1:]:
+        if isinstance(value, types.ModuleType):
+            # The module's own dictionary: getattr on a lazy module would import half a library.
+            value = value.__dict__.get(name)
+        elif isinstance(value, type):
+            value = inspect.getattr_static(value, name, None)
+            value = value.__func__ if isinstance(value, staticmethod | classmethod) else None
+        else:
+            return None
+    return value

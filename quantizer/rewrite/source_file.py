@@ -1,0 +1,179 @@
+"""One source file: read, parsed, searched, rewritten, compiled."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import difflib
+import linecache
+import types
+import warnings
+from collections.abc import Collection
+from collections.abc import Iterator
+from typing import Any
+
+from quantizer.errors import SourceError
+from quantizer.rewrite.find_sites import find_functions
+from quantizer.rewrite.operator_patches import apply_operator_patches
+from quantizer.rewrite.operator_patches import changes
+from quantizer.rewrite.source_sites import FunctionSource
+from quantizer.rewrite.source_sites import HelperCall
+from quantizer.rewrite.text_edits import LineIndex
+from quantizer.rewrite.text_edits import apply_edits
+from quantizer.rewrite.text_edits import first_line
+
+__all__ = ["SourceFile", "definition_of", "future_flags", "read_source"]
+
+Key = tuple[str, int]
+
+
+class SourceFile:
+    """A file whose functions can be rewritten.
+
+    Attributes:
+        path: the file that the functions' code objects name.
+        module_name: the ``__name__`` in the globals of its functions.
+        text: the original text.
+        functions: every function found, with its sites, by (qualified name, first line).
+        refused: why operator patches for this file were not applied.
+        rewritten_name: the synthetic file name under which the rewritten text is compiled and listed.
+
+    With ``qualified``, names of sites carry the class or module of their function: for a module that has two sites of
+    one name otherwise.
+    """
+
+    def __init__(self, path: str, namespace: dict[str, Any], flags: int = 0, *, qualified: bool = False) -> None:
+        self.path = path
+        self._flags = flags
+        self.module_name = str(namespace.get("__name__", "?"))
+        self.text = read_source(path, namespace)
+        try:
+            tree = _compiled(self.text, path, ast.PyCF_ONLY_AST)
+        except SyntaxError as error:
+            raise SourceError(f"{path}: cannot be parsed: {error}") from error
+        patched = apply_operator_patches(self.text, tree, self.module_name)
+        if patched.applied:
+            tree = _compiled(patched.text, path, ast.PyCF_ONLY_AST)
+        name = self.module_name if self.module_name != "__main__" else path
+        variant = f"{', qualified' if qualified else ''}{f', patches {changes()}' if patched.applied else ''}"
+        self.rewritten_name = f"<quantizer {name}{variant}>"
+        self._index = LineIndex(patched.text)
+        self._loaded = _by_key(_compiled(self.text, path, flags))
+        self.functions: dict[Key, FunctionSource] = find_functions(
+            tree, self._index, namespace, path, qualified, self._loaded
+        )
+        for key, patches in patched.applied.items():
+            self.functions[key].patches = patches
+        self.refused = patched.refused
+        self._codes: dict[Key, types.CodeType] | None = None
+
+    def find(self, function: types.FunctionType) -> FunctionSource:
+        """What was found in the text of a loaded function.
+
+        Raises:
+            SourceError: the text is not the loaded function's, or the function is a lambda or made by another one.
+        """
+        code = function.__code__
+        key = (code.co_qualname, code.co_firstlineno)
+        if not self.holds(function):
+            raise SourceError(f"{self.path}: {key[0]} differs from the loaded code; was the file changed after import?")
+        if key not in self.functions:
+            raise SourceError(
+                f"{self.path}: {key[0]} is a lambda or made inside another function, so it stays as it is"
+            )
+        return self.functions[key]
+
+    def holds(self, function: types.FunctionType) -> bool:
+        """Whether the text still is that from which a function was loaded."""
+        return self.holds_code(function.__code__)
+
+    def holds_code(self, code: types.CodeType) -> bool:
+        """Whether the text still is that from which ``code`` was compiled."""
+        return self._loaded.get((code.co_qualname, code.co_firstlineno)) == code
+
+    def rewritten_text(self, only: Collection[Key] | None = None) -> str:
+        """The text with the sites of all functions, or of ``only`` some, wrapped."""
+        chosen = self.functions.values() if only is None else [self.functions[key] for key in only]
+        return apply_edits(self._index.data, (edit for function in chosen for edit in function.edits()))
+
+    def lend(self, call: HelperCall) -> None:
+        """Let a call lend its host from now on."""
+        if not call.active:
+            call.active = True
+            self._codes = None
+
+    def code(self, key: Key) -> types.CodeType:
+        """The compiled code of a rewritten function.
+
+        The whole text is compiled, never a snippet, so that line numbers, ``super()`` and closures come out as in the
+        original; and it is registered in ``linecache`` so that tracebacks and ``inspect.getsource`` show it.
+        """
+        if self._codes is None:
+            text = self.rewritten_text()
+            code = _compiled(text, self.rewritten_name, self._flags)
+            lines = text.splitlines(keepends=True)
+            # A modification time of None tells linecache.checkcache to keep the entry.
+            linecache.cache[self.rewritten_name] = (len(text), None, lines, self.rewritten_name)
+            self._codes = _by_key(code)
+        return self._codes[key]
+
+    def diff(self, only: Collection[Key]) -> str:
+        """A unified diff of the original text and the text with the functions ``only`` rewritten."""
+        before = self.text.splitlines(keepends=True)
+        after = self.rewritten_text(only).splitlines(keepends=True)
+        return "".join(difflib.unified_diff(before, after, self.path, self.rewritten_name))
+
+
+def read_source(path: str, namespace: dict[str, Any]) -> str:
+    """The text of a file, also of a notebook cell or a zipped module (through ``linecache``).
+
+    Raises:
+        SourceError: there is no text.
+    """
+    linecache.checkcache(path)
+    lines = linecache.getlines(path, namespace)
+    if not lines:
+        raise SourceError(f"{path}: the source cannot be read, so its functions stay as they are")
+    return "".join(lines)
+
+
+def definition_of(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The ``def`` of a loaded function; None where it is a lambda, or the text is not that of the loaded code.
+
+    Raises:
+        SourceError: there is no text.
+    """
+    code = function.__code__
+    text = read_source(code.co_filename, function.__globals__)
+    try:
+        tree = _compiled(text, code.co_filename, ast.PyCF_ONLY_AST)
+        loaded = _by_key(_compiled(text, code.co_filename, future_flags(code)))
+    except SyntaxError:
+        return None
+    if loaded.get((code.co_qualname, code.co_firstlineno)) != code:
+        return None
+    definitions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return next((node for node in definitions if first_line(node) == code.co_firstlineno), None)
+
+
+def future_flags(code: types.CodeType) -> int:
+    """What compiling needs besides the text: a notebook compiles a cell with the __future__ imports of earlier ones."""
+    return code.co_flags & __future__.annotations.compiler_flag
+
+
+def _compiled(text: str, name: str, flags: int) -> Any:
+    with warnings.catch_warnings():
+        # Python said so when it first compiled the file: a wrong escape in a string, say.
+        warnings.simplefilter("ignore")
+        return compile(text, name, "exec", flags, dont_inherit=True)
+
+
+def _by_key(code: types.CodeType) -> dict[Key, types.CodeType]:
+    return {(inner.co_qualname, inner.co_firstlineno): inner for inner in _codes(code)}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes(constant)

@@ -1,0 +1,11 @@
+"""From a checkpoint to folders that a server takes, in one command: see ``convert`` and ``load_converted``."""
+
+from __future__ import annotations
+
+from quantizer.runs.convert.data import data_source
+from quantizer.runs.convert.folder import Converted
+from quantizer.runs.convert.folder import load_converted
+from quantizer.runs.convert.request import Conversion
+from quantizer.runs.convert.run import convert
+
+__all__ = ["Conversion", "Converted", "convert", "data_source", "load_converted"]

@@ -1,0 +1,250 @@
+"""Whether an engine computes what PyTorch computes, at the least, the usual and the largest shape.
+
+An engine of a quantized model is held to the frozen proxy, which rounds as the graph says; of a float model, to that.
+The cosine to the float model is what quantization cost: it is told and not judged.
+
+Shapes: B rows, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from quantizer.engines import Engine
+from quantizer.errors import EngineError
+from quantizer.runs.stages import runner
+from quantizer.tasks import Batch
+from quantizer.tasks import batch_shape
+from quantizer.tasks.metrics import mean_cosine
+from quantizer.tasks.metrics import sqnr_db
+
+__all__ = ["OutputCheck", "Reference", "Tolerance", "check_engine", "reference_outputs", "tolerance"]
+
+QUANTIZED_DB = 30.0
+"""Enough for a quantized model in any case."""
+TWICE_DB = 3.0
+"""Sums in another order move a few values across the border between two steps, and these move others in later layers: a
+right engine is then another sample of quantization's error, as far from the float model as the proxy is and not at the
+same place. So an engine may also be right by erring against the float model with twice the proxy's power at most."""
+HALF_DB = 30.0
+"""Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""
+FLOAT_DB = 60.0
+"""Float32 has 24 bits: 144 dB for one rounding."""
+
+NOTHING_DB = -1000.0
+"""A difference from nothing but zeros: less than any engine can have, and a number that JSON can hold."""
+
+_EDGE_ROWS = 4
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Outputs = dict[str, Floats]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputCheck:
+    """One output of an engine at one shape.
+
+    Attributes:
+        batch: rows of the shape.
+        sequence: tokens of it; None: rows are images.
+        output: name of the output.
+        sqnr_db: power of the output that it is held to, over that of the difference; None: there is no difference.
+            An output of zeros has no power: ``NOTHING_DB`` then.
+        float_db: the same to the float model's output.
+        proxy_float_db: what that is of the output that it is held to: the error of quantization itself.
+        cosine: mean cosine of its vectors to the float model's.
+    """
+
+    batch: int
+    sequence: int | None
+    output: str
+    sqnr_db: float | None
+    float_db: float | None
+    proxy_float_db: float | None
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What PyTorch gives for some rows of a batch.
+
+    Attributes:
+        inputs: the whole batch.
+        rows: those that were run: the first and the last ones, where all would take long.
+    """
+
+    inputs: Batch
+    rows: tuple[int, ...]
+    outputs: Outputs
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The least SQNR of an engine that is right.
+
+    Attributes:
+        decibels: enough in any case.
+        beyond_db: so much further from the float model than the proxy is right as well; None: it is not.
+    """
+
+    decibels: float
+    beyond_db: float | None = None
+
+    def __str__(self) -> str:
+        least = f"SQNR of {self.decibels:g} dB or more"
+        if self.beyond_db is None:
+            return least
+        return f"{least}, or at most {self.beyond_db:g} dB further from the float model than PyTorch"
+
+    def holds(self, distance: OutputCheck) -> bool:
+        """Whether an engine that is so far away is right."""
+        if distance.sqnr_db is None or distance.sqnr_db >= self.decibels:
+            return True
+        to_float, proxy_to_float = distance.float_db, distance.proxy_float_db
+        if self.beyond_db is None or proxy_to_float is None:
+            return False
+        return to_float is None or to_float >= proxy_to_float - self.beyond_db
+
+
+def tolerance(asked: float | None, quantized: bool, float_dtype: torch.dtype) -> Tolerance:
+    """The one that was asked for, or what fits the types of the engine."""
+    if asked is not None:
+        return Tolerance(asked)
+    if quantized:
+        return Tolerance(QUANTIZED_DB, TWICE_DB)
+    return Tolerance(FLOAT_DB if float_dtype == torch.float32 else HALF_DB)
+
+
+def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequence[str]) -> list[Reference]:
+    """Run a model on the first and the last rows of each batch: those in between are computed alike."""
+    references = []
+    for batch in batches:
+        count = len(next(iter(batch.values())))
+        rows = tuple(sorted({*range(min(_EDGE_ROWS, count)), *range(max(0, count - _EDGE_ROWS), count)}))
+        with torch.no_grad():
+            result = model(**{name: tensor[list(rows)] for name, tensor in batch.items()})
+        references.append(Reference(batch, rows, _by_name(result, names)))
+    return references
+
+
+def check_engine(
+    engine: Engine, expected: Sequence[Reference], of_float: Sequence[Reference], bound: Tolerance
+) -> list[OutputCheck]:
+    """Compare an engine's outputs, where no mask says that nobody reads them.
+
+    Args:
+        engine: what was built.
+        expected: what it is held to.
+        of_float: the float model's outputs for the same batches.
+        bound: how far apart the two may be.
+
+    Raises:
+        EngineError: an output is further away than ``bound``, or has NaN, or infinite values that PyTorch's has not; or
+            PyTorch's has NaN.
+    """
+    of_tokens = _token_outputs(expected)
+    checks = []
+    for reference, plain in zip(expected, of_float, strict=True):
+        given = _by_name(runner(engine)(reference.inputs), engine.output_names)
+        for name, wanted in reference.outputs.items():
+            batch, sequence = batch_shape(reference.inputs)
+            values = (given[name][list(reference.rows)], wanted, plain.outputs[name])
+            got, right, float_right = (_read(value, reference, name in of_tokens) for value in values)
+            tokens = "" if sequence is None else f" x sequence {sequence}"
+            where = f"{engine.name} engine, batch {batch}{tokens}, output {name!r}"
+            got, right, float_right = _finite(where, got, right, float_right)
+            check = OutputCheck(
+                batch=batch,
+                sequence=sequence,
+                output=name,
+                sqnr_db=_decibels(right, got),
+                float_db=_decibels(float_right, got),
+                proxy_float_db=_decibels(float_right, right),
+                cosine=mean_cosine(float_right, got),
+            )
+            if not bound.holds(check):
+                raise EngineError(
+                    f"{where}: SQNR {check.sqnr_db:.1f} dB against PyTorch{_to_float(check, bound)}; expected an "
+                    f"{bound}: the engine does not compute what the model computes. Nothing was written; --tolerance "
+                    "sets another bound"
+                )
+            checks.append(check)
+    return checks
+
+
+def _to_float(check: OutputCheck, bound: Tolerance) -> str:
+    if bound.beyond_db is None or check.float_db is None or check.proxy_float_db is None:
+        return ""
+    return f", and {check.float_db:.1f} dB against the float model where PyTorch has {check.proxy_float_db:.1f}"
+
+
+def _finite(where: str, got: Floats, right: Floats, float_right: Floats) -> tuple[Floats, Floats, Floats]:
+    """The same with zeros in the place of infinite values, on which engine and PyTorch agree.
+
+    Raises:
+        EngineError: they do not agree, or one of them holds NaN.
+    """
+    if np.isnan(right).any() or np.isnan(float_right).any():
+        raise EngineError(
+            f"{where}: PyTorch's own output holds NaN, so that no engine can be held to it: is the checkpoint sound?"
+        )
+    infinite = np.isinf(got) | np.isinf(right)
+    if np.isnan(got).any() or not np.array_equal(got[infinite], right[infinite]):
+        raise EngineError(f"{where}: it holds NaN or infinite values where PyTorch's does not, or lacks infinite ones")
+    infinite |= np.isinf(float_right)
+    without = [np.where(infinite, np.float32(0), values) for values in (got, right, float_right)]
+    return without[0], without[1], without[2]
+
+
+def _decibels(right: Floats, got: Floats) -> float | None:
+    """SQNR of what is finite; None where there is no difference, and for nothing else."""
+    found = sqnr_db(right, got)
+    return None if found == math.inf else max(found, NOTHING_DB)
+
+
+def _token_outputs(references: Sequence[Reference]) -> set[str]:
+    """The outputs with an axis of tokens, [B x S] or [B x S x ...], whose padding nobody reads.
+
+    It is as long as the tokens at every shape. Where all shapes have one length, [B x S] may as well be the logits of
+    as many classes: then all of it is compared.
+    """
+    lengths = {batch_shape(reference.inputs)[1] for reference in references}
+
+    def follows(name: str) -> bool:
+        shapes = [(reference.outputs[name].shape, batch_shape(reference.inputs)[1]) for reference in references]
+        several = len(lengths) > 1 or all(len(shape) > 2 for shape, _ in shapes)
+        return several and all(len(shape) > 1 and shape[1] == length for shape, length in shapes)
+
+    return {name for name in (references[0].outputs if references else ()) if follows(name)}
+
+
+def _read(values: Floats, reference: Reference, of_tokens: bool) -> Floats:
+    """Those vectors [N x D] of an output that somebody reads."""
+    mask = reference.inputs.get("attention_mask")
+    if mask is not None and of_tokens:
+        kept = mask[list(reference.rows)].numpy().astype(bool)
+        return np.asarray(values[kept].reshape(int(kept.sum()), -1))
+    return values.reshape(len(values), -1)
+
+
+def _by_name(result: Any, names: Sequence[str]) -> Outputs:
+    """The outputs as float32 arrays; what has no names has those of the graph, in its order."""
+    if isinstance(result, torch.Tensor):
+        result = (result,)
+    values = result if isinstance(result, Mapping) else dict(zip(names, result, strict=False))
+    return {name: _array(values[name]) for name in names if name in values}
+
+
+def _array(value: Any) -> npt.NDArray[np.float32]:
+    return np.asarray(value.detach().cpu().float() if isinstance(value, torch.Tensor) else value, dtype=np.float32)

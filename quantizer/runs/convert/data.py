@@ -1,0 +1,135 @@
+"""The data that a conversion is given: a data set by name, a plain file of texts, or a folder of images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantizer.common.paths import is_file
+from quantizer.common.paths import is_folder
+from quantizer.errors import ConfigError
+from quantizer.errors import TaskError
+from quantizer.tasks import Row
+from quantizer.tasks import Sample
+from quantizer.tasks import Task
+from quantizer.tasks import datasets
+from quantizer.tasks import load_rows
+from quantizer.tasks import read_images
+from quantizer.tasks import read_texts
+from quantizer.tasks import text_files
+
+__all__ = ["CALIBRATION_ROWS", "DataSource", "Samples", "data_source", "read_calibration", "read_labelled"]
+
+CALIBRATION_ROWS = 128
+"""How many rows calibrate where none are asked for and there are that many."""
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """What ``NAME:PATH``, ``FILE`` or ``FOLDER`` names.
+
+    Attributes:
+        name: the registered data set, whose rows have labels or scores; None: a plain file of texts, or a folder of
+            images.
+    """
+
+    path: Path
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.path}" if self.name is not None else str(self.path)
+
+    @property
+    def holds(self) -> str | None:
+        """What plain data is: "text" or "image"; None: rows of a data set, which say themselves what they are."""
+        if self.name is not None:
+            return None
+        return "text" if self.path.suffix.lower() in text_files and not is_folder(self.path) else "image"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What calibrates, and what is after it, which nothing was fitted to; both still in their own form."""
+
+    calibration: Sequence[Row | Sample]
+    held_out: Sequence[Row | Sample]
+
+    @property
+    def rows(self) -> list[Row | Sample]:
+        """All of them."""
+        return [*self.calibration, *self.held_out]
+
+    def of(self, task: Task) -> tuple[list[Sample], list[Sample]]:
+        """Both as the samples that the task makes of them."""
+        return _samples(self.calibration, task), _samples(self.held_out, task)
+
+
+def data_source(text: str, option: str) -> DataSource:
+    """Read ``NAME:PATH``, the ``FILE`` of texts or the ``FOLDER`` of images.
+
+    Args:
+        text: as typed.
+        option: where it was typed, for the message.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    name, colon, path = text.partition(":")
+    if name in datasets.names():
+        if not path:
+            raise ConfigError([f"{option} {text}: the path is missing; expected {name}:PATH"])
+        return DataSource(Path(path), name)
+    plain = Path(text)
+    if is_folder(plain) or (plain.suffix.lower() in text_files and (not colon or is_file(plain))):
+        return DataSource(plain)
+    raise ConfigError(
+        [
+            f"{option} {text}: expected a file of texts ({', '.join(text_files)}), a folder of images that exists, or "
+            f"NAME:PATH with one of the data sets {', '.join(datasets.names())}"
+        ]
+    )
+
+
+def read_calibration(source: DataSource, rows: int | None, column: str) -> Samples:
+    """Cut a source in two: the first ``rows`` calibrate.
+
+    Args:
+        source: where from.
+        rows: how many; None: ``CALIBRATION_ROWS``, or all where there are fewer.
+        column: of a plain ``.csv`` or ``.jsonl`` file.
+
+    Raises:
+        TaskError: it cannot be read, has no rows, or fewer than asked for.
+    """
+    found: Sequence[Row | Sample]
+    if source.name is not None:
+        found = load_rows(source.name, path=source.path)
+    else:
+        found = read_texts(source.path, column) if source.holds == "text" else read_images(source.path)
+    if rows is not None and rows > len(found):
+        raise TaskError(f"{source} has {len(found)} rows, fewer than --rows {rows}: lower it, or give more data")
+    count = rows or min(CALIBRATION_ROWS, len(found))
+    return Samples(found[:count], found[count:])
+
+
+def read_labelled(source: DataSource | None, option: str) -> list[Row]:
+    """All rows of a data set with labels; none, where there is no source.
+
+    Raises:
+        TaskError: a plain file or folder, or one that cannot be read.
+    """
+    if source is None:
+        return []
+    if source.name is None:
+        named = f"text-csv:{source.path.with_suffix('.csv').name}" if source.holds == "text" else "image-csv:labels.csv"
+        raise TaskError(
+            f"{option} {source}: {source.holds}s alone cannot be scored; expected NAME:PATH with labelled rows, such "
+            f"as {named} (data sets: {', '.join(datasets.names())})"
+        )
+    return load_rows(source.name, path=source.path)
+
+
+def _samples(rows: Sequence[Row | Sample], task: Task) -> list[Sample]:
+    samples = [row for row in rows if isinstance(row, str | Path)]
+    return samples + task.samples([row for row in rows if not isinstance(row, str | Path)])

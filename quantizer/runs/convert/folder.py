@@ -1,0 +1,181 @@
+"""The folder of one engine: what a server needs to run it, and nothing that it would have to look up elsewhere.
+
+model.onnx     the graph
+model.engine   the engine that was built from it
+tokenizer/     what turns texts into its inputs, or
+processor/     what turns images into them
+config.json    names, types and shapes, labels, lengths, and how it was made
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizer.common.plain_values import decoded
+from quantizer.common.plain_values import json_values
+from quantizer.engines import Array
+from quantizer.engines import Engine
+from quantizer.engines import load_engine
+from quantizer.errors import QuantizerError
+from quantizer.files import restore_folder
+from quantizer.tasks import Sample
+from quantizer.tasks import load_processor
+from quantizer.tasks import read_image
+from quantizer.tasks import tasks
+
+__all__ = ["CONFIG", "ENGINE", "ONNX", "Converted", "load_converted", "processor_folder", "write_json"]
+
+CONFIG = "config.json"
+ENGINE = "model.engine"
+ONNX = "model.onnx"
+FORMAT = 1
+"""Of config.json; counted up when a reader has to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What a server reads of config.json."""
+
+    name: str
+    task: str
+    backend: str
+    dimensions: Mapping[str, tuple[int, int, int]]
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """An engine with its tokenizer or image processor, loaded from its folder alone.
+
+    Attributes:
+        config: what config.json says.
+        engine: ready to run.
+        processor: a transformers tokenizer, or an image processor.
+    """
+
+    config: dict[str, Any]
+    engine: Engine
+    processor: Any
+
+    def inputs(self, samples: Sequence[Sample]) -> dict[str, Array]:
+        """The engine's inputs for some texts, or files of images.
+
+        Texts are padded to the longest, within the lengths that it was built for.
+        """
+        if self._reads == "image":
+            encoded = self.processor([read_image(Path(sample)) for sample in samples], return_tensors="np")
+        else:
+            encoded = self._tokens(samples)
+        return {spec.name: encoded[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:
+        """The engine's outputs for some texts, or files of images.
+
+        Raises:
+            QuantizerError: more of them than it was built for, or an image that cannot be read.
+        """
+        fewest, _, most = self.config["dimensions"]["batch"]
+        if not fewest <= len(samples) <= most:
+            raise QuantizerError(
+                f"{len(samples)} {self._reads}s at once, and this engine was built for {fewest} to {most}"
+            )
+        return self.engine(self.inputs(samples))
+
+    def labels(self, samples: Sequence[Sample]) -> list[str]:
+        """The label of each text or image, of a classifier.
+
+        Raises:
+            QuantizerError: it is none, or it cannot be called with these.
+        """
+        names = self.config["labels"]
+        if not names:
+            raise QuantizerError(f"{self.config['name']} is no classifier: call it for its outputs instead")
+        if len(names) == 1:
+            raise QuantizerError(
+                f"{self.config['name']} has one output and no classes: call it for its outputs instead"
+            )
+        logits = self(samples)["logits"]
+        if logits.shape[-1] != len(names):
+            raise QuantizerError(
+                f"{CONFIG} has {len(names)} labels, and the engine tells {logits.shape[-1]} classes apart: the folder "
+                "is damaged, convert the model again"
+            )
+        return [names[int(index)] for index in logits.argmax(axis=-1)]
+
+    def _tokens(self, texts: Sequence[Sample]) -> Any:
+        shortest, _, longest = self.config["dimensions"]["sequence"]
+        options = {"truncation": True, "return_tensors": "np"}
+        encoded = self.processor(list(texts), padding="longest", max_length=longest, **options)
+        if encoded["input_ids"].shape[1] < shortest:
+            encoded = self.processor(list(texts), padding="max_length", max_length=shortest, **options)
+        return encoded
+
+    @property
+    def _reads(self) -> str:
+        return tasks[self.config["task"]].reads
+
+
+def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True) -> Converted:
+    """Load what ``quantizer convert`` wrote for one backend.
+
+    Args:
+        folder: ``OUT/BACKEND``.
+        threads: of the CPU, for an engine that runs there.
+        verify: compare the engine's file with the checksum in it.
+
+    Raises:
+        QuantizerError: the folder is none of ours, incomplete or damaged.
+        EngineError: the engine does not load on this machine.
+    """
+    path = Path(folder)
+    restore_folder(path.parent)
+    try:
+        config = json_values((path / CONFIG).read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it holds no object")
+        if config.get("format") == FORMAT:
+            _check(config)
+    except (OSError, ValueError) as error:
+        raise QuantizerError(
+            f"{path} holds no {CONFIG} that can be read ({type(error).__name__}: {error}); expected a folder "
+            "OUT/BACKEND that `quantizer convert` wrote"
+        ) from error
+    if config.get("format") != FORMAT:
+        raise QuantizerError(
+            f"{path / CONFIG} has format {config.get('format')!r}, expected {FORMAT}: convert the model again"
+        )
+    task = config["task"]
+    processor = load_processor(str(path / processor_folder(task)), task)
+    return Converted(config, load_engine(config["backend"], path / ENGINE, threads=threads, verify=verify), processor)
+
+
+def _check(config: dict[str, Any]) -> None:
+    """Check those fields of config.json that are read here.
+
+    Raises:
+        ValueError: one is missing, or of another type.
+    """
+    told: _Told = decoded(_Told, {name: config[name] for name in _Told.__annotations__ if name in config}, CONFIG)
+    if told.task not in tasks.names():
+        raise ValueError(f"{CONFIG}.task: expected one of {', '.join(tasks.names())}, got {told.task!r}")
+    expected = {"batch"} if tasks[told.task].reads == "image" else {"batch", "sequence"}
+    if set(told.dimensions) != expected:
+        raise ValueError(f"{CONFIG}.dimensions: expected sizes of {' and '.join(sorted(expected))}")
+    for name, (least, usual, most) in told.dimensions.items():
+        if not 1 <= least <= usual <= most:
+            raise ValueError(f"{CONFIG}.dimensions.{name}: expected 1 <= least <= usual <= most")
+
+
+def processor_folder(task: str) -> str:
+    """The name of the folder of what makes a task's inputs."""
+    return "processor" if tasks[task].reads == "image" else "tokenizer"
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a document as people read it."""
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

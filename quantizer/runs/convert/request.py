@@ -1,0 +1,167 @@
+"""What a conversion is asked for, and whether it can be done: told before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantizer.engines import backends
+from quantizer.errors import ConfigError
+from quantizer.errors import QuantizerError
+from quantizer.files import checked_folder
+from quantizer.files import restore_folder
+from quantizer.runs.convert.data import DataSource
+from quantizer.targets import profile
+from quantizer.targets import profiles
+from quantizer.tasks import tasks
+
+__all__ = ["BATCH_SIZES", "CONVERSION", "SEQUENCE_LENGTHS", "Conversion", "Sizes", "convertible_tasks"]
+
+Sizes = tuple[int, int, int]
+"""Least, usual and most."""
+
+CONVERSION = "conversion"
+"""What its folder says that it is."""
+
+BATCH_SIZES: Sizes = (1, 8, 32)
+SEQUENCE_LENGTHS: Sizes = (16, 128, 512)
+
+
+def convertible_tasks() -> list[str]:
+    """The tasks whose model is all that there is to serve: none with a head that is fitted beside it."""
+    return [name for name in tasks.names() if not tasks[name].needs_head]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """One checkpoint, and what is to become of it.
+
+    Attributes:
+        model: a local folder, a hub name, or ``package:NAME/FOLDER``.
+        output: the folder to write.
+        task: a registered task; None: told from the checkpoint.
+        backends: the engines to build, each in a folder of its own.
+        quantization: quantize; otherwise the float model is converted.
+        dtype: the number format of what is quantized.
+        calibration: the data that ranges are taken from; needed by ``quantization``.
+        rows: how many rows of it calibrate; None: 128, or all where there are fewer.
+        column: the texts' column in a plain ``.csv`` or ``.jsonl`` file.
+        max_drop: put groups of sites back to float until the task's score on ``tuning`` is at most so much worse.
+        tuning: labelled rows for ``max_drop``.
+        evaluation: labelled rows that everything is scored on at the end.
+        batch_size: least, usual and most rows in a batch.
+        seq_len: least, usual and most tokens in a row of text; None: 16, 128, 512, or less where the model has fewer
+            positions.
+        compute_capability: the GPU to build for ahead of time, with TensorRT-RTX.
+        inference_precision: what OpenVINO computes in where nothing is quantized; None: float32.
+        tolerance: the least SQNR in dB of an engine's outputs against PyTorch's; None: what fits its types.
+        threads: of the CPU, for engines and PyTorch.
+        force: replace the folder of a conversion that stands there already; one that holds anything else is kept.
+
+    Raises:
+        ConfigError: what is asked for does not fit together; all problems are listed.
+    """
+
+    model: str
+    output: Path
+    task: str | None = None
+    backends: Sequence[str] = ("openvino",)
+    quantization: bool = False
+    dtype: str | None = None
+    calibration: DataSource | None = None
+    rows: int | None = None
+    column: str = "text"
+    max_drop: float | None = None
+    tuning: DataSource | None = None
+    evaluation: DataSource | None = None
+    batch_size: Sizes = BATCH_SIZES
+    seq_len: Sizes | None = None
+    compute_capability: str | None = None
+    inference_precision: str | None = None
+    tolerance: float | None = None
+    threads: int = 1
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [*self._names(), *self._quantization(), *self._sizes()]
+        try:
+            restore_folder(self.output)
+            checked_folder(self.output, CONVERSION, replace=self.force)
+        except QuantizerError as error:
+            problems.append(str(error))
+        if problems:
+            raise ConfigError(problems)
+
+    def _names(self) -> Iterator[str]:
+        for name in dict.fromkeys(self.backends):
+            if name not in backends.names():
+                yield f"--backend {name}: unknown; expected some of {', '.join(backends.names())}"
+        if not self.backends or len(set(self.backends)) < len(self.backends):
+            yield f"--backend {' '.join(self.backends) or '(none)'}: expected at least one, each of them once"
+        if self.task is not None and self.task not in convertible_tasks():
+            yield f"--task {self.task}: unknown; expected one of {', '.join(convertible_tasks())}"
+        ahead_of_time = [name for name in profiles if profile(name).capabilities]
+        chosen = [name for name in ahead_of_time if name in self.backends]
+        if self.compute_capability is not None and not chosen:
+            names = " or ".join(ahead_of_time)
+            yield f"--compute-capability {self.compute_capability} is for --backend {names}; leave it out"
+        elif self.compute_capability is not None and not re.fullmatch("sm[0-9]{2,3}", self.compute_capability):
+            yield f"--compute-capability {self.compute_capability}: expected one such as sm89"
+        elif self.compute_capability is not None:
+            formats = {self.dtype or "int8"} if self.quantization else set()
+            reasons = [profile(name).capability_reason(self.compute_capability, formats) for name in chosen]
+            yield from (f"--compute-capability: {reason}" for reason in reasons if reason is not None)
+
+        known = [profile(name) for name in self.backends if name in backends.names()]
+        if self.inference_precision is not None and known:
+            # One that takes the types of its file may stand beside one that is told.
+            reasons = [target.precision_reason(self.inference_precision) for target in known]
+            if None not in reasons:
+                yield f"--inference-precision: {reasons[0]}"
+
+    def _quantization(self) -> Iterator[str]:
+        if not self.quantization:
+            given = {"--calibration": self.calibration, "--rows": self.rows, "--dtype": self.dtype}
+            for option, value in {**given, "--max-drop": self.max_drop}.items():
+                if value is not None:
+                    yield f"{option} {value} is used with --quantization only; add that, or leave this out"
+        elif self.calibration is None:
+            yield (
+                "--quantization needs data to calibrate on, and --calibration is missing: give 100 or more texts or "
+                "images like those that the model will see, such as --calibration texts.txt with one a line, or a "
+                "folder of images"
+            )
+        if self.max_drop is not None and self.tuning is None:
+            yield (
+                f"--max-drop {self.max_drop} is a drop of the task's score, and there is nothing to score on: give "
+                "labelled rows, such as --tuning text-csv:dev.csv or image-folder:dev"
+            )
+        if self.max_drop is None and self.tuning is not None:
+            yield f"--tuning {self.tuning} is used by --max-drop only; leave it out, or name it --evaluation"
+        if self.tuning is not None and self.tuning == self.evaluation:
+            yield (
+                f"--tuning and --evaluation are both {self.tuning}: a score on rows that the choice was made on is "
+                "better than the model; give other rows"
+            )
+        for name in self.backends:
+            if self.dtype is None or name not in backends.names():
+                continue
+            known = profile(name).activation_dtypes
+            if self.dtype not in known:
+                yield f"--dtype {self.dtype}: {name} does not compute in it; expected {' or '.join(sorted(known))}"
+
+    def _sizes(self) -> Iterator[str]:
+        for option, sizes in (("--batch-size", self.batch_size), ("--seq-len", self.seq_len)):
+            if sizes is not None and not 1 <= sizes[0] <= sizes[1] <= sizes[2]:
+                shown = " ".join(map(str, sizes))
+                yield f"{option} {shown}: expected the least, the usual and the most, with 1 <= least <= usual <= most"
+        if self.seq_len is not None and self.seq_len[0] == 1:
+            yield "--seq-len 1 ...: expected 2 or more; a text has a first and a last token at least"
+        for option, value in (("--rows", self.rows), ("--threads", self.threads)):
+            if value is not None and value < 1:
+                yield f"{option} {value}: expected 1 or more"
+        if self.max_drop is not None and not self.max_drop >= 0:
+            yield f"--max-drop {self.max_drop}: expected 0 or more, in the unit of the task's score"

@@ -1,0 +1,138 @@
+"""What came of a conversion, as data: for config.json, conversion.json and the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from dataclasses import dataclass
+from typing import Any
+
+from quantizer.plan.site_plan import NEVER_RAN
+from quantizer.qdq.signature import Signature
+from quantizer.quantizer import Quantizer
+from quantizer.report import Score
+from quantizer.report import collect_versions
+from quantizer.report.search_records import fallback_reason
+from quantizer.runs.convert.compare_outputs import OutputCheck
+from quantizer.runs.convert.folder import ENGINE
+from quantizer.runs.convert.folder import FORMAT
+from quantizer.runs.convert.folder import ONNX
+from quantizer.runs.convert.folder import processor_folder
+from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.convert.request import Sizes
+
+__all__ = ["BackendResult", "Facts", "QuantizationFacts", "backend_config", "quantization_facts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is so for every backend: the model, and the sizes that engines are built for.
+
+    Attributes:
+        labels: the name of each class, of a classifier.
+        sequence: least, usual and most tokens of a row; None: rows are images.
+    """
+
+    name: str
+    source: str
+    task: str
+    labels: tuple[str, ...]
+    batch: Sizes
+    sequence: Sizes | None
+
+    @property
+    def dimensions(self) -> dict[str, Sizes]:
+        """The sizes of each dynamic dimension by its name in the ONNX file."""
+        return {"batch": self.batch} if self.sequence is None else {"batch": self.batch, "sequence": self.sequence}
+
+    @property
+    def shapes(self) -> list[tuple[int, int | None]]:
+        """Rows and tokens of the least, the usual and the largest shape, each of them once."""
+        return list(dict.fromkeys(zip(self.batch, self.sequence or (None, None, None), strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationFacts:
+    """What is quantized for one backend.
+
+    Attributes:
+        dtype: the number format.
+        sites: by kind, how many are quantized and how many ran in calibration.
+        multiply_adds: the share of them in low precision; None: nothing was counted.
+        put_back: groups of sites that went back to float.
+        reason: why these, where a search chose them.
+        calibration: where the ranges come from.
+        rows: how many texts or images of it.
+    """
+
+    dtype: str
+    sites: dict[str, tuple[int, int]]
+    multiply_adds: float | None
+    put_back: tuple[str, ...]
+    reason: str | None
+    calibration: str
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendResult:
+    """One engine, and what was seen of it.
+
+    Attributes:
+        not_verified: None: it ran here and was checked; otherwise why it was not.
+        tolerance: what its outputs were held to.
+    """
+
+    backend: str
+    float_dtype: str
+    compute_capability: str | None
+    inference_precision: str | None
+    quantization: QuantizationFacts | None
+    signature: Signature
+    onnx_bytes: int
+    engine_bytes: int
+    build_seconds: float
+    not_verified: str | None
+    tolerance: str
+    checks: tuple[OutputCheck, ...] = ()
+    latency: tuple[ShapeLatency, ...] = ()
+    scores: tuple[Score, ...] = ()
+
+
+def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> QuantizationFacts:
+    """What a calibrated quantizer quantizes."""
+    coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
+    told = [row for row in coverage if not row.quiet and row.reason != NEVER_RAN]
+    every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
+    return QuantizationFacts(
+        dtype=quantizer.config.dtype,
+        sites={kind: (quantized[kind], count) for kind, count in every.items()},
+        multiply_adds=coverage.share,
+        put_back=() if chosen is None else chosen.groups,
+        reason=None if chosen is None else fallback_reason(chosen),
+        calibration=calibration,
+        rows=rows,
+    )
+
+
+def backend_config(facts: Facts, result: BackendResult) -> dict[str, Any]:
+    """config.json: first what a server asks for, then how the engine was made."""
+    return {
+        "format": FORMAT,
+        "name": facts.name,
+        "task": facts.task,
+        "backend": result.backend,
+        "compute_capability": result.compute_capability,
+        "inference_precision": result.inference_precision,
+        "files": {"onnx": ONNX, "engine": ENGINE, (processor := processor_folder(facts.task)): processor},
+        "inputs": [asdict(value) for value in result.signature.inputs],
+        "outputs": [asdict(value) for value in result.signature.outputs],
+        "dimensions": {name: list(sizes) for name, sizes in facts.dimensions.items()},
+        "max_length": None if facts.sequence is None else facts.sequence[2],
+        "labels": list(facts.labels),
+        "float_dtype": result.float_dtype,
+        "quantization": None if result.quantization is None else asdict(result.quantization),
+        "verified": result.not_verified or f"outputs agree with PyTorch's: {result.tolerance}; see checks",
+        "checks": [asdict(check) for check in result.checks],
+        "versions": collect_versions(),
+    }

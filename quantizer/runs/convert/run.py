@@ -1,0 +1,346 @@
+"""``quantizer convert``: a checkpoint in; ONNX files and engines out, checked against PyTorch and timed.
+
+The folder is complete or absent: it is filled beside its place and takes its name at the end.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from quantizer.engines import BuildOptions
+from quantizer.engines import BuildResult
+from quantizer.engines import Engine
+from quantizer.engines import load_engine
+from quantizer.engines import runs_here
+from quantizer.errors import TaskError
+from quantizer.export import export_onnx
+from quantizer.files import require_room
+from quantizer.files import said_complete
+from quantizer.files import write_folder
+from quantizer.qdq.signature import read_signature
+from quantizer.quantizer import Quantizer
+from quantizer.report import Score
+from quantizer.report import collect_machine
+from quantizer.report import collect_versions
+from quantizer.runs.convert.compare_outputs import Reference
+from quantizer.runs.convert.compare_outputs import Tolerance
+from quantizer.runs.convert.compare_outputs import check_engine
+from quantizer.runs.convert.compare_outputs import reference_outputs
+from quantizer.runs.convert.compare_outputs import tolerance
+from quantizer.runs.convert.data import Samples
+from quantizer.runs.convert.data import read_calibration
+from quantizer.runs.convert.data import read_labelled
+from quantizer.runs.convert.folder import CONFIG
+from quantizer.runs.convert.folder import ENGINE
+from quantizer.runs.convert.folder import ONNX
+from quantizer.runs.convert.folder import processor_folder
+from quantizer.runs.convert.folder import write_json
+from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.convert.measure import measure_latency
+from quantizer.runs.convert.request import CONVERSION
+from quantizer.runs.convert.request import SEQUENCE_LENGTHS
+from quantizer.runs.convert.request import Conversion
+from quantizer.runs.convert.request import Sizes
+from quantizer.runs.convert.request import convertible_tasks
+from quantizer.runs.convert.result import BackendResult
+from quantizer.runs.convert.result import Facts
+from quantizer.runs.convert.result import backend_config
+from quantizer.runs.convert.result import quantization_facts
+from quantizer.runs.convert.summary import print_result
+from quantizer.runs.convert.summary import print_summary
+from quantizer.runs.preflight import check_rows
+from quantizer.runs.preflight import require_tools
+from quantizer.runs.stages import Stages
+from quantizer.runs.stages import bar
+from quantizer.runs.stages import parameter_bytes
+from quantizer.runs.stages import runner
+from quantizer.runs.stages import score_record
+from quantizer.runs.stages import work_kept
+from quantizer.runs.task_metric import TuningScore
+from quantizer.targets import profile
+from quantizer.tasks import Predictions
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_processor
+from quantizer.tasks import read_checkpoint
+from quantizer.tasks import tasks
+from quantizer.tasks import text_files
+
+__all__ = ["convert"]
+
+_AMP_BATCHES = 4
+_CALIBRATION = {"text": f"a file of texts ({', '.join(text_files)})", "image": "a folder of images"}
+_RESAMPLES = 1000
+
+
+def convert(asked: Conversion, console: Console) -> Path:
+    """Carry out a conversion and write its folder.
+
+    Args:
+        asked: what to convert, and into what.
+        console: where stages and results are printed.
+
+    Raises:
+        QuantizerError: a stage failed; nothing was written.
+    """
+    folder = asked.output.absolute()
+    # Data first: it is read in no time, and a mistake in it should not cost the time that the model takes.
+    data = None if asked.calibration is None else read_calibration(asked.calibration, asked.rows, asked.column)
+    facts = _facts(asked, folder.name)
+    results: list[BackendResult] = []
+    with work_kept(folder, searches=asked.max_drop is not None, trains=False) as kept:
+        write_folder(
+            folder,
+            lambda target: results.extend(_Run(asked, facts, data, target, kept.scores, console).carry_out()),
+            kind=CONVERSION,
+            replace=asked.force,
+        )
+    with said_complete(folder):
+        print_summary(facts, results, folder, console)
+    return folder
+
+
+def _facts(asked: Conversion, name: str) -> Facts:
+    """What the checkpoint says, with what was asked.
+
+    Raises:
+        TaskError: its task cannot be told, does not fit it or the data, or has no such lengths.
+    """
+    checkpoint = read_checkpoint(asked.model, asked.task)
+    task = asked.task or checkpoint.task
+    if task not in convertible_tasks():
+        raise TaskError(
+            f"model source {asked.model!r}: its architecture is {checkpoint.architecture or 'not said'}, which does "
+            f"not tell the task; give --task with one of {', '.join(convertible_tasks())}"
+        )
+    reads = tasks[task].reads
+    if asked.calibration is not None and asked.calibration.holds not in (None, reads):
+        raise TaskError(
+            f"--calibration {asked.calibration} is of {asked.calibration.holds}s, and task {task} is for {reads}s: "
+            f"give {_CALIBRATION[reads]}"
+        )
+    labels = checkpoint.labels if tasks[task].output_name == "logits" else ()
+    facts = partial(Facts, name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size)
+    if reads == "image":
+        if asked.seq_len is not None:
+            raise TaskError(
+                f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for images, which have no tokens; "
+                "leave it out (their size is the one that the model's image processor makes)"
+            )
+        return facts(sequence=None)
+    most = checkpoint.positions
+    if asked.seq_len is not None and most is not None and asked.seq_len[2] > most:
+        raise TaskError(
+            f"--seq-len {' '.join(map(str, asked.seq_len))}: the model has {most} positions; lower the last number to "
+            f"{most} or less"
+        )
+    return facts(sequence=asked.seq_len or _lowered(SEQUENCE_LENGTHS, most))
+
+
+def _lowered(sizes: Sizes, most: int | None) -> Sizes:
+    least, usual, largest = (size if most is None else min(size, most) for size in sizes)
+    return least, usual, largest
+
+
+class _Run:
+    """One conversion in progress; ``target`` is the folder that is being filled."""
+
+    def __init__(
+        self, asked: Conversion, facts: Facts, data: Samples | None, target: Path, scores: Path, console: Console
+    ) -> None:
+        self.asked = asked
+        self.facts = facts
+        self.target = target
+        self.scores = scores
+        self.console = console
+        self.stage = Stages(console)
+        self.tuning = read_labelled(asked.tuning, "--tuning")
+        self.evaluation = read_labelled(asked.evaluation, "--evaluation")
+        with self.stage("load the model"):
+            self.model = load_model(asked.model, facts.task)
+            # An ONNX file and an engine for each backend, in which integers take a quarter.
+            least = parameter_bytes(self.model) * len(asked.backends) // (2 if asked.quantization else 1)
+            require_room(target, least, "what is written for this model")
+            self.processor = load_processor(asked.model, facts.task)
+            sizes = facts.sequence
+            lengths = {} if sizes is None else {"min_length": sizes[0], "max_length": sizes[2]}
+            self.task = build_task(facts.task, self.model, self.processor, batch_size=facts.batch[1], **lengths)
+        # What would be told after minutes of calibration is told now.
+        require_tools({name: self._options(name) for name in asked.backends}, html=False)
+        check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
+        self.calibration, held_out = ([], []) if data is None else data.of(self.task)
+        self.batches = self.task.sample_batches(self.calibration)
+        self.check_batches = [self.task.inputs.filled(held_out or self.calibration, *shape) for shape in facts.shapes]
+        self.float_predictions: Predictions | None = None
+
+    def carry_out(self) -> list[BackendResult]:
+        """All stages, in order."""
+        asked = self.asked
+        quantizers = self._quantizers() if asked.quantization else dict.fromkeys(asked.backends)
+        # In the folder itself, so that what a kill leaves goes with it.
+        with tempfile.TemporaryDirectory(dir=self.target) as scratch:
+            results = [self._backend(name, quantizers[name], Path(scratch)) for name in asked.backends]
+        document = {
+            "model": asdict(self.facts),
+            "backends": [asdict(result) for result in results],
+            "stages": [asdict(stage) for stage in self.stage.done],
+            "versions": collect_versions(),
+            "machine": collect_machine(),
+        }
+        write_json(self.target / "conversion.json", document)
+        return results
+
+    def _quantizers(self) -> Mapping[str, Quantizer]:
+        """A quantizer for each backend, all of them from one calibration."""
+        first, *others = self.asked.backends
+        quantizer = Quantizer(backend=first, dtype=self.asked.dtype or "int8")
+        with self.stage(f"calibrate on {len(self.calibration)} {self.task.reads}s"):
+            quantizer.calibrate(self.model, self.batches)
+            quantizer.save(self.target / "quantizer")
+        return {first: quantizer, **{name: quantizer.for_backend(name) for name in others}}
+
+    def _backend(self, name: str, quantizer: Quantizer | None, scratch: Path) -> BackendResult:
+        """Everything for one backend: its plan, its files, and what they are worth."""
+        folder = self.target / name
+        folder.mkdir()
+        self.console.print(f"[bold]{name}[/bold]")
+        float_dtype = profile(name).torch_dtype
+        quantized = None if quantizer is None else self._quantized(quantizer)
+        with self.stage("export"):
+            if quantizer is None or quantized is None:
+                self._export_float(name, folder / ONNX, float_dtype)
+            else:
+                quantizer.export(quantized, folder / ONNX, self.task.example())
+        with self.stage("build the engine"):
+            built = self._build(name, folder / ONNX, folder / ENGINE)
+        self.processor.save_pretrained(folder / processor_folder(self.facts.task))
+        seen = self._seen(name, built, quantized, float_dtype, scratch) if runs_here(name) else {}
+        result = BackendResult(
+            backend=name,
+            float_dtype=profile(name).float_dtype,
+            compute_capability=self._capability(name),
+            inference_precision=self._precision(name),
+            quantization=None
+            if quantizer is None
+            else quantization_facts(quantizer, str(self.asked.calibration), len(self.calibration)),
+            signature=read_signature(folder / ONNX),
+            onnx_bytes=(folder / ONNX).stat().st_size,
+            engine_bytes=built.size_bytes,
+            build_seconds=built.seconds,
+            not_verified=None if seen else "not verified: built ahead of time, and there is no GPU here",
+            tolerance=str(self._tolerance(name, quantized, float_dtype)),
+            **seen,
+        )
+        write_json(folder / CONFIG, backend_config(self.facts, result))
+        print_result(result, self.console)
+        return result
+
+    def _quantized(self, quantizer: Quantizer) -> nn.Module:
+        """The frozen proxy, after a search where there is a budget."""
+        asked = self.asked
+        if asked.max_drop is not None:
+            amp = quantizer.amp(self.model)
+            with self.stage("measure sensitivity"), torch.no_grad():
+                for batch in self.batches[:_AMP_BATCHES]:
+                    amp(**batch)
+            read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
+            with self.stage("search what goes back to float"):
+                score = TuningScore(read, self.task, self.tuning, [], self.stage.tell)
+                quantizer.fallback(
+                    amp,
+                    max_drop=asked.max_drop,
+                    metric=score,
+                    higher_is_better=score.higher_is_better,
+                    cache=self.scores,
+                )
+        with self.stage("quantize"):
+            return quantizer.quantize(self.model)
+
+    def _seen(
+        self, name: str, built: BuildResult, quantized: nn.Module | None, float_dtype: torch.dtype, scratch: Path
+    ) -> dict[str, Any]:
+        """What is observed of an engine that runs here: the check, its latency and its score."""
+        engine = load_engine(name, built.path, threads=self.asked.threads)
+        bound = self._tolerance(name, quantized, float_dtype)
+        with self.stage("check the outputs against PyTorch"):
+            plain = reference_outputs(self.model, self.check_batches, engine.output_names)
+            expected: list[Reference] = plain
+            if quantized is not None:
+                expected = reference_outputs(quantized, self.check_batches, engine.output_names)
+            checks = check_engine(engine, expected, plain, bound)
+        models: dict[str, nn.Module | Engine] = {"PyTorch float": self.model}
+        if quantized is None:
+            models["engine"] = engine
+        else:
+            models["float engine"] = self._float_engine(name, float_dtype, scratch)
+            models["engine"] = engine
+        latency = self._latency(models)
+        return {"checks": tuple(checks), "latency": latency, "scores": self._scored(engine, quantized)}
+
+    def _latency(self, models: Mapping[str, nn.Module | Engine]) -> tuple[ShapeLatency, ...]:
+        with self.stage("measure latency"):
+            return tuple(measure_latency(models, batch, self.asked.threads) for batch in self.check_batches)
+
+    def _scored(self, engine: Engine, quantized: nn.Module | None) -> tuple[Score, ...]:
+        """The task's score of everything, on the evaluation rows."""
+        if not self.evaluation:
+            return ()
+        if self.float_predictions is None:
+            self.float_predictions = self._predict("float model", self.model)
+        scores = [self._score("float", self.float_predictions)]
+        if quantized is not None:
+            scores.append(self._score("proxy", self._predict("proxy", quantized)))
+        scores.append(self._score("engine", self._predict("engine", engine)))
+        return tuple(scores)
+
+    def _predict(self, which: str, model: nn.Module | Engine) -> Predictions:
+        with self.stage(f"score the {which}"), bar(which) as progress:
+            return self.task.predict(runner(model), self.evaluation, progress)
+
+    def _score(self, which: str, predictions: Predictions) -> Score:
+        base = self.float_predictions or predictions
+        return score_record(which, self.task, base, predictions, self.evaluation, _RESAMPLES)
+
+    def _float_engine(self, name: str, float_dtype: torch.dtype, scratch: Path) -> Engine:
+        """The float model's engine, to compare with; its file is not kept."""
+        onnx = scratch / f"{str(float_dtype).removeprefix('torch.')}-{profile(name).opset}.onnx"
+        with self.stage("build the float engine, to compare with"):
+            if not onnx.exists():
+                self._export_float(name, onnx, float_dtype)
+            built = self._build(name, onnx, scratch / f"{name}.engine")
+        return load_engine(name, built.path, threads=self.asked.threads)
+
+    def _export_float(self, name: str, path: Path, dtype: torch.dtype) -> None:
+        export_onnx(self.model, path, self.task.example(), opset=profile(name).opset, dtype=dtype)
+
+    def _build(self, name: str, onnx: Path, engine: Path) -> BuildResult:
+        return self.stage.build(name, onnx, engine, self._options(name))
+
+    def _options(self, name: str) -> BuildOptions:
+        return BuildOptions(
+            dynamic=self.facts.dimensions,
+            compute_capability=self._capability(name),
+            inference_precision=self._precision(name),
+        )
+
+    def _capability(self, name: str) -> str | None:
+        return self.asked.compute_capability if profile(name).capabilities else None
+
+    def _precision(self, name: str) -> str | None:
+        return self.asked.inference_precision if profile(name).inference_precisions else None
+
+    def _tolerance(self, name: str, quantized: nn.Module | None, float_dtype: torch.dtype) -> Tolerance:
+        """What the engine is held to; one that computes in half precision, though its file does not, as a half file."""
+        told = self._precision(name)
+        return tolerance(
+            self.asked.tolerance, quantized is not None, float_dtype if told is None else getattr(torch, told)
+        )

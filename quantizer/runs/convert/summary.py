@@ -1,0 +1,113 @@
+"""What a conversion prints: tables for each engine, and at the end where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quantizer.report.tables import text
+from quantizer.runs.convert.compare_outputs import OutputCheck
+from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.convert.result import BackendResult
+from quantizer.runs.convert.result import Facts
+from quantizer.runs.convert.result import QuantizationFacts
+
+__all__ = ["print_result", "print_summary"]
+
+
+def print_result(result: BackendResult, console: Console) -> None:
+    """The output check and the latency of one engine."""
+    if result.not_verified:
+        console.print(Text(result.not_verified))
+        return
+    judged = "frozen" if result.quantization else "float"
+    console.print(f"outputs against the {judged} model in PyTorch: {result.tolerance}", highlight=False, soft_wrap=True)
+    table = _table()
+    for title in ("shape", "output", "SQNR, dB", "to float", "PyTorch's to float", "cosine to float"):
+        table.add_column(title, justify="left" if title == "output" else "right", no_wrap=title == "output")
+    for check in result.checks:
+        far = [_decibels(value) for value in (check.sqnr_db, check.float_db, check.proxy_float_db)]
+        table.add_row(_shape(check), Text(check.output), *far, f"{check.cosine:.4f}")
+    console.print(table)
+    console.print("latency in ms, median of rounds that take turns")
+    table = _table()
+    names = list(result.latency[0].milliseconds)
+    for title in ("shape", *names, "speed-up", "rounds"):
+        table.add_column(title, justify="right")
+    for shape in result.latency:
+        times = [shape.milliseconds[name] for name in names]
+        speed = text.times(times[-2] / times[-1])
+        table.add_row(_shape(shape), *(f"{t:.2f}" for t in times), speed, str(shape.rounds))
+    console.print(table)
+
+
+def print_summary(facts: Facts, results: Sequence[BackendResult], folder: Path, console: Console) -> None:
+    """The scores, and what each folder holds."""
+    scored = [result for result in results if result.scores]
+    if scored:
+        console.print(_scores(scored))
+    for result in results:
+        lines = [_quantized(result.quantization), _outputs(result), _costs(result), str(folder / result.backend)]
+        console.print(Text(f"{facts.name} for {result.backend}", style="bold"))
+        for line in lines:
+            console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _shape(of: OutputCheck | ShapeLatency) -> str:
+    return f"batch {of.batch}" if of.sequence is None else f"{of.batch} x {of.sequence}"
+
+
+def _decibels(value: float | None) -> str:
+    return "equal" if value is None else text.decibels(value)
+
+
+def _quantized(facts: QuantizationFacts | None) -> str:
+    if facts is None:
+        return "float"
+    sites = ", ".join(f"{kind} {quantized} of {count}" for kind, (quantized, count) in facts.sites.items())
+    return (
+        f"{facts.dtype}: {sites}; {len(facts.put_back)} groups put back"
+        if facts.put_back
+        else f"{facts.dtype}: {sites}"
+    )
+
+
+def _outputs(result: BackendResult) -> str:
+    if result.not_verified:
+        return result.not_verified
+    worst = min((check.sqnr_db for check in result.checks if check.sqnr_db is not None), default=None)
+    return "outputs checked against PyTorch's: " + ("equal" if worst is None else f"SQNR {worst:.1f} dB or more")
+
+
+def _costs(result: BackendResult) -> str:
+    size = f"engine {text.mebibytes(result.engine_bytes)}"
+    if not result.latency:
+        return size
+    # The usual shape stands between the least and the largest, where these differ.
+    usual = result.latency[len(result.latency) // 2]
+    before, after = list(usual.milliseconds.values())[-2:]
+    against = "the float engine" if result.quantization else "PyTorch"
+    return f"{size}, {text.times(before / after)} as fast as {against} at {_shape(usual)}"
+
+
+def _scores(results: Sequence[BackendResult]) -> Table:
+    first = results[0].scores[0]
+    table = _table(f"{first.metric} on {first.rows} rows")
+    for title in ("", first.metric, "to float", "95% interval"):
+        table.add_column(title, justify="right" if title else "left")
+    table.add_row("float model", text.score(first.value), "-", "-")
+    for result in results:
+        for entry in result.scores[1:]:
+            if entry.difference is not None and entry.interval is not None:
+                cells = text.score(entry.value), text.signed(entry.difference), text.interval(entry.interval)
+                table.add_row(f"{result.backend} {entry.which}", *cells)
+    return table
+
+
+def _table(title: str | None = None) -> Table:
+    return Table(title=None if title is None else Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)

@@ -1,0 +1,57 @@
+"""The task's score as the metric of a choice, on rows that the report is not scored on."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+
+from torch import nn
+
+from quantizer.runs.stages import bar
+from quantizer.runs.stages import runner
+from quantizer.tasks import Row
+from quantizer.tasks import Task
+from quantizer.tasks.datasets.rows import content_of
+
+__all__ = ["TuningScore"]
+
+
+class TuningScore:
+    """Takes a model and gives the task's score of it on the tuning rows.
+
+    Args:
+        settings: what else the score depends on: the model, and how batches of it are made.
+        task: its head fitted, where it has one.
+        rows: those that the choice is made on.
+        head: those that the task's head was fitted on.
+        tell: called after each score with it and the seconds that it took.
+
+    Attributes:
+        higher_is_better: which way is better.
+        reads: tells data and tasks apart. What the rows hold is in it, since a file may be another under its name.
+    """
+
+    def __init__(
+        self,
+        settings: tuple[object, ...],
+        task: Task,
+        rows: Sequence[Row],
+        head: Sequence[Row],
+        tell: Callable[[float, float], None],
+    ) -> None:
+        parts = (*settings, content_of(rows), content_of(head))
+        self.reads = hashlib.sha256(repr(parts).encode()).hexdigest()
+        self.higher_is_better = task.higher_is_better
+        self._task = task
+        self._rows = rows
+        self._tell = tell
+
+    def __call__(self, model: nn.Module) -> float:
+        start = time.perf_counter()
+        with bar("tuning rows") as progress:
+            predictions = self._task.predict(runner(model), self._rows, progress)
+        score = self._task.score(predictions, self._rows)
+        self._tell(score, time.perf_counter() - start)
+        return score

@@ -1,0 +1,241 @@
+"""The training of a run: rows in an order of their own, a rate that falls, scores on the way, and the best of it kept.
+
+After every score it writes a checkpoint, so that a training that was interrupted goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import asdict
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import nn
+from tqdm.auto import tqdm
+
+from quantizer.common.plain_values import decoded
+from quantizer.config import QatConfig
+from quantizer.errors import TrainingError
+from quantizer.qat import Distillation
+from quantizer.qat import Schedule
+from quantizer.qat import parameter_groups
+from quantizer.qat.checkpoint import BEST
+from quantizer.qat.checkpoint import LAST
+from quantizer.qat.checkpoint import read_checkpoint
+from quantizer.qat.checkpoint import read_facts
+from quantizer.qat.checkpoint import write_checkpoint
+from quantizer.qat.gradient_check import has_gradient
+from quantizer.report.record import TrainingRun
+from quantizer.report.record import TrainingScore
+from quantizer.tasks import Row
+from quantizer.tasks import Task
+
+__all__ = ["Course", "Training"]
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP = 0.1
+"""Share of the steps in which the rate rises."""
+
+
+@dataclass
+class Course:
+    """What came of a training.
+
+    Attributes:
+        steps: how many were planned.
+        float_score: of the float model, on the tuning rows.
+        losses: the loss of each step.
+        rates: the learning rate of each step.
+        scores: (steps done, score on the tuning rows); the first is that of PTQ, before any step.
+        best: the steps after which it was as it was kept: the last whose score is within the tolerance of the best.
+        stopped: why it ended before all steps were done; None: it did not.
+    """
+
+    steps: int
+    float_score: float
+    losses: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    scores: list[tuple[int, float]] = field(default_factory=list)
+    best: int = 0
+    stopped: str | None = None
+
+    def record(self, task: Task) -> TrainingRun:
+        """The same for the report; the scores are the task's."""
+        return TrainingRun(
+            metric=task.metric_name,
+            higher_is_better=task.higher_is_better,
+            planned=self.steps,
+            losses=tuple(self.losses),
+            learning_rates=tuple(self.rates),
+            scores=tuple(TrainingScore(step=step, score=s, best=step == self.best) for step, s in self.scores),
+            float_score=self.float_score,
+            stopped=self.stopped,
+        )
+
+
+class Training:
+    """One training of the proxy that ``qat()`` returned, in eval mode: without dropout, with its batch statistics.
+
+    Args:
+        settings: the ``qat`` section.
+        task: makes the batches.
+        rows: what is trained on.
+        score: takes a model and gives its score on the tuning rows.
+        higher_is_better: which way a score is better.
+        folder: where checkpoints are kept.
+        identity: tells this training from another; a checkpoint of another is refused.
+        tell: is told what happens, a line at a time.
+    """
+
+    def __init__(
+        self,
+        settings: QatConfig,
+        task: Task,
+        rows: Sequence[Row],
+        score: Callable[[nn.Module], float],
+        *,
+        higher_is_better: bool,
+        folder: Path,
+        identity: str,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._task = task
+        self._rows = rows
+        self._score = score
+        self._sign = 1 if higher_is_better else -1
+        self._identity = identity
+        self._tell = tell
+        self._last, self._best = folder / LAST, folder / BEST
+        self._a_pass = math.ceil(len(rows) / task.batch_size)
+        self._steps = max(1, math.ceil(settings.epochs * self._a_pass))
+        numbers = range(1, settings.evaluations + 1)
+        self._scored_at = {math.ceil(self._steps * number / settings.evaluations) for number in numbers}
+
+    def carry_out(self, model: nn.Module, proxy: nn.Module) -> Course:
+        """Train the proxy on what the float model says, and leave it as it was when it was kept.
+
+        Raises:
+            TrainingError: the loss is no number, nothing has a gradient, or the checkpoint that lies there is of
+                another training.
+        """
+        settings = self._settings
+        proxy.eval()
+        distillation = Distillation(model, temperature=settings.temperature, hidden=settings.hidden)
+        rates = settings.learning_rate, settings.scale_learning_rate
+        groups = parameter_groups(proxy, rates[0], scale_learning_rate=rates[1])
+        optimizer = torch.optim.AdamW([{**group, "highest": group["lr"]} for group in groups], weight_decay=0.0)
+        schedule = Schedule(proxy, self._steps, freeze_scales=settings.freeze_scales)
+        course = self._resumed(proxy, optimizer)
+        if course is None:
+            try:
+                self._last.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise TrainingError(f"{self._last.parent} cannot be made: {error.strerror}") from error
+            self._tell("the float model:")
+            course = Course(steps=self._steps, float_score=self._score(model))
+            self._take_score(course, proxy, optimizer)
+        schedule.at(len(course.losses))
+        with tqdm(total=self._steps, initial=len(course.losses), desc="training", unit="step", disable=None) as bar:
+            while len(course.losses) < self._steps and course.stopped is None:
+                share = self._share(len(course.losses))
+                for group in optimizer.param_groups:
+                    group["lr"] = share * group["highest"]
+                loss = self._step(len(course.losses), proxy, distillation, optimizer)
+                course.losses.append(loss)
+                course.rates.append(share * settings.learning_rate)
+                schedule.at(len(course.losses))
+                bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+                bar.update()
+                if len(course.losses) in self._scored_at:
+                    self._take_score(course, proxy, optimizer)
+        read_checkpoint(self._best, proxy)
+        schedule.at(self._steps)
+        return course
+
+    def _step(self, step: int, proxy: nn.Module, distillation: Distillation, optimizer: torch.optim.Optimizer) -> float:
+        batch = self._batch(step)
+        hidden = {"output_hidden_states": True} if self._settings.hidden else {}
+        loss = distillation(proxy(**batch, **hidden), **batch)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the loss is {value} after {step} steps: lower qat.learning_rate ({self._settings.learning_rate:g}). "
+                f"The last good checkpoint is {self._last}"
+            )
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if step == 0 and not has_gradient(p for group in optimizer.param_groups for p in group["params"]):
+            raise TrainingError(
+                "no parameter has a gradient: the outputs that are compared depend on none of them, or on nothing that "
+                "is quantized"
+            )
+        optimizer.step()
+        return value
+
+    def _batch(self, step: int) -> dict[str, Tensor]:
+        number, at = divmod(step, self._a_pass)
+        # No pass of one seed is that of another.
+        generator = torch.Generator().manual_seed(self._settings.seed * 2**16 + number)
+        order = torch.randperm(len(self._rows), generator=generator).tolist()
+        size = self._task.batch_size
+        (batch,) = self._task.batches([self._rows[row] for row in order[at * size : (at + 1) * size]])
+        return batch
+
+    def _share(self, step: int) -> float:
+        """Of the highest rate, at a step from 0: up in a line, then down with a cosine (arXiv:1608.03983)."""
+        warm_up = max(1, math.ceil(_WARM_UP * self._steps))
+        if step < warm_up:
+            return (step + 1) / warm_up
+        return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, self._steps - warm_up)))
+
+    def _take_score(self, course: Course, proxy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        step = len(course.losses)
+        since = course.losses[course.scores[-1][0] :] if step else []
+        mean = f", mean loss {sum(since) / len(since):.4g}" if since else ", which is PTQ"
+        self._tell(f"after {step} of {self._steps} steps{mean}:")
+        score = self._score(proxy)
+        highest = max((self._sign * other for _, other in course.scores), default=-math.inf)
+        is_best = self._sign * score >= highest - self._settings.tolerance
+        course.scores.append((step, score))
+        if is_best:
+            course.best = step
+            write_checkpoint(self._best, proxy, {"step": step})
+        ptq = course.scores[0][1]
+        if self._sign * score < self._sign * ptq:
+            text = (
+                f"after {step} of {self._steps} steps the score on the tuning rows is {score:.5f}, worse than the "
+                f"{ptq:.5f} before training: a lower qat.learning_rate than {self._settings.learning_rate:g} may help"
+            )
+            logger.warning("qat: %s", text)
+            self._tell(f"warning: {text}")
+        worse = sum(done > course.best for done, _ in course.scores)
+        if self._settings.patience is not None and worse >= self._settings.patience and step < self._steps:
+            course.stopped = f"no better score in {worse} evaluations"
+        facts = {"identity": self._identity, "course": asdict(course)}
+        write_checkpoint(self._last, proxy, facts, optimizer)
+
+    def _resumed(self, proxy: nn.Module, optimizer: torch.optim.Optimizer) -> Course | None:
+        """The course of the training whose checkpoint lies there; None: there is none."""
+        if not (self._last.exists() and self._best.exists()):
+            return None
+        facts = read_facts(self._last)
+        if facts.get("identity") != self._identity:
+            raise TrainingError(
+                f"{self._last.parent} holds checkpoints of another configuration: remove it to begin anew, or choose "
+                "another output folder"
+            )
+        read_checkpoint(self._last, proxy, optimizer)
+        try:
+            course: Course = decoded(Course, facts.get("course"), "course")
+        except ValueError as error:
+            raise TrainingError(f"{self._last} is damaged: {error}; remove it to begin the training anew") from error
+        self._tell(f"going on after {len(course.losses)} of {self._steps} steps, from {self._last}")
+        return course

@@ -1,0 +1,151 @@
+"""The stage behind ``Quantizer.amp`` and ``Quantizer.fallback``: one proxy that measures, and what is chosen by it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from torch import nn
+
+from quantizer.common.distributed import gathered
+from quantizer.common.distributed import rank_number
+from quantizer.common.fingerprint import Fingerprint
+from quantizer.errors import SensitivityError
+from quantizer.plan.apply import apply_plan
+from quantizer.plan.apply import frozen_proxy
+from quantizer.plan.apply import store_weights
+from quantizer.plan.changed_tensors import watch
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import put_back
+from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.model_sharing import OwnBuffers
+from quantizer.sensitivity import Fallback
+from quantizer.sensitivity import GroupError
+from quantizer.sensitivity import Loss
+from quantizer.sensitivity import Measurement
+from quantizer.sensitivity import Metric
+from quantizer.sensitivity import ScoreCache
+from quantizer.sensitivity import by_name
+from quantizer.sensitivity import by_rank
+from quantizer.sensitivity import fingerprint
+from quantizer.sensitivity import groups_of
+from quantizer.sensitivity import operands_of
+from quantizer.sensitivity import per_cost
+from quantizer.sensitivity import search
+
+__all__ = ["Amp"]
+
+Costs = str | Mapping[str, float] | None
+
+
+class Amp:
+    """Measures the groups of one plan.
+
+    Args:
+        model: the float model.
+        plan: what calibration decided.
+        measure, granularity, loss, metric: as in ``Quantizer.amp``.
+
+    Attributes:
+        proxy: gives the float outputs, and measures.
+        plan: what calibration decided.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, measure: str, granularity: str, loss: Loss | None, metric: Metric | None
+    ) -> None:
+        self.proxy = build_proxy(model, eager_attention=True).eval()
+        OwnBuffers(self.proxy, model)
+        apply_plan(self.proxy, plan)
+        store_weights(self.proxy, plan)
+        # Its floats are the model's, and its integers would be those of former weights.
+        watch(self.proxy, "amp", lambda parameter: True)
+        self._model = model
+        self.plan = plan
+        self._loss = loss
+        self._measurement = Measurement(
+            self.proxy, groups_of(sites_of(self.proxy), plan, granularity), measure, loss, metric
+        )
+
+    @property
+    def measure(self) -> str:
+        """What the errors are: the name of the measure, or ``loss`` for the gradients of a loss that was given."""
+        return self._measurement.measure if self._loss is None else "loss"
+
+    def ranking(self) -> list[GroupError]:
+        """All groups, those that hurt most first.
+
+        Raises:
+            SensitivityError: no data went through the proxy yet.
+        """
+        return self._measurement.ranking()
+
+    def fallback(
+        self,
+        *,
+        num: int | None,
+        ratio: float | None,
+        names: Sequence[str] | None,
+        max_drop: float | None,
+        metric: Metric | None,
+        max_evaluations: int,
+        costs: Costs,
+        cache: str | os.PathLike[str] | None,
+    ) -> Fallback:
+        """The groups to put back; arguments as in ``Quantizer.fallback``."""
+        _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop)
+        if names is not None:
+            return by_name(operands_of(self.plan), names)
+        if max_drop is None:
+            return by_rank([entry for entry, _ in per_cost(self.ranking(), costs)], num=num, ratio=ratio)
+        if metric is None:
+            raise SensitivityError(
+                "fallback(max_drop=...) needs metric=: a function that takes a model and gives a score"
+            )
+        candidates = per_cost(self.ranking(), costs)
+        score = self._scores(metric, cache)
+        return search(
+            candidates,
+            score(None),
+            score,
+            max_drop=max_drop,
+            higher_is_better=metric.higher_is_better,
+            max_evaluations=max_evaluations,
+        )
+
+    def _scores(
+        self, metric: Metric, cache: str | os.PathLike[str] | None
+    ) -> Callable[[tuple[str, ...] | None], float]:
+        """Takes scores with these groups put back (None: of the float model), each once."""
+        search = fingerprint(self.plan, metric.function, Fingerprint.of(self._model))
+        scores = ScoreCache(cache if rank_number() == 0 else None, search)
+
+        def score(groups: tuple[str, ...] | None) -> float:
+            def take() -> float:
+                if groups is None:
+                    # Not the user's own model: in train mode it would drop out, and move its batch statistics.
+                    proxy = build_proxy(self._model, eager_attention=False).eval()
+                    OwnBuffers(proxy, self._model)
+                    return metric.score(proxy, "the float model")
+                plan = put_back(self.plan, dict.fromkeys(groups, "put back"))
+                return metric.score(frozen_proxy(self._model, plan), f"the model with {len(groups)} groups put back")
+
+            return _first_rank(scores.score(groups, take))
+
+        return score
+
+
+def _one_of(**given: object) -> None:
+    """Refuse arguments of which none was given, or several."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        shown = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise SensitivityError(f"fallback() takes one of {', '.join(given)}; got {shown}")
+
+
+def _first_rank(score: float) -> float:
+    """The score that the first process took: all must decide alike."""
+    return float.fromhex(gathered(score.hex().encode())[0].decode())

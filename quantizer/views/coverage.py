@@ -1,0 +1,332 @@
+"""What a ``Quantizer`` shows: coverage, sensitivity and ranges, as a table in a terminal and as HTML in a notebook."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantizer.float16.float32_modules import Regions
+from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.plan.site_plan import NOT_CALIBRATED
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.unquantized import EscapedProduct
+from quantizer.plan.unquantized import covered_share
+from quantizer.plan.unquantized import escaped_products
+from quantizer.proxy.build import SkippedSource
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.text import decibels
+from quantizer.report.tables.text import format_name
+from quantizer.report.tables.text import granularity
+from quantizer.report.tables.text import percent
+from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.views.table_view import View
+
+__all__ = ["Coverage", "CoverageRow", "Escaped", "RangeRow", "Ranges"]
+
+# An add of integers, tuples or broadcasts is found like any other, but tells a reader nothing.
+_QUIET = (
+    "its operands are not floating-point tensors",
+    "the add broadcasts an operand",
+    "an operand of the add is a parameter",
+    "no operand of the add comes from a weighted product",
+    "both operands of the add come from one product",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoverageRow:
+    """One site, quantized or not, and why."""
+
+    name: str
+    kind: str
+    host_type: str
+    file: str
+    line: int
+    quantized: bool
+    reason: str
+    rule: str | None
+    multiply_adds: int
+
+    @property
+    def quiet(self) -> bool:
+        """An addition that is no candidate, or a table that nobody asked to quantize: listed, but not shown."""
+        if self.kind == "embedding":
+            return self.rule == "sites.embedding: false"
+        return self.kind == "residual_add" and not self.quantized and self.reason in _QUIET
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RangeRow:
+    """The range of one operand; of several scales, ``amax`` and ``scale`` are the largest.
+
+    ``format`` and ``granularity`` are text; ``estimate`` is the calibrator that was chosen among several.
+    """
+
+    name: str
+    role: str
+    quantized: bool
+    format: str
+    granularity: str
+    minimum: float | None
+    maximum: float | None
+    amax: float | None
+    scale: float | None
+    clipped: float | None
+    sqnr_db: float | None
+    smoothing: str | None
+    estimate: str | None
+
+    @property
+    def shown_format(self) -> str:
+        """The format that it is held in, and what of it was migrated."""
+        if not self.quantized:
+            return "float"
+        return self.format if self.smoothing is None else f"{self.format}, {self.smoothing}"
+
+
+class Coverage(View[CoverageRow]):
+    """Every site found: quantized, or why not; and the proof that no product was missed.
+
+    Iterating gives all rows; the table leaves out additions that are no candidates, which it counts, and embeddings
+    that nobody asked to quantize (``row.quiet``).
+
+    Attributes:
+        share: how much of the multiply-adds of all matrix products and convolutions, as torch executed them in
+            calibration, is in low precision: 0 to 1; None where nothing was counted.
+        multiply_adds: all of them.
+        escaped: those that are not, by module and operation, each with its reason.
+        patches: operator patches that the rewritten source holds.
+        regions: the modules whose values float16 cannot hold: in a target with floats in it they stay float32.
+    """
+
+    columns = (
+        Column(title="site", mono=True),
+        "kind",
+        "line",
+        "quantized",
+        "why",
+    )
+
+    def __init__(self, rows: Sequence[CoverageRow], products: Sequence[EscapedProduct] = ()) -> None:
+        super().__init__(rows)
+        self.share: float | None = None
+        self.multiply_adds = 0
+        self.escaped = Escaped(products)
+        self.patches: tuple[OperatorPatch, ...] = ()
+        self.regions = Regions()
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: Plan,
+        skipped: Sequence[SkippedSource],
+        products: Sequence[CountedProduct] = (),
+        put_back: Collection[str] = (),
+        patches: Sequence[OperatorPatch] = (),
+        regions: Regions | None = None,
+    ) -> Coverage:
+        """The coverage of a plan.
+
+        Args:
+            plan: what becomes of each site.
+            skipped: what could not be rewritten.
+            products: what calibration counted, site or none.
+            put_back: the sites that fallback moved.
+            patches: operator patches that were applied.
+            regions: the modules whose values float16 cannot hold.
+        """
+        rows = [*map(_row_of_site, plan.values()), *map(_row_of_source, skipped)]
+        made = cls(rows, escaped_products(products, plan, put_back))
+        made.share = covered_share(products, plan)
+        made.patches = tuple(patches)
+        made.regions = regions or made.regions
+        made.multiply_adds = sum(product.multiply_adds for product in products)
+        return made
+
+    @property
+    def quantized(self) -> tuple[CoverageRow, ...]:
+        """The sites that are quantized."""
+        return tuple(row for row in self.rows if row.quantized)
+
+    @property
+    def skipped(self) -> tuple[CoverageRow, ...]:
+        """The sites that are not."""
+        return tuple(row for row in self.rows if not row.quantized)
+
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """Quantized and all sites of each kind, additions that are no candidates left out."""
+        shown = [row for row in self.rows if not row.quiet]
+        total, held = Counter(row.kind for row in shown), Counter(row.kind for row in shown if row.quantized)
+        return {kind: (held[kind], total[kind]) for kind in sorted(total)}
+
+    def title(self) -> str:
+        named = ", ".join(f"{patch.name} (for {patch.target})" for patch in self.patches)
+        patched = f"; operator patches: {named}" if named else ""
+        if any(row.reason == NOT_CALIBRATED for row in self.rows):
+            totals = ", ".join(f"{kind} {total}" for kind, (_, total) in self.by_kind().items())
+            return f"sites found: {totals}; calibration decides which of them are quantized{patched}"
+        parts = [f"{kind} {held} of {total}" for kind, (held, total) in self.by_kind().items()]
+        quiet = sum(row.quiet for row in self.rows if row.kind == "residual_add")
+        tail = f"; {quiet} additions that join no branches are not shown" if quiet else ""
+        if self.share is not None:
+            tail += f"; {_percent(self.share)} of {_count(self.multiply_adds)} multiply-adds in low precision"
+        return f"sites quantized: {', '.join(parts) or 'none found'}{tail}{patched}"
+
+    def text(self, limit: int | None = None) -> str:
+        """The table as plain text, then the products that are not in low precision."""
+        wide = [f"in a rest of float16, {self.regions.text()}"] if self.regions.wide else []
+        return "\n\n".join([super().text(limit), *wide, *([self.escaped.text(limit)] if len(self.escaped) else [])])
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + (self.escaped._repr_html_() if len(self.escaped) else "")
+
+    def cells(self) -> list[list[Any]]:
+        """What is not quantized comes first: a table that is cut short should lose the rows that say least."""
+        return [
+            [row.name, row.kind, row.line, "yes" if row.quantized else "no", _why(row)]
+            for row in sorted(self.rows, key=lambda row: row.quantized)
+            if not row.quiet
+        ]
+
+
+class Escaped(View[EscapedProduct]):
+    """Matrix products and convolutions that are not in low precision, the largest first."""
+
+    columns = (
+        Column(title="module", mono=True),
+        "operation",
+        Column(title="multiply-adds", show=lambda value: _count(value)),
+        Column(title="share", show=lambda value: _percent(value)),
+        "why",
+        "evidence",
+    )
+
+    def title(self) -> str:
+        return f"{_percent(sum(row.share for row in self.rows))} of the multiply-adds in float"
+
+    def cells(self) -> list[list[Any]]:
+        return [
+            [row.site or row.path or "(the model)", row.operation, row.multiply_adds, row.share, row.reason, row.detail]
+            for row in self.rows
+        ]
+
+
+class Ranges(View[RangeRow]):
+    """The range of every operand that was observed."""
+
+    columns: Sequence[Column | str] = (
+        Column(title="site", mono=True),
+        Column(title="operand", mono=True),
+        "format",
+        "granularity",
+        "min",
+        "max",
+        "amax",
+        "scale",
+        Column(title="clipped", show=percent),
+        Column(title="SQNR dB", show=decibels),
+        "estimate",
+    )
+    grouped = True
+
+    def __init__(self, rows: Sequence[RangeRow]) -> None:
+        super().__init__(rows)
+        if not any(row.estimate for row in self.rows):
+            # Nothing was chosen among several: the config says how ranges were estimated.
+            self.columns = Ranges.columns[:-1]
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> Ranges:
+        """The ranges of a plan."""
+        return cls([_row_of_operand(site, operand) for site in plan.values() for operand in site.operands])
+
+    def title(self) -> str:
+        used = sum(row.quantized for row in self.rows)
+        return f"{len(self.rows)} ranges, {used} of them used; clipped is the share of values beyond amax"
+
+    def cells(self) -> list[list[Any]]:
+        return [
+            [
+                *row.name.rpartition(".")[::2],
+                row.shown_format,
+                row.granularity if row.amax is not None else None,
+                row.minimum,
+                row.maximum,
+                row.amax,
+                row.scale,
+                row.clipped,
+                row.sqnr_db,
+                row.estimate,
+            ][: len(self.columns)]
+            for row in self.rows
+        ]
+
+
+def _percent(share: float) -> str:
+    """A share that is not whole never reads as if it were."""
+    if 0.9995 <= share < 1:
+        return f"{share:.4%}" if share < 0.999999 else "just under 100%"
+    return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{100 * share:.2g}%"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _why(row: CoverageRow) -> str:
+    return f"{row.reason} ({row.rule})" if row.rule else row.reason
+
+
+def _row_of_site(entry: SitePlan) -> CoverageRow:
+    return CoverageRow(
+        name=entry.name,
+        kind=entry.kind,
+        host_type=entry.host_type,
+        file=entry.file,
+        line=entry.line,
+        quantized=entry.quantized,
+        reason=entry.reason,
+        rule=entry.rule,
+        multiply_adds=entry.multiply_adds,
+    )
+
+
+def _row_of_source(skipped: SkippedSource) -> CoverageRow:
+    source = skipped.source
+    return CoverageRow(
+        name=skipped.path or "(the model)",
+        kind=skipped.kind,
+        host_type=skipped.host_type,
+        file=source.file if source else "",
+        line=source.line if source else 0,
+        quantized=False,
+        reason=skipped.reason,
+        rule=None,
+        multiply_adds=0,
+    )
+
+
+def _row_of_operand(site: SitePlan, operand: OperandPlan) -> RangeRow:
+    return RangeRow(
+        name=f"{site.name}.{operand.name}",
+        role=operand.role,
+        quantized=operand.quantized,
+        format=format_name(operand.dtype, operand.block_size, operand.zero_point),
+        granularity=granularity(operand.scales, operand.block_size),
+        minimum=operand.minimum,
+        maximum=operand.maximum,
+        amax=operand.largest_amax,
+        scale=operand.largest_scale,
+        clipped=operand.clipped,
+        sqnr_db=operand.sqnr_db,
+        smoothing=operand.smoothing,
+        estimate=operand.estimate,
+    )

@@ -1,0 +1,124 @@
+"""The histogram of one operand: as text in a terminal, as a picture in a notebook, its candidates as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantizer.report.charts.histogram_plot import histogram_figure
+from quantizer.report.charts.histogram_plot import histogram_svg
+from quantizer.report.record import Histogram
+from quantizer.report.record import RangeCandidate
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.text import decibels
+from quantizer.report.tables.text import percent
+from quantizer.report.tables.text import significant
+from quantizer.views.picture import Picture
+from quantizer.views.table_view import View
+
+__all__ = ["HistogramBin", "HistogramView"]
+
+_ROWS = 20
+_BAR = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistogramBin:
+    """The values whose magnitudes lie between ``low`` and ``high``, and the candidates that cut them off there."""
+
+    low: float
+    high: float
+    count: int
+    cut_offs: tuple[RangeCandidate, ...]
+
+
+class HistogramView:
+    """What calibration saw of one operand, and what ranges would make of it.
+
+    Attributes:
+        data: the histogram, as a report holds it.
+        bins: about 20 of them, from 0 to the largest magnitude.
+        candidates: ranges by name, each with amax, the share of values it clips and the SQNR in dB, the largest first;
+            ``chosen`` marks the range that the operand has.
+    """
+
+    def __init__(self, data: Histogram) -> None:
+        self.data = data
+        self.bins = _bins(data)
+        self.candidates = data.candidates
+
+    def plot(self) -> Picture:
+        """The picture that a notebook shows; ``.save(path)`` writes SVG."""
+        return Picture(histogram_svg(self.data))
+
+    def __repr__(self) -> str:
+        return f"{_Bins(self.bins, self.data).text()}\n\n{_Candidates(self.candidates, self.data).text()}"
+
+    def _repr_html_(self) -> str:
+        return histogram_figure(self.data)
+
+
+class _Bins(View[HistogramBin]):
+    columns: Sequence[Column | str] = ("magnitude from", "values", "log counts", "cut-offs")
+
+    def __init__(self, bins: Sequence[HistogramBin], data: Histogram) -> None:
+        super().__init__(bins)
+        self._data = data
+
+    def title(self) -> str:
+        low, high = significant(self._data.minimum), significant(self._data.maximum)
+        return f"{self._data.name}: {sum(self._data.counts):,} values from {low} to {high}"
+
+    def cells(self) -> list[list[Any]]:
+        largest = math.log1p(max(row.count for row in self.rows))
+        return [
+            [
+                row.low,
+                row.count,
+                "█" * math.ceil(_BAR * math.log1p(row.count) / largest),
+                ", ".join(f"{entry.name} (chosen)" if entry.chosen else entry.name for entry in row.cut_offs),
+            ]
+            for row in self.rows
+        ]
+
+
+class _Candidates(View[RangeCandidate]):
+    columns: Sequence[Column | str] = (
+        "candidate",
+        "amax",
+        Column(title="clipped", show=percent),
+        Column(title="SQNR dB", show=decibels),
+        "",
+    )
+
+    def __init__(self, candidates: Sequence[RangeCandidate], data: Histogram) -> None:
+        super().__init__(candidates)
+        self._data = data
+
+    def title(self) -> str:
+        return f"ranges, judged in {self._data.dtype}"
+
+    def cells(self) -> list[list[Any]]:
+        return [
+            [entry.name, entry.amax, entry.clipped, entry.sqnr_db, "chosen" if entry.chosen else ""]
+            for entry in self.rows
+        ]
+
+
+def _bins(data: Histogram) -> tuple[HistogramBin, ...]:
+    together = math.ceil(len(data.counts) / _ROWS)
+    width = together * data.width
+    starts = range(0, len(data.counts), together)
+    # An amax on the border of two bins still holds the values of the lower one.
+    places = [min(max(math.ceil(entry.amax / width) - 1, 0), len(starts) - 1) for entry in data.candidates]
+    return tuple(
+        HistogramBin(
+            low=place * width,
+            high=(place + 1) * width,
+            count=sum(data.counts[start : start + together]),
+            cut_offs=tuple(entry for entry, at in zip(data.candidates, places, strict=True) if at == place),
+        )
+        for place, start in enumerate(starts)
+    )

@@ -1,0 +1,121 @@
+"""What calibration saw of one operand, with the ranges that it might have."""
+
+from __future__ import annotations
+
+import difflib
+import math
+
+from torch import Tensor
+
+from quantizer.calibrators import Calibrator
+from quantizer.calibrators import estimates
+from quantizer.calibrators.histogram import Histogram as Counts
+from quantizer.errors import QuantizerError
+from quantizer.numerics.qtype import QType
+from quantizer.numerics.qtype import qtype
+from quantizer.observe.statistics import Seen
+from quantizer.plan.decide_operands import judged_as
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+from quantizer.report.record import Histogram
+from quantizer.report.record import RangeCandidate
+
+__all__ = ["histogram_of", "noisiest"]
+
+_BINS = 128
+"""Bins to be shown: more than a picture of a histogram needs, and few enough for a report."""
+
+
+def histogram_of(name: str, plan: Plan, observation: Seen | None) -> Histogram:
+    """The histogram of the operand ``name`` (``SITE.OPERAND``), and its candidates.
+
+    Args:
+        name: the operand.
+        plan: what becomes of each site.
+        observation: what calibration saw; None for a plan that was loaded.
+
+    Raises:
+        QuantizerError: there is no such operand, or no histogram of it; the message says why.
+    """
+    operands = {f"{path}.{operand.name}": (path, operand) for path, site in plan.items() for operand in site.operands}
+    if name not in operands:
+        near = difflib.get_close_matches(name, operands, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise QuantizerError(f"no operand is called {name!r}; {hint}print(q.ranges) shows all, as SITE.OPERAND")
+    path, operand = operands[name]
+    if operand.role == "weight":
+        raise QuantizerError(
+            f"{name} is a weight: its ranges are the largest magnitudes of its channels, and no histogram is kept"
+        )
+    if observation is None:
+        raise QuantizerError(
+            f"no histogram of {name}: this quantizer was loaded; calib(model, resume=True) brings back what was seen"
+        )
+    seen = observation.records[path].operands.get(operand.name)
+    if seen is None or seen.range is None:
+        raise QuantizerError(f"no histogram of {name}: it was not observed: {operand.reason}")
+    calibrator = seen.range.calibrator
+    if calibrator.histogram is None:
+        raise QuantizerError(
+            f"no histogram of {name}: {type(calibrator).__name__} keeps none; calibrate with percentile, mse, entropy "
+            "or auto to see one"
+        )
+    return _record(name, operand, calibrator, calibrator.histogram)
+
+
+def noisiest(plan: Plan, number: int) -> list[str]:
+    """The quantized activations with the lowest SQNR, the lowest first; of those that read one tensor, one."""
+    found: dict[str | None, tuple[float, str]] = {}
+    for path, site in plan.items():
+        for operand in site.operands:
+            if operand.quantized and operand.role == "activation" and operand.sqnr_db is not None:
+                found.setdefault(operand.range_group, (operand.sqnr_db, f"{path}.{operand.name}"))
+    return [name for _, name in sorted(found.values())[:number]]
+
+
+def _record(name: str, operand: OperandPlan, calibrator: Calibrator, histogram: Counts) -> Histogram:
+    dtype = judged_as(qtype(operand.dtype))
+    width, counts = _few_bins(histogram)
+    return Histogram(
+        name=name,
+        dtype=dtype.name,
+        minimum=calibrator.minimum,
+        maximum=calibrator.maximum,
+        width=width,
+        counts=tuple(counts.tolist()),
+        candidates=_candidates(operand, calibrator, histogram, dtype),
+    )
+
+
+def _candidates(
+    operand: OperandPlan, calibrator: Calibrator, histogram: Counts, dtype: QType
+) -> tuple[RangeCandidate, ...]:
+    """What each estimate gives, and the range of the operand where none of them gives that."""
+    taken = operand.largest_amax
+    found = list(estimates(calibrator, dtype))
+    # The plan keeps amax in float32.
+    if taken is not None and not any(math.isclose(amax, taken, rel_tol=1e-6) for _, amax in found):
+        found.append((operand.estimate or "chosen", taken))
+    return tuple(
+        RangeCandidate(
+            name=name,
+            amax=amax,
+            clipped=histogram.share_above(amax),
+            sqnr_db=histogram.sqnr_db(amax / dtype.qmax, dtype.name),
+            chosen=taken is not None and math.isclose(amax, taken, rel_tol=1e-6),
+        )
+        for name, amax in sorted(found, key=lambda entry: -entry[1])
+    )
+
+
+def _few_bins(histogram: Counts) -> tuple[float, Tensor]:
+    """The width and the counts of at most ``_BINS`` bins up to the last one that is not empty, zeros in the first."""
+    counts = histogram.counts.clone()
+    counts[0] += histogram.total - counts.sum()
+    used = int(counts.nonzero().max()) + 1
+    merged = 1
+    while used > _BINS * merged:
+        merged *= 2
+    # Where all values are zero there is no width: any will do.
+    width = 2.0 ** (histogram.exponent or 0) * merged
+    return width, counts.reshape(-1, merged).sum(1)[: math.ceil(used / merged)]

@@ -1,0 +1,45 @@
+"""The scores that a search for the groups to put back took, to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quantizer.report.charts.pareto_plot import pareto_svg
+from quantizer.report.record import Evaluation
+from quantizer.report.record import Fallback
+from quantizer.report.tables.search_table import EVALUATION_COLUMNS
+from quantizer.report.tables.search_table import evaluation_caption
+from quantizer.report.tables.search_table import evaluation_cells
+from quantizer.report.tables.tables import Column
+from quantizer.views.picture import Picture
+from quantizer.views.table_view import View
+
+__all__ = ["Search"]
+
+
+class Search(View[Evaluation]):
+    """Each score in order; a notebook shows the picture above the table.
+
+    Attributes:
+        fallback: what was chosen, as a report holds it.
+    """
+
+    columns: Sequence[Column | str] = EVALUATION_COLUMNS
+
+    def __init__(self, fallback: Fallback) -> None:
+        super().__init__(fallback.evaluations)
+        self.fallback = fallback
+
+    def title(self) -> str:
+        return evaluation_caption(self.fallback)
+
+    def cells(self) -> list[list[Any]]:
+        return evaluation_cells(self.fallback)
+
+    def plot(self) -> Picture:
+        """Drop against cost, with the front, the budget and what was chosen; ``.save(path)`` writes SVG."""
+        return Picture(pareto_svg(self.fallback))
+
+    def _repr_html_(self) -> str:
+        return f"{self.plot().svg}{super()._repr_html_()}"

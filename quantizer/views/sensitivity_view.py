@@ -1,0 +1,103 @@
+"""What the groups cost, to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from quantizer.errors import SensitivityError
+from quantizer.report.charts.heat_map import sensitivity_heatmap
+from quantizer.report.charts.plots import sensitivity_bars
+from quantizer.report.record import SensitivityRow
+from quantizer.report.search_records import fallback_record
+from quantizer.report.tables.measure_labels import error_words
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.text import compact
+from quantizer.report.tables.text import error
+from quantizer.sensitivity import Fallback
+from quantizer.sensitivity import GroupError
+from quantizer.views.picture import Picture
+from quantizer.views.search_view import Search
+from quantizer.views.table_view import View
+
+__all__ = ["Sensitivity"]
+
+
+class Sensitivity(View[SensitivityRow]):
+    """The groups, ranked by what quantizing one alone costs.
+
+    Args:
+        rows: the ranking, as a report holds it.
+        fallback: what was put back; None: nothing.
+        measure: what the errors are, as a report names it.
+    """
+
+    tight = True
+
+    def __init__(self, rows: Sequence[SensitivityRow], fallback: Fallback | None, measure: str) -> None:
+        super().__init__(rows)
+        self.measure = measure
+        self._fallback = fallback
+        self._words = error_words(measure)
+        self.columns = (
+            "rank",
+            Column(title="group", mono=True),
+            "kind",
+            Column(title=self._words.column, numeric=True, show=error),
+            "quantizers",
+            Column(title="multiply adds", show=compact),
+            "put back",
+        )
+
+    @classmethod
+    def from_ranking(cls, ranking: Sequence[GroupError], fallback: Fallback | None, measure: str) -> Sensitivity:
+        """The groups of a ranking by ``measure``, and which of them are put back."""
+        back = set(fallback.groups) if fallback is not None else set()
+        rows = [SensitivityRow(**asdict(entry), fallback=back.issuperset(entry.parts)) for entry in ranking]
+        return cls(rows, fallback, measure)
+
+    @property
+    def search(self) -> Search:
+        """The scores that ``fallback(max_drop=...)`` took, as a table, in a notebook with the picture.
+
+        Raises:
+            SensitivityError: there was no search.
+        """
+        if self._fallback is None or not self._fallback.evaluations:
+            asked = "nothing was put back" if self._fallback is None else f"fallback({self._fallback.asked}) takes none"
+            raise SensitivityError(f"there are no scores of a search: {asked}; fallback(amp, max_drop=...) searches")
+        return Search(fallback_record(self._fallback))
+
+    def title(self) -> str:
+        return f"{len(self.rows)} groups by the {self._words.phrase}, with one of them quantized"
+
+    def cells(self) -> list[list[Any]]:
+        return [
+            [
+                row.rank,
+                row.group,
+                row.kind,
+                row.error,
+                row.activations,
+                row.multiply_adds,
+                "yes" if row.fallback else "",
+            ]
+            for row in self.rows
+        ]
+
+    def plot(self, limit: int = 30) -> Picture:
+        """Horizontal bars of the worst ``limit`` groups; shows itself in a notebook, ``.save(path)`` writes SVG."""
+        return Picture(sensitivity_bars(self.rows, measure=self.measure, limit=limit))
+
+    def heatmap(self) -> Picture:
+        """Where in the model, and in what kind of site, the errors are; ``.save(path)`` writes SVG."""
+        return Picture(sensitivity_heatmap(self.rows, measure=self.measure))
+
+    def pareto(self) -> Picture:
+        """The drop of the metric against what was put back, for all scores of a search; ``.save(path)`` writes SVG.
+
+        Raises:
+            SensitivityError: there was no search.
+        """
+        return self.search.plot()

@@ -1,0 +1,128 @@
+"""A list of rows that shows itself as a table: in a terminal, and as HTML in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+from typing import Generic
+from typing import TypeVar
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.tables import html_table
+from quantizer.report.tables.tables import string_from_table
+from quantizer.report.tables.tables import text_table
+
+__all__ = ["View"]
+
+Row = TypeVar("Row")
+
+_ROWS = 40
+"""Rows that ``repr`` shows; ``text()`` gives all."""
+_HTML_ROWS = 300
+_WIDTH = 120
+_NAME_WIDTH = 76
+_TIGHT_NAMES = 57
+
+
+class View(Generic[Row]):
+    """A read-only list of rows with a title.
+
+    Attributes:
+        columns: one for each cell of a row.
+        grouped: in a terminal, the first column is a line of its own above the rows that share its value.
+        tight: in a terminal, long names are broken at a dot and titles at each blank: the columns need all the width.
+    """
+
+    columns: Sequence[Column | str]
+    grouped = False
+    tight = False
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = tuple(rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+    def title(self) -> str:
+        """What the table says in one line."""
+        raise NotImplementedError
+
+    def cells(self) -> list[list[Any]]:
+        """The table's rows as shown."""
+        raise NotImplementedError
+
+    def text(self, limit: int | None = None) -> str:
+        """The table as plain text, for a terminal of 120 columns; ``limit`` rows at most, None shows all."""
+        cells = self.cells()
+        if self.grouped:
+            return self._grouped_text(cells, limit)
+        if self.tight:
+            cells = [
+                [_broken(cell, _TIGHT_NAMES) if at in self._names() else cell for at, cell in enumerate(row)]
+                for row in cells
+            ]
+        table = self._table(self.columns, cells, limit)
+        table.title = Text(self.title())
+        if self.tight:
+            for column in table.columns:
+                column.header = Text("\n".join(str(column.header).split()))
+        # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
+        pieces = [piece for row in cells[:limit] for at in self._names() for piece in row[at].split("\n")]
+        for at in self._names():
+            table.columns[at].no_wrap = all(len(piece) <= _NAME_WIDTH for piece in pieces)
+        return "\n".join(_lines(table))
+
+    def _grouped_text(self, cells: list[list[Any]], limit: int | None) -> str:
+        table = self._table(self.columns[1:], [row[1:] for row in cells], limit)
+        for column in table.columns:
+            column.no_wrap = True  # one line a row, so that each is known again below
+        heading, rule, *lines = _lines(table)
+        parts = [self.title(), f"  {heading}", rule[:1] * 2 + rule]
+        above = None
+        for row, line in zip_longest(cells[:limit], lines):
+            if row is not None and row[0] != above:
+                above = row[0]
+                parts.append(above)
+            parts.append(f"  {line}" if row is not None else line)
+        return "\n".join(parts)
+
+    def _table(self, columns: Sequence[Column | str], cells: list[list[Any]], limit: int | None) -> Table:
+        table = text_table(columns, cells, limit=limit)
+        table.title_justify = "left"
+        table.box, table.pad_edge, table.show_edge, table.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
+        if table.caption is not None:
+            table.caption = f"{table.caption}; print .text() to see all, .rows holds them"
+            table.caption_justify = "left"
+        return table
+
+    def _names(self) -> list[int]:
+        return [at for at, column in enumerate(self.columns) if isinstance(column, Column) and column.mono]
+
+    def __repr__(self) -> str:
+        return self.text(limit=_ROWS)
+
+    def _repr_html_(self) -> str:
+        table = html_table(self.columns, self.cells(), caption=self.title(), limit=_HTML_ROWS)
+        return f'<div style="max-height:32em;overflow:auto">{table}</div>'
+
+
+def _broken(name: str, width: int) -> str:
+    """A name in lines that end at a dot, where it is wider than ``width`` and has a dot there."""
+    end = name.rfind(".", 0, width) + 1
+    return name if len(name) <= width or end == 0 else f"{name[:end]}\n{_broken(name[end:], width)}"
+
+
+def _lines(table: Table) -> list[str]:
+    return [line.rstrip() for line in string_from_table(table, width=_WIDTH).splitlines()]
