@@ -27,10 +27,10 @@ from quantizer.plan.operand_formats import Formats
 from quantizer.plan.operand_formats import formats_for
 from quantizer.plan.selection import Rules
 from quantizer.plan.selection import refusals
-from quantizer.plan.site_plan import NEVER_RAN
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import SkippedSource
 from quantizer.proxy.build import sites_of
+from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
 
 __all__ = [
@@ -106,7 +106,9 @@ def tell_where_nothing_is_quantized(plan: Plan) -> None:
     """Say so where no site of a plan is quantized: what is made of it is the float model."""
     if any(entry.quantized for entry in plan.values()):
         return
-    reasons = Counter(entry.reason for entry in plan.values() if entry.reason != NEVER_RAN)
+    reasons = Counter(
+        entry.reason for entry in plan.values() if ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN
+    )
     most = "; ".join(f"{count} of {len(plan)} sites: {reason}" for reason, count in reasons.most_common(3))
     why = most or ("no site was reached" if plan else "no quantizable operation was found in its source")
     logger.warning("nothing is quantized: what quantize() gives is the float model (%s); see q.coverage", why)

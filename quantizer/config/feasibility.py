@@ -6,6 +6,7 @@ from quantizer.config.quantizer_section import QuantizerConfig
 from quantizer.config.schema import RunConfig
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
+from quantizer.reasons import RuleKind
 from quantizer.targets.formats import Format
 from quantizer.targets.formats import impossible
 from quantizer.targets.formats import least_opset_of
@@ -67,7 +68,7 @@ def rule_formats(config: QuantizerConfig) -> list[Format]:
             activations=None if rule.activations == "float" else qtype(rule.activations or config.dtype),
             weights=qtype(rule.weights or config.dtype),
             block_size=rule.block_size,
-            rule=f"formats[{number}]",
+            rule=RuleKind.FORMAT.text(key=number),
         )
         for number, rule in enumerate(config.formats)
     ]

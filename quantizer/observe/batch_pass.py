@@ -38,11 +38,6 @@ from quantizer.observe.range_group import ChannelRange
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.replay_batches import Batch
-from quantizer.observe.site_statistics import EMPTY
-from quantizer.observe.site_statistics import NOT_TENSORS
-from quantizer.observe.site_statistics import OF_PARAMETERS
-from quantizer.observe.site_statistics import TRANSFORMED
-from quantizer.observe.site_statistics import VARIES
 from quantizer.observe.site_statistics import SiteRecord
 from quantizer.observe.site_statistics import one_size
 from quantizer.observe.site_statistics import same_weight
@@ -55,6 +50,7 @@ from quantizer.proxy.site import Site
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import Weights
 from quantizer.proxy.weight import is_transformed
+from quantizer.reasons import ReasonCode
 
 __all__ = ["Pass", "Watched"]
 
@@ -230,16 +226,16 @@ class Pass:
 
     def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
         if any(map(is_transformed, values)):
-            return TRANSFORMED
+            return ReasonCode.TRANSFORMED.text()
         tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
         if any(tensor.is_nested for tensor in tensors):
-            return "an operand is a nested tensor"
+            return ReasonCode.NESTED.text()
         if any(tensor.layout is not torch.strided for tensor in tensors):
-            return "an operand is a sparse tensor"
+            return ReasonCode.SPARSE.text()
         if len(tensors) != len(values):
-            return NOT_TENSORS
+            return ReasonCode.NOT_TENSORS.text()
         if any(tensor.numel() == 0 for tensor in tensors):
-            return EMPTY
+            return ReasonCode.EMPTY.text()
         if site.operation.kind == "residual_add":
             return self._why_not_residual(tensors)
         origins = [self._provenance.origin(tensor) for tensor in tensors]
@@ -247,13 +243,13 @@ class Pass:
             origin is not None and origin.kind == "parameter" and weight is None
             for origin, weight in zip(origins, weights, strict=True)
         ):
-            return OF_PARAMETERS[0]
+            return ReasonCode.FROM_PARAMETERS.text()
         if site.operation.kind == "embedding":
-            return None if weights[0] is not None else "the table of the embedding is no parameter"
+            return None if weights[0] is not None else ReasonCode.TABLE.text()
         if all(weight is not None for weight in weights):
-            return OF_PARAMETERS[1]
+            return ReasonCode.PARAMETERS_ALONE.text()
         if len(weights) > _PRODUCT and any(weight is not None for weight in weights):
-            return "an operand of the attention is a parameter"
+            return ReasonCode.ATTENTION_PARAMETER.text()
         return None
 
     def _varies(self, record: SiteRecord, site: Site, weights: list[Weight | None]) -> str | None:
@@ -263,7 +259,7 @@ class Pass:
             seen = record.operands.get(operand.name)
             first = seen is None or (seen.weight is None and seen.group is None)
             if seen is not None and not first and not same_weight(seen.weight, weight):
-                return VARIES
+                return ReasonCode.VARIES.text()
         return None
 
     def _why_not_residual(self, tensors: list[Tensor]) -> str | None:
@@ -276,15 +272,15 @@ class Pass:
         """
         first, second = (self._provenance.origin(tensor) for tensor in tensors)
         if tensors[0].shape != tensors[1].shape:
-            return "the add broadcasts an operand"
+            return ReasonCode.ADD_BROADCASTS.text()
         if any(origin is not None and origin.kind == "parameter" for origin in (first, second)):
-            return "an operand of the add is a parameter"
+            return ReasonCode.ADD_PARAMETER.text()
         if not any(origin is not None and origin.kind == "weighted" for origin in (first, second)):
-            return "no operand of the add comes from a weighted product"
+            return ReasonCode.ADD_UNWEIGHTED.text()
         if first == second:
-            return "both operands of the add come from one product"
+            return ReasonCode.ADD_ONE_PRODUCT.text()
         if any(origin is not None and origin.kind == "product" for origin in (first, second)):
-            return "an operand of the add comes from a product of two activations, as scores do"
+            return ReasonCode.ADD_SCORES.text()
         return None
 
     def _measure(self, site: Site, call: Call, record: SiteRecord) -> None:

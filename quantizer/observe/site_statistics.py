@@ -8,14 +8,9 @@ from dataclasses import field
 from quantizer.observe.range_group import OperandRecord
 from quantizer.operations.catalogue import Kind
 from quantizer.proxy.weight import Weight
+from quantizer.reasons import ReasonCode
 
-__all__ = ["EMPTY", "OF_PARAMETERS", "NOT_TENSORS", "TRANSFORMED", "VARIES", "SiteRecord", "one_size", "same_weight"]
-
-EMPTY = "an operand was empty in every call"
-OF_PARAMETERS = ("an operand is computed from parameters at each call", "its operands are parameters alone")
-NOT_TENSORS = "its operands are not floating-point tensors"
-TRANSFORMED = "it runs inside torch.vmap or a transform of torch.func"
-VARIES = "an operand is a parameter in one call and something else in another"
+__all__ = ["SiteRecord", "one_size", "same_weight"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,7 +58,7 @@ class SiteRecord:
             if mine.weight is None and mine.group is None:
                 mine.weight = operand.weight
             elif not same_weight(mine.weight, operand.weight):
-                reasons.append(VARIES)
+                reasons.append(ReasonCode.VARIES.text())
             mine.add(operand)
         self.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in self.reasons]
 

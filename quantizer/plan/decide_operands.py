@@ -24,6 +24,7 @@ from quantizer.plan.weight_scales import beyond
 from quantizer.plan.weight_scales import scale_of
 from quantizer.plan.weight_scales import scaled_for
 from quantizer.proxy.site import Site
+from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format
 
@@ -35,12 +36,7 @@ RESIDUAL_SQNR_DB = 30.0
 docs/architecture.md shows the measurement behind the figure.
 """
 
-_UNREGISTERED = "the weight is a parameter that no module of the model has registered"
-_NO_VALUE = "no value of it was seen"
-_WEIGHTS_ALONE = "weights alone are quantized here"
 _MATRIX = 2  # axes of a weight that has blocks
-
-_OFFLOADED = "the weight is offloaded: it is loaded for each call, and the model holds none to store as integers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +79,9 @@ def operand_plans(
     for operand in site.operation.operands:
         seen = record.operands.get(operand.name, OperandRecord())
         if f"{site.path}.{operand.name}" in refused:
-            plans.append(OperandPlan(name=operand.name, role="activation", quantized=False, reason="excluded by rule"))
+            plans.append(
+                OperandPlan(name=operand.name, role="activation", quantized=False, reason=ReasonCode.EXCLUDED.text())
+            )
         elif seen.weight is not None:
             plans.append(_weight(site, operand, seen, settings, wanted, indivisible, migration, offloaded))
         elif seen.group is not None:
@@ -106,19 +104,19 @@ def _weight(
 
     assert seen.weight is not None
     if seen.weight.path is None:
-        return refused(_OFFLOADED if offloaded else _UNREGISTERED)
+        return refused((ReasonCode.OFFLOADED if offloaded else ReasonCode.UNREGISTERED).text())
     axis, block = seen.axis, wanted.block_size
     if block is not None:
         weight = seen.weight.tensor()
         if axis is None or weight.dim() != _MATRIX:
-            return refused(f"a weight of {weight.dim()} axes has no blocks of input channels")
+            return refused(ReasonCode.NO_BLOCKS.text(axes=weight.dim()))
         axis = 1 - axis
         if weight.shape[axis] % block:
             indivisible.append(
                 f"quantizer.{wanted.rule or 'formats'}: block_size {block} does not divide the {weight.shape[axis]} "
                 f"input channels of {site.path}; choose another, or leave the site out by a rule"
             )
-            return refused("its block size does not divide its input channels")
+            return refused(ReasonCode.INDIVISIBLE.text())
     elif not settings.per_channel:
         axis = None
     assert migration is None or seen.inner is not None
@@ -145,11 +143,16 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     assert group is not None
     calibrator, migration = group.calibrator, group.migration
     if calibrator.count == 0:
-        return OperandPlan(name=name, role="activation", quantized=False, reason=_NO_VALUE)
+        return OperandPlan(name=name, role="activation", quantized=False, reason=ReasonCode.NO_VALUE.text())
     if wanted.activations is None:
         low, high = calibrator.minimum, calibrator.maximum
         return OperandPlan(
-            name=name, role="activation", quantized=False, reason=_WEIGHTS_ALONE, minimum=low, maximum=high
+            name=name,
+            role="activation",
+            quantized=False,
+            reason=ReasonCode.WEIGHTS_ALONE.text(),
+            minimum=low,
+            maximum=high,
         )
     dtype = wanted.activations
     # What a softmax gives is at most 1; an attention in FP8 takes exactly that range.
@@ -169,7 +172,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     if site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto":
         assert sqnr is not None
         if sqnr < RESIDUAL_SQNR_DB:
-            reason = f"{dtype.name} does not hold it: SQNR {sqnr:.1f} dB, below {RESIDUAL_SQNR_DB:g} dB"
+            reason = ReasonCode.SQNR.text(dtype=dtype.name, sqnr=f"{sqnr:.1f}", limit=f"{RESIDUAL_SQNR_DB:g}")
     reason = _unheld(float(amax), scale, dtype, settings.scale_dtype) or reason
     return OperandPlan(
         name=name,
@@ -196,7 +199,7 @@ def _unheld(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) 
     """Why an operand stays float: the target's float type does not hold its scale; None where it does."""
     if amax and not dtype.is_float and not bool(is_normal(scale, scale_dtype)):
         least, name = torch.finfo(scale_dtype).smallest_normal, str(scale_dtype).removeprefix("torch.")
-        return f"its largest value, {amax:.3g}, needs a scale below {least:.2g}, the least normal number of {name}"
+        return ReasonCode.SCALE_TOO_SMALL.text(amax=f"{amax:.3g}", least=f"{least:.2g}", dtype=name)
     return beyond(amax, scale, scale_dtype)
 
 

@@ -12,23 +12,20 @@ from torch import nn
 
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
-from quantizer.observe.site_statistics import EMPTY
-from quantizer.observe.site_statistics import NOT_TENSORS
-from quantizer.observe.site_statistics import TRANSFORMED
 from quantizer.observe.site_statistics import SiteRecord
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.decide_operands import operand_plans
 from quantizer.plan.precision_groups import group_names
 from quantizer.plan.selection import by_kind
-from quantizer.plan.site_plan import NEVER_RAN
-from quantizer.plan.site_plan import NOT_CALIBRATED
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.plan.site_plan import summary
 from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.site import Site
+from quantizer.reasons import ReasonCode
+from quantizer.reasons import RuleKind
 from quantizer.targets import TargetProfile
 from quantizer.targets.formats import Format
 
@@ -54,8 +51,8 @@ def decide(
         kind = record.kind or site.operation.kind
         wanted = settings.formats.of(site.path, kind)
         reason, rule = _refusal(site, record, refused, settings)
-        if reason == NEVER_RAN and observation.batches == 0:
-            reason = NOT_CALIBRATED
+        if reason == ReasonCode.NEVER_RAN.text() and observation.batches == 0:
+            reason = ReasonCode.NOT_CALIBRATED.text()
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
         operands = tuple(replace(o, read_outside=observation.read_outside.get(o.parameter or "")) for o in operands)
         if not reason:
@@ -98,21 +95,21 @@ def _refusal(
 ) -> tuple[str | None, str | None]:
     """Why a site is left in float before its ranges are looked at, and the rule that says so."""
     if site.path in refused:
-        return "excluded by rule", refused[site.path]
+        return ReasonCode.EXCLUDED.text(), refused[site.path]
     kind = record.kind or site.operation.kind
     off = by_kind(settings.switches, kind)
     if off is not None:
-        return "this kind of site is switched off", off
+        return ReasonCode.SWITCHED_OFF.text(), off
     if record.calls == 0:
-        return NEVER_RAN, None
+        return ReasonCode.NEVER_RAN.text(), None
     # An empty batch among others says nothing about the site, and a number that is added is passed through: a sum that
     # starts from 0 meets a tensor only in its later calls. Any other call would round what nobody has observed.
-    harmless = (EMPTY, NOT_TENSORS) if kind == "residual_add" else (EMPTY,)
-    reasons = [reason for reason in record.reasons if reason not in harmless or record.fit == 0]
+    harmless = {ReasonCode.EMPTY} | ({ReasonCode.NOT_TENSORS} if kind == "residual_add" else set())
+    reasons = [reason for reason in record.reasons if record.fit == 0 or ReasonCode.of(reason) not in harmless]
     if reasons:
-        return TRANSFORMED if TRANSFORMED in reasons else reasons[0], None
+        return next((why for why in reasons if ReasonCode.of(why) is ReasonCode.TRANSFORMED), reasons[0]), None
     if kind not in settings.profile.site_kinds:
-        return f"{settings.profile.name} gains nothing from this kind of site", settings.profile.rule
+        return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
     if kind not in ("residual_add", "embedding"):
         # A dimension that changes with the data is judged by nobody here: it may well be large in use.
         depth, width = (size or settings.profile.min_gemm_dim or 1 for size in (record.depth, record.width))
@@ -127,13 +124,13 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str
     missing = [operand for operand in operands if not operand.quantized]
     if site.operation.kind != "residual_add":
         if len(operands) < len(site.operation.operands):
-            return "an operand was not observed"
+            return ReasonCode.OPERAND_UNSEEN.text()
         if wanted.activations is None and any(operand.quantized for operand in operands):
             return None
         return missing[0].reason if missing else None
     if any(operand.minimum is not None and operand.minimum <= _MASKED for operand in operands):
-        return "it adds a mask: beside its lowest number no step is left for the other values"
-    return (missing[0].reason if missing else "no operand observed") if len(missing) == len(operands) else None
+        return ReasonCode.ADD_MASK.text()
+    return (missing[0].reason if missing else ReasonCode.NONE_SEEN.text()) if len(missing) == len(operands) else None
 
 
 def _product_alone(record: SiteRecord, operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str | None:
@@ -154,14 +151,14 @@ def _rule(
     excluded = (refused.get(f"{site.path}.{operand.name}") for operand in operands)
     found = next((rule for rule in excluded if rule is not None), None)
     auto = site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto"
-    return found or ("sites.residual_add: auto" if auto and operands else None)
+    return found or (RuleKind.SWITCH.text(key="residual_add", value="auto") if auto and operands else None)
 
 
 def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
     """The products of two activations that ran, by the function that they stand in."""
     functions: dict[str, list[SitePlan]] = defaultdict(list)
     for entry in plan.values():
-        if entry.kind == "matmul" and entry.reason != NEVER_RAN:
+        if entry.kind == "matmul" and ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN:
             functions[entry.name.rpartition(".")[0]].append(entry)
     return functions.values()
 
@@ -199,7 +196,7 @@ def _whole_attention(plan: Plan, profile: TargetProfile) -> Plan:
         for entry in entries
         if _in_fp8(entry)
     ]
-    reason = "not all products of this attention are in FP8: query, key, value and softmax go together or not at all"
+    reason = ReasonCode.TORN_ATTENTION.text()
     return {**plan, **{entry.name: _floated(entry, reason, profile.rule) for entry in torn}}
 
 

@@ -24,6 +24,7 @@ from quantizer.operations.catalogue import Kind
 from quantizer.proxy.generated_classes import original_class
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
+from quantizer.reasons import RuleKind
 
 __all__ = ["Rules", "by_kind", "matched", "matches", "refusals"]
 
@@ -64,7 +65,10 @@ def refusals(proxy: nn.Module, sites: Iterable[Site], include: Rules, exclude: R
     """
     sites = list(sites)
     problems: list[str] = []
-    excluded = matched(proxy, sites, exclude, "exclude", problems)
+    excluded = {
+        name: RuleKind.EXCLUDE.text(key=key, value=wanted)
+        for name, (key, wanted) in matched(proxy, sites, exclude, "exclude", problems).items()
+    }
     included = matched(proxy, sites, include, "include", problems)
     if problems:
         raise ConfigError(problems)
@@ -75,13 +79,15 @@ def refusals(proxy: nn.Module, sites: Iterable[Site], include: Rules, exclude: R
             if site.path not in included:
                 left_out = set(names) - set(chosen) if chosen else {site.path}
                 for name in left_out:
-                    excluded.setdefault(name, "not among the included")
+                    excluded.setdefault(name, RuleKind.INCLUDE.text())
     return excluded
 
 
-def matched(proxy: nn.Module, sites: Sequence[Site], rules: Rules, section: str, problems: list[str]) -> dict[str, str]:
-    """The rule that matched each site or operand, by its name; what matches nothing is added to ``problems``."""
-    found: dict[str, str] = {}
+def matched(
+    proxy: nn.Module, sites: Sequence[Site], rules: Rules, section: str, problems: list[str]
+) -> dict[str, tuple[str, str]]:
+    """The key and pattern that matched each site or operand, by its name; ``problems`` gets what matches nothing."""
+    found: dict[str, tuple[str, str]] = {}
     modules = {
         path: module for path, module in proxy.named_modules() if not isinstance(module, Site | OperandQuantizer)
     }
@@ -90,17 +96,16 @@ def matched(proxy: nn.Module, sites: Sequence[Site], rules: Rules, section: str,
         if not hosts:
             known = {cls.__name__ for module in modules.values() for cls in original_class(module).__mro__}
             problems.append(_nothing(f"{section}.module_types", wanted, "no module of this type", known))
-        _cover(found, sites, hosts, f"{section}.module_types: {wanted}")
+        _cover(found, sites, hosts, ("module_types", wanted))
     for wanted in rules.names:
         hosts = [path for path in modules if path and matches(wanted, path)]
         if not hosts:
             problems.append(_nothing(f"{section}.names", wanted, "no module of this name", modules))
-        _cover(found, sites, hosts, f"{section}.names: {wanted}")
+        _cover(found, sites, hosts, ("names", wanted))
     for wanted in rules.sites:
-        rule = f"{section}.sites: {wanted}"
         hits = [name for site in sites for name in _site_names(site) if matches(wanted, name)]
         for name in hits:
-            found.setdefault(name, rule)
+            found.setdefault(name, ("sites", wanted))
         if not hits:
             names = [site.path for site in sites]
             problems.append(_nothing(f"{section}.sites", wanted, "no site of this name", names))
@@ -118,7 +123,9 @@ def _operand_names(site: Site) -> list[str]:
     return [f"{site.path}.{operand.name}" for operand in site.operation.operands]
 
 
-def _cover(found: dict[str, str], sites: Sequence[Site], hosts: Sequence[str], rule: str) -> None:
+def _cover(
+    found: dict[str, tuple[str, str]], sites: Sequence[Site], hosts: Sequence[str], rule: tuple[str, str]
+) -> None:
     for site in sites:
         if any(not host or site.path.startswith(host + ".") for host in hosts):
             found.setdefault(site.path, rule)
@@ -141,4 +148,4 @@ def _nothing(place: str, wanted: str, what: str, known: Iterable[str]) -> str:
 
 def by_kind(switches: Mapping[str, bool | str], kind: Kind) -> str | None:
     """The switch of the ``sites:`` section that leaves a kind of site out; None where none does."""
-    return f"sites.{kind}: false" if switches[kind] is False else None
+    return RuleKind.SWITCH.text(key=kind, value="false") if switches[kind] is False else None

@@ -15,22 +15,16 @@ from torch import Tensor
 from quantizer.numerics.float16 import FLOAT16_MAX
 from quantizer.numerics.qtype import INT8
 from quantizer.proxy.weight import WeightView
+from quantizer.reasons import ReasonCode
+from quantizer.reasons import RuleKind
 
 __all__ = [
-    "NEVER_RAN",
-    "NOT_CALIBRATED",
-    "PUT_BACK",
     "OperandPlan",
     "Plan",
     "SitePlan",
     "put_back",
     "summary",
 ]
-
-NEVER_RAN = "never ran in calibration"
-NOT_CALIBRATED = "not calibrated yet"
-PUT_BACK = "fallback"
-"""The rule of a site that was put back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -140,7 +134,7 @@ def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
     result: Plan = {}
     for path, entry in plan.items():
         operands = tuple(
-            replace(o, quantized=False, reason=groups[o.group] + _width(entry))
+            replace(o, quantized=False, reason=_put_back(entry, groups[o.group]))
             if o.quantized and o.group is not None and o.group in groups
             else o
             for o in entry.operands
@@ -150,15 +144,15 @@ def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
         reason = entry.reason
         if changed:
             reason = summary(operands) if quantized else changed[0].reason or ""
-        rule = PUT_BACK if changed and not quantized else entry.rule
+        rule = RuleKind.FALLBACK.text() if changed and not quantized else entry.rule
         result[path] = replace(entry, operands=operands, quantized=quantized, reason=reason, rule=rule)
     return result
 
 
-def _width(site: SitePlan) -> str:
+def _put_back(site: SitePlan, why: str) -> str:
     if site.beyond_half is None:
-        return ""
-    return f", in float32: calibration saw {site.beyond_half:.3g} here, and float16 ends at {FLOAT16_MAX:.0f}"
+        return why
+    return ReasonCode.IN_FLOAT32.text(why=why, largest=f"{site.beyond_half:.3g}", end=f"{FLOAT16_MAX:.0f}")
 
 
 def summary(operands: tuple[OperandPlan, ...]) -> str:

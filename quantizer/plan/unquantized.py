@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.completeness.product_counter import Reason
-from quantizer.observe.site_statistics import OF_PARAMETERS
 from quantizer.plan.site_plan import Plan
+from quantizer.reasons import ReasonCode
+from quantizer.reasons import RuleKind
 
 __all__ = ["EscapedProduct", "covered_share", "escaped_products"]
+
+_BY_RULE = {RuleKind.TARGET: Reason.TARGET, RuleKind.SWITCH: Reason.SWITCHED_OFF}
+_BY_REASON = {ReasonCode.FROM_PARAMETERS: Reason.PARAMETERS, ReasonCode.PARAMETERS_ALONE: Reason.PARAMETERS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +73,6 @@ def _reason_of_site(path: str, plan: Plan, put_back: Collection[str]) -> Reason:
     entry = plan[path]
     if path in put_back:
         return Reason.PUT_BACK
-    if entry.rule is not None and entry.rule.startswith("target "):
-        return Reason.TARGET
     if entry.rule is not None:
-        return Reason.SWITCHED_OFF if entry.rule.startswith("sites.") else Reason.EXCLUDED
-    return Reason.PARAMETERS if entry.reason in OF_PARAMETERS else Reason.UNFIT
+        return _BY_RULE.get(RuleKind.of(entry.rule), Reason.EXCLUDED)
+    return _BY_REASON.get(ReasonCode.of(entry.reason), Reason.UNFIT)

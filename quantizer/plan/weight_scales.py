@@ -21,6 +21,7 @@ from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
+from quantizer.reasons import ReasonCode
 
 __all__ = ["ONE_SCALE", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
 
@@ -41,7 +42,7 @@ def beyond(amax: float, scale: Tensor, dtype: torch.dtype) -> str | None:
     """Return why an operand stays float whose scale the target's float type does not hold; None where it does."""
     if bool(torch.isfinite(scale).all()):
         return None
-    return f"its largest value, {amax:.3g}, needs a scale beyond {_name(dtype)}"
+    return ReasonCode.SCALE_TOO_LARGE.text(amax=f"{amax:.3g}", dtype=_name(dtype))
 
 
 def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, steps: int | None) -> OperandPlan:

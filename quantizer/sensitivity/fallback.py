@@ -15,6 +15,7 @@ from quantizer.common.plain_values import decoded
 from quantizer.errors import SensitivityError
 from quantizer.plan.selection import matches
 from quantizer.plan.site_plan import Plan
+from quantizer.reasons import ReasonCode
 from quantizer.sensitivity.measurement import GroupError
 
 __all__ = ["Evaluation", "Fallback", "by_name", "by_rank", "carried_over", "chosen", "operands_of", "per_cost"]
@@ -63,7 +64,7 @@ class Fallback:
         """Why each group is float, by group."""
         ranks = self.ranks or (None,) * len(self.groups)
         return {
-            group: f"put back by fallback({self.asked})" + ("" if rank is None else f": rank {rank}")
+            group: (ReasonCode.PUT_BACK if rank is None else ReasonCode.RANKED).text(asked=self.asked, rank=rank)
             for group, rank in zip(self.groups, ranks, strict=True)
         }
 

@@ -9,6 +9,8 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 from typing import Literal
 
+from quantizer.reasons import ReasonCode
+from quantizer.reasons import RuleKind
 from quantizer.targets.graph_rules import GraphRules
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class TargetProfile:
     @property
     def rule(self) -> str:
         """What a coverage names as the rule where this profile decided."""
-        return f"target {self.name}"
+        return RuleKind.TARGET.text(key=self.name)
 
     def gemm_reason(self, k: int, n: int, rows: int = 0) -> str | None:
         """Why a product of [rows, k] and [k, n] stays float on this target; None where it may be quantized.
@@ -115,11 +117,11 @@ class TargetProfile:
             rows: 0 where they change with the data.
         """
         if self.float_vectors and rows == 1:
-            return f"M = 1, a matrix-vector product: slower quantized than float on {self.name}"
+            return ReasonCode.VECTOR.text(target=self.name)
         if self.min_gemm_dim is None or min(k, n) >= self.min_gemm_dim:
             return None
         axis, size = ("K", k) if k < self.min_gemm_dim else ("N", n)
-        return f"{axis} = {size} is below {self.min_gemm_dim}: slower quantized than float on {self.name}"
+        return ReasonCode.SMALL_PRODUCT.text(axis=axis, size=size, least=self.min_gemm_dim, target=self.name)
 
     def add_reason(self, skipping: str, why: str) -> str | None:
         """Why what a product gives stays float in a residual add; None where it may be quantized.
@@ -130,7 +132,7 @@ class TargetProfile:
         """
         if self.one_sided_adds:
             return None
-        return f"{skipping} skips the block and is float ({why}): on {self.name} the product is rounded for nothing"
+        return ReasonCode.ONE_SIDED_ADD.text(skipping=skipping, why=why, target=self.name)
 
     def attention_reason(self, dtype: str, head: int, sequence: int) -> str | None:
         """Why an attention stays float on this target; None where it may be in ``dtype``.
@@ -143,14 +145,16 @@ class TargetProfile:
         limits = self.attention.get(dtype)
         if limits is None:
             return None
-        found = None
         if limits.head_sizes is not None and head and head not in limits.head_sizes:
-            found = f"head size {head} is none of {', '.join(map(str, sorted(limits.head_sizes)))}"
-        elif head % limits.head_multiple:
-            found = f"head size {head} is no multiple of {limits.head_multiple}"
-        elif limits.sequence is not None and sequence > limits.sequence:
-            found = f"a sequence of {sequence} is longer than {limits.sequence}"
-        return None if found is None else f"{found}: {self.name} fuses no attention in {dtype} with it"
+            sizes = ", ".join(map(str, sorted(limits.head_sizes)))
+            return ReasonCode.HEAD_SIZE.text(head=head, sizes=sizes, target=self.name, dtype=dtype)
+        if head % limits.head_multiple:
+            multiple = limits.head_multiple
+            return ReasonCode.HEAD_MULTIPLE.text(head=head, multiple=multiple, target=self.name, dtype=dtype)
+        if limits.sequence is not None and sequence > limits.sequence:
+            longest = limits.sequence
+            return ReasonCode.SEQUENCE.text(sequence=sequence, longest=longest, target=self.name, dtype=dtype)
+        return None
 
     def precision_reason(self, precision: str) -> str | None:
         """Why it cannot be told to compute in a type; None where it can."""

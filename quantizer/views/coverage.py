@@ -10,7 +10,6 @@ from typing import Any
 
 from quantizer.float16.float32_modules import Regions
 from quantizer.observe.completeness.product_counter import CountedProduct
-from quantizer.plan.site_plan import NOT_CALIBRATED
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
@@ -18,6 +17,8 @@ from quantizer.plan.unquantized import EscapedProduct
 from quantizer.plan.unquantized import covered_share
 from quantizer.plan.unquantized import escaped_products
 from quantizer.proxy.build import SkippedSource
+from quantizer.reasons import ReasonCode
+from quantizer.reasons import RuleKind
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.text import decibels
 from quantizer.report.tables.text import format_name
@@ -30,11 +31,11 @@ __all__ = ["Coverage", "CoverageRow", "Escaped", "RangeRow", "Ranges"]
 
 # An add of integers, tuples or broadcasts is found like any other, but tells a reader nothing.
 _QUIET = (
-    "its operands are not floating-point tensors",
-    "the add broadcasts an operand",
-    "an operand of the add is a parameter",
-    "no operand of the add comes from a weighted product",
-    "both operands of the add come from one product",
+    ReasonCode.NOT_TENSORS,
+    ReasonCode.ADD_BROADCASTS,
+    ReasonCode.ADD_PARAMETER,
+    ReasonCode.ADD_UNWEIGHTED,
+    ReasonCode.ADD_ONE_PRODUCT,
 )
 
 
@@ -56,8 +57,8 @@ class CoverageRow:
     def quiet(self) -> bool:
         """An addition that is no candidate, or a table that nobody asked to quantize: listed, but not shown."""
         if self.kind == "embedding":
-            return self.rule == "sites.embedding: false"
-        return self.kind == "residual_add" and not self.quantized and self.reason in _QUIET
+            return self.rule == RuleKind.SWITCH.text(key="embedding", value="false")
+        return self.kind == "residual_add" and not self.quantized and ReasonCode.of(self.reason) in _QUIET
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +168,7 @@ class Coverage(View[CoverageRow]):
     def title(self) -> str:
         named = ", ".join(f"{patch.name} (for {patch.target})" for patch in self.patches)
         patched = f"; operator patches: {named}" if named else ""
-        if any(row.reason == NOT_CALIBRATED for row in self.rows):
+        if any(ReasonCode.of(row.reason) is ReasonCode.NOT_CALIBRATED for row in self.rows):
             totals = ", ".join(f"{kind} {total}" for kind, (_, total) in self.by_kind().items())
             return f"sites found: {totals}; calibration decides which of them are quantized{patched}"
         parts = [f"{kind} {held} of {total}" for kind, (held, total) in self.by_kind().items()]

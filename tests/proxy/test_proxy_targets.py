@@ -22,7 +22,7 @@ from quantizer.config import RunConfig
 from quantizer.config.feasibility import refuse_run
 from quantizer.errors import ConfigError
 from quantizer.errors import ExportError
-from quantizer.plan.site_plan import NEVER_RAN
+from quantizer.reasons import ReasonCode
 
 TARGET = "target tensorrt"
 
@@ -56,7 +56,7 @@ def reasons(model: nn.Module, *lengths: int, width: int = 64, **options: Any) ->
     quantizer.calibrate(model.eval(), batches, progress=False)
     found: dict[tuple[str, str | None], int] = {}
     for row in quantizer.coverage:
-        if row.kind == "matmul" and row.reason != NEVER_RAN:
+        if row.kind == "matmul" and ReasonCode.of(row.reason) is not ReasonCode.NEVER_RAN:
             found[row.reason, row.rule] = found.get((row.reason, row.rule), 0) + 1
     return found
 
@@ -158,7 +158,11 @@ def test_every_site_names_what_decided() -> None:
     torch.manual_seed(0)
     model = Net().eval()
     quantizer.calibrate(model, [torch.randn(4, 16, 64)], progress=False)
-    rules = {row.name: row.rule for row in quantizer.coverage if not row.quiet and row.reason != NEVER_RAN}
+    rules = {
+        row.name: row.rule
+        for row in quantizer.coverage
+        if not row.quiet and ReasonCode.of(row.reason) is not ReasonCode.NEVER_RAN
+    }
     assert rules.pop("forward.add_0") == "sites.residual_add: auto"
     assert rules.pop("attention.query.forward.linear_0") == "exclude.names: attention.query"
     assert set(rules.values()) == {TARGET}

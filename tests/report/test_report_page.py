@@ -21,9 +21,9 @@ from rich.console import Console
 
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
+from quantizer.reasons import counted
 from quantizer.report import Column
 from quantizer.report import Score
-from quantizer.report import Site
 from quantizer.report import html_from_record
 from quantizer.report import html_table
 from quantizer.report import print_record
@@ -37,7 +37,6 @@ from quantizer.report import write_record
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.page.page_content import diff_files
 from quantizer.report.record import RangeCandidate
-from quantizer.report.tables.headline import reasons
 from quantizer.report.tables.text import significant
 from quantizer.report.tables.text import typeset
 
@@ -301,10 +300,7 @@ def test_verdict_on_the_size(size: int, words: str) -> None:
 
 def test_reasons_that_differ_in_numbers_are_counted_together() -> None:
     texts = ["SQNR 12.1 dB, limit 25 dB", "SQNR 9 dB, limit 25 dB", "layer.1 excluded", "layer.10 excluded"]
-    sites = [
-        Site(name="s", kind="k", host_type="t", file="f", line=1, quantized=False, reason=reason) for reason in texts
-    ]
-    assert reasons(sites) == [("SQNR … dB, limit 25 dB", 2), ("layer.1 excluded", 1), ("layer.10 excluded", 1)]
+    assert counted(texts) == [("SQNR … dB, limit 25 dB", 2), ("layer.1 excluded", 1), ("layer.10 excluded", 1)]
 
 
 @pytest.mark.parametrize(

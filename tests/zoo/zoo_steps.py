@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from quantizer import Quantizer
+from quantizer.reasons import ReasonCode
 from quantizer.views.coverage import Coverage
 
 __all__ = ["all_the_way", "each_pattern", "off_is_identical", "repeated_patterns"]
@@ -90,7 +91,8 @@ def layers_that_run(model: nn.Module) -> Iterator[set[str]]:
 
 def hosts_that_ran(coverage: Coverage) -> set[str]:
     """Paths of the modules with a product that coverage has seen."""
-    rows = [row for row in coverage if row.kind != "residual_add" and row.reason != "never ran in calibration"]
+    rows = [row for row in coverage if row.kind != "residual_add"]
+    rows = [row for row in rows if ReasonCode.of(row.reason) is not ReasonCode.NEVER_RAN]
     return {re.sub(r"\.\w+\.\w+$", "", row.name) for row in rows}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
+from quantizer.reasons import counted
 from quantizer.report.record import EscapedProduct
 from quantizer.report.record import Fallback
 from quantizer.report.record import RunRecord
@@ -13,7 +14,6 @@ from quantizer.report.record import SensitivityRow
 from quantizer.report.record import Site
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import multiply_add_share
-from quantizer.report.tables.headline import reasons
 from quantizer.report.tables.measure_labels import error_words
 from quantizer.report.tables.search_table import EVALUATION_COLUMNS
 from quantizer.report.tables.search_table import evaluation_cells
@@ -106,7 +106,7 @@ def coverage_by_kind(sites: Sequence[Site]) -> str:
 
 def coverage_by_reason(sites: Sequence[Site]) -> str:
     """Why sites are not quantized; empty where all of them are."""
-    rows = reasons([site for site in sites if not site.quantized])
+    rows = counted(site.reason for site in sites if not site.quantized)
     return html_table(["Why not", "Sites"], rows, label="Sites left in float, by reason", style=False) if rows else ""
 
 

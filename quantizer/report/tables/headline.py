@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Sequence
 
+from quantizer.reasons import counted
 from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
 from quantizer.report.record import RunRecord
@@ -16,13 +15,10 @@ from quantizer.report.tables.text import percent
 from quantizer.report.tables.text import score
 from quantizer.report.tables.text import signed
 
-__all__ = ["covered_share", "multiply_add_share", "quantized_score", "reasons", "verdict"]
+__all__ = ["covered_share", "multiply_add_share", "quantized_score", "verdict"]
 
 # A speed or size within this share of the float model's is called the same: timings vary by about as much.
 _SAME = 0.05
-
-# The group keeps the numbers in what split() gives: words at even places, numbers at odd ones.
-_NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)")
 
 
 def verdict(record: RunRecord) -> str:
@@ -46,22 +42,6 @@ def multiply_add_share(sites: Sequence[Site]) -> float | None:
 def covered_share(record: RunRecord) -> float | None:
     """Share of the multiply-adds in low precision: of all that torch executed, else of those that sites counted."""
     return multiply_add_share(record.coverage) if record.covered_share is None else record.covered_share
-
-
-def reasons(sites: Sequence[Site]) -> list[tuple[str, int]]:
-    """Why ``sites`` are as they are, the most frequent reason first.
-
-    Reasons that differ in their numbers only are counted together, with ``…`` for the numbers that differ.
-    """
-    alike: dict[tuple[str, ...], list[list[str]]] = {}
-    for site in sites:
-        parts = _NUMBER.split(site.reason)
-        alike.setdefault(tuple(parts[::2]), []).append(parts)
-    counts: Counter[str] = Counter()
-    for group in alike.values():
-        columns = zip(*group, strict=True)
-        counts["".join(same[0] if len(set(same)) == 1 else "…" for same in columns)] += len(group)
-    return counts.most_common()
 
 
 def _speed(record: RunRecord) -> list[str]:
@@ -146,7 +126,7 @@ def _coverage(record: RunRecord) -> list[str]:
     verb = "is" if len(quantized) == 1 else "are"
     sentences = [f"{len(quantized)} of {len(record.coverage)} sites {verb} quantized{work}."]
     if rest:
-        reason, number = reasons(rest)[0]
+        reason, number = counted(site.reason for site in rest)[0]
         sentences.append(f"The most frequent reason for the others: {reason} ({number}).")
     if record.fallback and record.fallback.groups:
         number = len(record.fallback.groups)

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.plan.site_plan import NEVER_RAN
 from quantizer.qdq.signature import Signature
 from quantizer.quantizer import Quantizer
+from quantizer.reasons import ReasonCode
 from quantizer.report import Score
 from quantizer.report import collect_versions
 from quantizer.report.search_records import fallback_reason
@@ -102,7 +102,7 @@ class BackendResult:
 def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> QuantizationFacts:
     """What a calibrated quantizer quantizes."""
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
-    told = [row for row in coverage if not row.quiet and row.reason != NEVER_RAN]
+    told = [row for row in coverage if not row.quiet and ReasonCode.of(row.reason) is not ReasonCode.NEVER_RAN]
     every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
     return QuantizationFacts(
         dtype=quantizer.config.dtype,

@@ -1,0 +1,142 @@
+"""Every reason that a coverage gives for a site in float, and every kind of rule that decides, as codes.
+
+A code's value is the template of its sentence. Plans and files hold the sentence; who asks what it means reads the code
+out of it here and nowhere else. A sentence that none of these templates makes, such as one of source text that cannot
+be rewritten, has the code ``OTHER``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from enum import Enum
+from functools import cache
+from functools import lru_cache
+from string import Formatter
+from typing import Self
+
+__all__ = ["ReasonCode", "RuleKind", "counted"]
+
+_WITH_SPACES = frozenset({"asked", "sizes", "text", "value", "why"})
+"""The fields of templates that may hold several words; each of the others is a single one."""
+
+# The group keeps the numbers in what split() gives: words at even places, numbers at odd ones.
+_NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)")
+
+
+class _Template(Enum):
+    """Sentences with named fields, made by ``text`` and read back by ``read``."""
+
+    def text(self, **fields: object) -> str:
+        """Return the sentence with its fields filled in."""
+        return str(self.value).format(**fields)
+
+    @classmethod
+    def read(cls, text: str) -> tuple[Self, dict[str, str]]:
+        """Return the code that ``text`` was made by, and its fields."""
+        found = ((code, _pattern(code.value).fullmatch(text)) for code in cls)
+        return next((code, match.groupdict()) for code, match in found if match is not None)
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, text: str) -> Self:
+        """Return the code that ``text`` was made by."""
+        return cls.read(text)[0]
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    parts = []
+    for words, name, _, _ in Formatter().parse(template):
+        parts.append(re.escape(words))
+        if name is not None:
+            parts.append(f"(?P<{name}>.*)" if name in _WITH_SPACES else rf"(?P<{name}>\S+)")
+    return re.compile("".join(parts), re.DOTALL)
+
+
+class ReasonCode(_Template):
+    """Why a site or an operand stays in float."""
+
+    EXCLUDED = "excluded by rule"
+    SWITCHED_OFF = "this kind of site is switched off"
+    NEVER_RAN = "never ran in calibration"
+    NOT_CALIBRATED = "not calibrated yet"
+
+    # What calibration saw of a site's operands.
+    TRANSFORMED = "it runs inside torch.vmap or a transform of torch.func"
+    NESTED = "an operand is a nested tensor"
+    SPARSE = "an operand is a sparse tensor"
+    NOT_TENSORS = "its operands are not floating-point tensors"
+    EMPTY = "an operand was empty in every call"
+    VARIES = "an operand is a parameter in one call and something else in another"
+    FROM_PARAMETERS = "an operand is computed from parameters at each call"
+    PARAMETERS_ALONE = "its operands are parameters alone"
+    TABLE = "the table of the embedding is no parameter"
+    ATTENTION_PARAMETER = "an operand of the attention is a parameter"
+    ADD_BROADCASTS = "the add broadcasts an operand"
+    ADD_PARAMETER = "an operand of the add is a parameter"
+    ADD_UNWEIGHTED = "no operand of the add comes from a weighted product"
+    ADD_ONE_PRODUCT = "both operands of the add come from one product"
+    ADD_SCORES = "an operand of the add comes from a product of two activations, as scores do"
+    ADD_MASK = "it adds a mask: beside its lowest number no step is left for the other values"
+    OPERAND_UNSEEN = "an operand was not observed"
+    NONE_SEEN = "no operand observed"
+
+    # One operand.
+    NO_VALUE = "no value of it was seen"
+    WEIGHTS_ALONE = "weights alone are quantized here"
+    UNREGISTERED = "the weight is a parameter that no module of the model has registered"
+    OFFLOADED = "the weight is offloaded: it is loaded for each call, and the model holds none to store as integers"
+    NO_BLOCKS = "a weight of {axes} axes has no blocks of input channels"
+    INDIVISIBLE = "its block size does not divide its input channels"
+    SQNR = "{dtype} does not hold it: SQNR {sqnr} dB, below {limit} dB"
+    SCALE_TOO_SMALL = "its largest value, {amax}, needs a scale below {least}, the least normal number of {dtype}"
+    SCALE_TOO_LARGE = "its largest value, {amax}, needs a scale beyond {dtype}"
+
+    # The target.
+    NO_GAIN = "{target} gains nothing from this kind of site"
+    VECTOR = "M = 1, a matrix-vector product: slower quantized than float on {target}"
+    SMALL_PRODUCT = "{axis} = {size} is below {least}: slower quantized than float on {target}"
+    ONE_SIDED_ADD = "{skipping} skips the block and is float ({why}): on {target} the product is rounded for nothing"
+    HEAD_SIZE = "head size {head} is none of {sizes}: {target} fuses no attention in {dtype} with it"
+    HEAD_MULTIPLE = "head size {head} is no multiple of {multiple}: {target} fuses no attention in {dtype} with it"
+    SEQUENCE = "a sequence of {sequence} is longer than {longest}: {target} fuses no attention in {dtype} with it"
+    TORN_ATTENTION = (
+        "not all products of this attention are in FP8: query, key, value and softmax go together or not at all"
+    )
+
+    # Fallback.
+    RANKED = "put back by fallback({asked}): rank {rank}"
+    PUT_BACK = "put back by fallback({asked})"
+    IN_FLOAT32 = "{why}, in float32: calibration saw {largest} here, and float16 ends at {end}"
+
+    OTHER = "{text}"
+
+
+class RuleKind(_Template):
+    """What decided about a site, apart from what calibration saw."""
+
+    INCLUDE = "not among the included"
+    EXCLUDE = "exclude.{key}: {value}"
+    SWITCH = "sites.{key}: {value}"
+    FORMAT = "formats[{key}]"
+    TARGET = "target {key}"
+    FALLBACK = "fallback"
+    OTHER = "{text}"
+
+
+def counted(texts: Iterable[str]) -> list[tuple[str, int]]:
+    """Return how often each reason is given, the most frequent first.
+
+    Reasons that differ in their numbers only are counted together, with ``…`` for the numbers that differ.
+    """
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for text in texts:
+        parts = _NUMBER.split(text)
+        alike.setdefault(tuple(parts[::2]), []).append(parts)
+    counts: Counter[str] = Counter()
+    for group in alike.values():
+        columns = zip(*group, strict=True)
+        counts["".join(same[0] if len(set(same)) == 1 else "…" for same in columns)] += len(group)
+    return counts.most_common()
