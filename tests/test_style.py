@@ -105,6 +105,19 @@ def test_files_and_functions_are_short() -> None:
     ]
 
 
+def test_lines_are_short() -> None:
+    """With their trailing pragmas, which the linter leaves out of its count."""
+    python = [
+        file for folder in ("quantizer", "tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py")
+    ]
+    assert not [
+        _at(file, number, f"{len(line)} characters")
+        for file in python
+        for number, line in enumerate(_text(file).splitlines(), start=1)
+        if len(line) > 120
+    ]
+
+
 def test_the_median_file_and_function_are_short() -> None:
     assert statistics.median(len(_text(file).splitlines()) for file in FILES) <= 120
     assert statistics.median(_length(function) for file in FILES for function in _functions(file)) <= 12

@@ -163,7 +163,7 @@ _BACKENDS = OneOf(profiles)
 class QuantizerConfig(Section):
     """The settings of a ``Quantizer``."""
 
-    # With ``to_dict``, what transformers asks of a quantization_config: see ``transformers_plugin.py``.
+    # With ``to_dict``, what transformers asks of a quantization_config: see ``interop/transformers/plugin.py``.
     quant_method: ClassVar[str] = "quantizer"
 
     backend: Annotated[str, AfterValidator(_BACKENDS.check), _BACKENDS] = Field(

@@ -72,7 +72,8 @@ def gradient(
 
     def visit(site: Site, output: Tensor, changes: dict[str, Tensor]) -> Tensor:
         if not site.source.in_place:
-            passed: Tensor = _Watch.apply(output, anchor, partial(add, changes, output.detach()))  # type: ignore[no-untyped-call]
+            added = partial(add, changes, output.detach())
+            passed: Tensor = _Watch.apply(output, anchor, added)  # type: ignore[no-untyped-call]
             return passed
         # Others know the tensor too: a copy would part them.
         if output.requires_grad:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -314,7 +315,8 @@ def test_a_training_needs_rows_of_its_own(write: Write) -> None:
     training, _ = sorted(_problems(lambda: load_run(write(TRAINING), ["~qat"])))
     assert "data.training: is used by qat only; remove it, or add qat: {}" in training
     for place in ("evaluation", "tuning"):
-        (shared,) = _problems(lambda place=place: load_run(write(TRAINING), [f"data.{place}={{name: vader, rows: 5}}"]))  # type: ignore[misc]
+        override = f"data.{place}={{name: vader, rows: 5}}"
+        (shared,) = _problems(partial(load_run, write(TRAINING), [override]))
         assert f"data.training: has rows of data.{place}: a score on rows that the model was trained on" in shared
 
 

@@ -172,5 +172,6 @@ def test_a_mask_of_zeros_to_be_added_leaves_no_empty_range() -> None:
     batch = {**tokens((8, 8, 8)), "attention_mask": torch.zeros(BATCH, LENGTH)}
     q = Quantizer(backend="openvino", activations={"calibrator": "max"})
     q.calibrate(model, [batch])
-    ranges = {float(o.scale) for site in q.plan.values() for o in site.operands if o.quantized and o.scale.numel() == 1}  # type: ignore[arg-type, union-attr]
+    scales = [o.scale for site in q.plan.values() for o in site.operands if o.quantized]
+    ranges = {float(scale) for scale in scales if scale is not None and scale.numel() == 1}
     assert 1.0 not in ranges

@@ -157,8 +157,9 @@ def test_kinds_by_pattern() -> None:
 def test_kinds_that_cannot_be() -> None:
     model = Residual().eval()
     quantizer = calibrated(model, sites={"residual_add": False})
+    wrong: Any = {"key.**": "learned", "nowhere": "fixed", "**.weight": "grown"}
     with pytest.raises(ConfigError, match="3 problems") as told:
-        quantizer.qat(model, scales={"key.**": "learned", "nowhere": "fixed", "**.weight": "grown"})  # type: ignore[dict-item]
+        quantizer.qat(model, scales=wrong)
     kind, nothing, shared = told.value.problems
     assert "'grown' is no kind of scales" in kind
     assert "'nowhere' matches no quantized site" in nothing

@@ -131,7 +131,9 @@ def test_sections_that_were_not_measured_say_so() -> None:
 def test_the_page_shows_the_figures() -> None:
     text = html_from_record(sample_record())
     assert "compiled recurrence" in text
-    for figure in ("3.71×", "3.94×", "1.79×", "−0.0013", "[−0.0034, +0.0008]", "51 of 60", "98.4% of multiply-adds"):  # noqa: RUF001
+    ratios = ("3.71×", "3.94×", "1.79×")  # noqa: RUF001
+    differences = ("−0.0013", "[−0.0034, +0.0008]")  # noqa: RUF001
+    for figure in (*ratios, *differences, "51 of 60", "98.4% of multiply-adds"):
         assert figure in text
     assert "All 60 sites" in text
     assert "The 30 largest of 40" in text
@@ -160,7 +162,9 @@ def test_the_page_shows_where_it_hurts_and_what_the_search_found() -> None:
     assert '<td class="qz-num" data-sort="-0.0017">\u22120.00170</td><td>yes</td><td>front</td>' in text
     for title in ("Estimated divergence", "Quantizers", "Block"):
         assert f">{title}</th>" in text
-    fallback = dataclasses.replace(sample_record().fallback, evaluations=(), float_score=None, max_drop=None)  # type: ignore[type-var]
+    found = sample_record().fallback
+    assert found is not None
+    fallback = dataclasses.replace(found, evaluations=(), float_score=None, max_drop=None)
     without = html_from_record(
         dataclasses.replace(sample_record(), fallback=fallback, sensitivity=(), measure=None, training=None)
     )
@@ -320,7 +324,8 @@ def test_significant(value: float, text: str) -> None:
 
 
 def test_typeset() -> None:
-    assert typeset("8 x 128, [-0.1, +0.2] 3.71x a-b -name max") == "8 × 128, [−0.1, +0.2] 3.71× a-b -name max"  # noqa: RUF001
+    expected = "8 × 128, [−0.1, +0.2] 3.71× a-b -name max"  # noqa: RUF001
+    assert typeset("8 x 128, [-0.1, +0.2] 3.71x a-b -name max") == expected
 
 
 def test_the_page_is_the_recorded_one() -> None:

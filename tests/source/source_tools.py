@@ -126,7 +126,8 @@ class _Strip(ast.NodeTransformer):
         target, value = node.value.elts
         assert isinstance(target, ast.Name)
         assert ast.unparse(target) == ast.unparse(node.targets[0])
-        return ast.AugAssign(target=node.targets[0], op=_OPERATORS[site.operation](), value=value)  # type: ignore[arg-type]
+        operator = _OPERATORS[site.operation]()
+        return ast.AugAssign(target=node.targets[0], op=operator, value=value)  # type: ignore[arg-type]
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         site = self._site(node)

@@ -57,6 +57,7 @@ def run(folder: Path, text: str) -> str:
     return done.stdout
 
 
+@pytest.mark.promise("Memory is measured in a process of its own.")
 def test_by_class(folder: Path) -> None:
     run(
         folder,

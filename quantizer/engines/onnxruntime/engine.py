@@ -2,7 +2,7 @@
 
 An engine file is an ONNX file with the optimizations that hold on every machine already done; ONNX Runtime adds those
 of the machine at hand when it loads the file. Some of its fusions are left out, because they make a model slower, and
-one is added (``onnxruntime_biases.py``).
+one is added (``biases.py``).
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Explanations:
                 return Reason.NOT_REWRITABLE, f"{caller} is {caller.instead} {caller.operation.name}"
             left = [skipped for skipped in self._skipped if _is_call_of(skipped, caller)]
             if left:
-                nearest = min(left, key=lambda skipped: abs(skipped.source.line - caller.line))  # type: ignore[union-attr]
+                nearest = min(left, key=lambda s: abs(s.source.line - caller.line))  # type: ignore[union-attr]
                 return Reason.NOT_REWRITABLE, f"{caller}: {nearest.reason}"
             if caller.rewritten:
                 return Reason.NOT_REWRITABLE, f"{caller}: not spelled as {caller.operation.name} is"
