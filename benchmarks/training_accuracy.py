@@ -28,7 +28,7 @@ from quantizer.config import QatConfig
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
 from quantizer.engines.onnxruntime.engine import ONNXRuntimeEngine
-from quantizer.runs.stages import runner
+from quantizer.runs.stages import as_predictor
 from quantizer.runs.train import Training
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
@@ -51,7 +51,7 @@ class Bench:
 
     def predict(self, model: nn.Module | Engine) -> Predictions:
         """On dev."""
-        return self.task.predict(runner(model), self.dev)
+        return self.task.predict(as_predictor(model), self.dev)
 
     def row(self, name: str, model: nn.Module | Engine, seconds: float | None = None) -> float:
         """Print a row of the table; the score in it."""
@@ -67,7 +67,7 @@ class Bench:
     def tuned(self, model: nn.Module) -> float:
         """The score on the tuning rows."""
         rows = self.train[TUNING]
-        return self.task.score(self.task.predict(runner(model), rows), rows)
+        return self.task.score(self.task.predict(as_predictor(model), rows), rows)
 
     def engines(self, quantizer: Quantizer, frozen: nn.Module, folder: Path) -> dict[str, Engine]:
         """The exported file, as it is written and as OpenVINO runs it."""

@@ -7,10 +7,10 @@ from typing import Literal
 
 from torch import nn
 
-from quantizer.calibration.choose_ranges import plan_of
-from quantizer.calibration.session import seen_by_all_ranks
-from quantizer.calibration.settings import observation_of
-from quantizer.calibration.settings import refused_sites
+from quantizer.calibration.choose_ranges import make_plan
+from quantizer.calibration.session import merge_across_ranks
+from quantizer.calibration.settings import excluded_sites
+from quantizer.calibration.settings import make_observation
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
@@ -118,10 +118,10 @@ class QATCalibrate:
         if not is_proxy(model):
             # Built before the block, or from parts that nobody named.
             instrument(model)
-        refused = refused_sites(self.config, model)
+        refused = excluded_sites(self.config, model)
         use_eager_attention(model)
         model.eval()
-        observation = observation_of(self.config, model, refused, list(skipped_sources(model)))
+        observation = make_observation(self.config, model, refused, list(skipped_sources(model)))
         observation.attach(model, sites_of(model))
         self._calibrating.append((model, observation, refused))
 
@@ -140,5 +140,5 @@ class QATCalibrate:
     def _decided(
         self, model: nn.Module, observation: Observation, refused: dict[str, str]
     ) -> tuple[nn.Module, Plan, tuple[CountedProduct, ...]]:
-        seen = seen_by_all_ranks(self.config, model, observation)
-        return model, plan_of(self.config, model, seen, refused), seen.counted()
+        seen = merge_across_ranks(self.config, model, observation)
+        return model, make_plan(self.config, model, seen, refused), seen.counted()

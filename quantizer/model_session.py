@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.calibration.plan_source import Decisions
+from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.settings import tell_where_nothing_is_quantized
 from quantizer.calibration.settings import warn_of_float32
 from quantizer.common.fingerprint import Fingerprint
@@ -21,32 +21,32 @@ from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import SensitivityError
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.simulate import is_simulation
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.apply import require_scales_of
 from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import put_back as without_groups
+from quantizer.plan.site_plan import with_fallback as without_groups
 from quantizer.plan.weight_scales import with_scales_of_weights
-from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
 from quantizer.qat import Scales
-from quantizer.qat.session import Trainable
+from quantizer.qat.session import QatSession
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import carried_over
+from quantizer.sensitivity import fallback_for_target
 from quantizer.sensitivity import operands_of
-from quantizer.sensitivity.session import Amp
+from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.coverage import Coverage
 from quantizer.views.sensitivity_view import Sensitivity
 
-__all__ = ["Served"]
+__all__ = ["ModelSession"]
 
 
-class Served:
+class ModelSession:
     """One model's way through the stages.
 
     Attributes:
@@ -57,48 +57,48 @@ class Served:
     """
 
     def __init__(self, config: QuantizerConfig) -> None:
-        self.decisions = Decisions(config)
-        self.amp: Amp | None = None
+        self.decisions = PlanSource(config)
+        self.amp: SensitivitySession | None = None
         self.fallback: Fallback | None = None
-        self.trainable: Trainable | None = None
+        self.trainable: QatSession | None = None
         self._config = config
         self._target = config.target
         self._model: weakref.ref[nn.Module] | None = None
-        self._skipped: list[SkippedSource] = []
+        self._skipped: list[UnrewrittenSource] = []
         self._patches: tuple[OperatorPatch, ...] = ()
         self._carried: tuple[Fallback, Plan, str] | None = None
         self._chosen_in: Plan = {}  # the plan whose groups the fallback names
 
-    def take(self, model: nn.Module) -> None:
+    def bind(self, model: nn.Module) -> None:
         """Take a model on.
 
         Raises:
-            ProxyError: it is a proxy, or another model is served.
+            ProxyError: it is a proxy, or the session is bound to another model.
         """
         if isinstance(model, nn.Module) and is_proxy(model):
             raise ProxyError("this is a proxy already; pass the float model that it was made from")
-        served = self._model() if self._model is not None else None
-        if served is not None and served is not model:
+        bound = self._model() if self._model is not None else None
+        if bound is not None and bound is not model:
             raise ProxyError(
-                f"this Quantizer serves another {type(served).__name__} already; make one Quantizer for each model"
+                f"this Quantizer serves another {type(bound).__name__} already; make one Quantizer for each model"
             )
         if isinstance(model, nn.Module):
             self._model = weakref.ref(model)
-            self.look_at(model)
+            self.scan_source(model)
         if self.decisions.show(model, self._skipped) and self._carried is not None:
             plan = self.decisions.plan()
-            self.put_back(carried_over(*self._carried, plan), plan)
+            self.put_back(fallback_for_target(*self._carried, plan), plan)
 
-    def look_at(self, model: nn.Module) -> None:
+    def scan_source(self, model: nn.Module) -> None:
         """Note what of a model's source, or a proxy's, the coverage tells."""
         self._skipped = list(skipped_sources(model))
         self._patches = applied_patches(model)
 
-    def follow(self, other: Served, backend: str) -> None:
+    def inherit_from(self, other: ModelSession, backend: str) -> None:
         """Serve another backend's model from one calibration: ``other`` is where it ran, for ``backend``.
 
         Raises:
-            CalibrationError: nothing was calibrated, it goes by other scales, or see ``Decisions.follow``.
+            CalibrationError: nothing was calibrated, it goes by other scales, or see ``PlanSource.follow``.
         """
         decided = other.decided()
         if other.scales_replaced:
@@ -111,11 +111,11 @@ class Served:
             self._carried = other.fallback, decided, backend
         model = None if other._model is None else other._model()
         if model is not None:
-            self.take(model)
+            self.bind(model)
 
     def calibrate(self, model: nn.Module, *, resume: bool) -> nn.Module:
         """The proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
-        self.take(model)
+        self.bind(model)
         if resume:
             return self.decisions.resume(model, self._skipped)
         proxy = self.decisions.calibrate(model, self._skipped)
@@ -139,15 +139,15 @@ class Served:
 
     def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
         """The proxy that is trained; see ``Quantizer.qat``."""
-        self.take(model)
+        self.bind(model)
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
             # Not from the scales of an earlier training, whose weights may have been those of a copy.
             # Nor is anybody told that the weights changed, where that training changed them.
             plan = self._scaled_for(model, self.decisions.plan(), told=self.trainable is not None)
-            self.trainable = Trainable(model, plan, groups, scales, self._target.torch_dtype, own=own)
+            self.trainable = QatSession(model, plan, groups, scales, self._target.torch_dtype, own=own)
             return self.trainable.proxy
-        trainable = Trainable(model, None, {}, scales, self._target.torch_dtype, own=own)
+        trainable = QatSession(model, None, {}, scales, self._target.torch_dtype, own=own)
         trainable.calibrate_first(self.calibrate(model, resume=False), self.decisions.plan)
         self.trainable = trainable
         return trainable.proxy
@@ -158,7 +158,7 @@ class Served:
 
     def frozen(self, model: nn.Module) -> nn.Module:
         """The frozen proxy of a model, or of the copy of it that was trained."""
-        self.take(model)
+        self.bind(model)
         plan = self.fitted(model, self.plan())
         tell_where_nothing_is_quantized(plan)
         return frozen_proxy(self.trained(model), plan)
@@ -212,7 +212,7 @@ class Served:
             return plan
         if not set(self.fallback.groups) <= set(operands_of(plan)):
             # More data came since, and showed that operands share a range.
-            self.put_back(carried_over(self.fallback, self._chosen_in, None, plan), plan)
+            self.put_back(fallback_for_target(self.fallback, self._chosen_in, None, plan), plan)
         return without_groups(plan, self.fallback.reasons())
 
     def put_back(self, fallback: Fallback, plan: Plan) -> None:
@@ -277,7 +277,7 @@ class Served:
         observed: bytes | None = None,
     ) -> None:
         """Take over what was saved."""
-        regions, replaced = Regions.from_plain(document.get("regions")), document.get("scales_replaced", False)
+        regions, replaced = Float32Modules.from_plain(document.get("regions")), document.get("scales_replaced", False)
         fingerprint = Fingerprint.from_plain(document.get("fingerprint"))
         self.decisions.load(plan, products, regions, observed, fingerprint, scales_replaced=replaced)
         if document["fallback"] is not None:

@@ -14,19 +14,19 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
-from quantizer.calibration.choose_ranges import plan_of
-from quantizer.calibration.settings import observation_of
-from quantizer.calibration.settings import refused_sites
+from quantizer.calibration.choose_ranges import make_plan
+from quantizer.calibration.settings import excluded_sites
+from quantizer.calibration.settings import make_observation
 from quantizer.common.batches import run_batches
-from quantizer.common.distributed import ranks
+from quantizer.common.distributed import get_world_size
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
-from quantizer.config.feasibility import refuse_formats
+from quantizer.config.feasibility import check_formats
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.float16.simulate import simulate
-from quantizer.model_session import Served
+from quantizer.model_session import ModelSession
 from quantizer.plan.replace_scales import scales_of
 from quantizer.plan.replace_scales import with_scales
 from quantizer.plan.site_plan import Plan
@@ -41,7 +41,7 @@ from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
-from quantizer.sensitivity.session import Amp
+from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.coverage import Coverage
 from quantizer.views.coverage import Ranges
 from quantizer.views.histogram_view import HistogramView
@@ -73,7 +73,7 @@ class Quantizer:
         self, source: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None, **keywords: Any
     ) -> None:
         self.config = quantizer_config(source, **keywords)
-        self._served = Served(self.config)
+        self._session = ModelSession(self.config)
 
     # -- proxies ---------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Quantizer:
             ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
             CalibrationError: ``resume=True`` and there is nothing to go on with, or it is of another model.
         """
-        return self._served.calibrate(model, resume=resume)
+        return self._session.calibrate(model, resume=resume)
 
     def calibrate(
         self, model: nn.Module, batches: Iterable[Any], *, resume: bool = False, progress: bool | None = None
@@ -113,10 +113,10 @@ class Quantizer:
         Raises:
             CalibrationError: there is no data, a batch does not run through the model, or it has NaN.
         """
-        with nullcontext() if resume else self._served.replaced_as_a_whole():
+        with nullcontext() if resume else self._session.replaced_as_a_whole():
             proxy = self.calib(model, resume=resume)
             # Of several ranks, one may be left without data.
-            if run_batches(proxy, batches, progress) == 0 and ranks() == 1:
+            if run_batches(proxy, batches, progress) == 0 and get_world_size() == 1:
                 raise CalibrationError("the calibration data is empty: at least one batch is needed")
         return proxy
 
@@ -146,11 +146,11 @@ class Quantizer:
             CalibrationError: nothing was calibrated yet.
             SensitivityError: there is no such measure or granularity, or an argument belongs to another measure.
         """
-        self._served.take(model)
+        self._session.bind(model)
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        plan = self._served.fitted(model, self._served.decided())
-        self._served.amp = Amp(self._served.trained(model), plan, measure, granularity, loss, wrapped)
-        return self._served.amp.proxy
+        plan = self._session.fitted(model, self._session.decided())
+        self._session.amp = SensitivitySession(self._session.trained(model), plan, measure, granularity, loss, wrapped)
+        return self._session.amp.proxy
 
     def fallback(
         self,
@@ -188,7 +188,7 @@ class Quantizer:
                 number.
             ProxyError: ``amp`` is not the proxy that this quantizer's ``amp()`` returned last.
         """
-        measured = self._served.amp
+        measured = self._session.amp
         if measured is None or amp is not measured.proxy:
             raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
@@ -202,12 +202,12 @@ class Quantizer:
             costs=costs,
             cache=cache,
         )
-        self._served.put_back(chosen, measured.plan)
+        self._session.put_back(chosen, measured.plan)
         return chosen
 
     def clear_fallback(self) -> None:
         """Undo ``fallback``: every group is quantized again as calibration decided."""
-        self._served.fallback = None
+        self._session.fallback = None
 
     def qat(self, model: nn.Module, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
         """A proxy to train: it rounds as the engine will, and gradients pass through the rounding.
@@ -228,7 +228,7 @@ class Quantizer:
             CalibrationError: scales are to move, and nothing was calibrated yet.
             ConfigError: there is no such kind of scales, or a pattern matches nothing.
         """
-        return self._served.train(model, scales, own=copy)
+        return self._session.train(model, scales, own=copy)
 
     def quantize(self, model: nn.Module) -> nn.Module:
         """The frozen proxy: ranges fixed, weights held as integers, in eval mode.
@@ -236,7 +236,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return self._served.frozen(model)
+        return self._session.frozen(model)
 
     def for_backend(self, name: str) -> Quantizer:
         """A quantizer for another backend, from this one's calibration: no data is needed again.
@@ -255,8 +255,8 @@ class Quantizer:
                 calibration saw, or scales were loaded.
         """
         other = Quantizer(self.config, backend=name)
-        refuse_formats(other.config)
-        other._served.follow(self._served, self.config.backend)
+        check_formats(other.config)
+        other._session.inherit_from(self._session, self.config.backend)
         return other
 
     def simulate(self, model: nn.Module) -> nn.Module:
@@ -268,7 +268,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return simulate(self.quantize(model), self.config.target.torch_dtype, self._served.decisions.regions())
+        return simulate(self.quantize(model), self.config.target.torch_dtype, self._session.decisions.regions())
 
     # -- scales from elsewhere -------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return scales_of(self._served.plan())
+        return scales_of(self._session.plan())
 
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
         """Put scales from anywhere in the place of those that calibration found, until the next ``calib``.
@@ -292,7 +292,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
         """
-        self._served.replace(with_scales(self._served.decided(), scales, self.config.target.torch_dtype))
+        self._session.replace(with_scales(self._session.decided(), scales, self.config.target.torch_dtype))
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ class Quantizer:
             ProxyError: ``quant_model`` is the float model, or the proxy of ``calib()``, ``amp()`` or ``qat()``.
             ExportError: the model cannot be exported, or the file cannot be written.
         """
-        return self._served.export(quant_model, Path(path), example, opset, dynamic_axes)
+        return self._session.export(quant_model, Path(path), example, opset, dynamic_axes)
 
     def build(
         self,
@@ -360,8 +360,8 @@ class Quantizer:
             CalibrationError: there is nothing to save yet.
             QuantizerError: the folder cannot be written, or is kept.
         """
-        plan, decisions = self._served.decided(), self._served.decisions
-        return save_state(folder, plan, decisions.products(), self._served.document(), decisions.seen())
+        plan, decisions = self._session.decided(), self._session.decisions
+        return save_state(folder, plan, decisions.products(), self._session.document(), decisions.seen())
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
@@ -376,7 +376,7 @@ class Quantizer:
         plan, products, document, observed = load_state(folder)
         try:
             loaded = cls(document["config"])
-            loaded._served.load(plan, products, document, observed)
+            loaded._session.load(plan, products, document, observed)
         except QuantizerError as error:
             raise QuantizerError(f"{folder} cannot be taken up: {error}") from error
         return loaded
@@ -386,20 +386,20 @@ class Quantizer:
     def inspect(self, model: nn.Module) -> Coverage:
         """The coverage of a model before any calibration: what would be rewritten, and what the rules leave out."""
         proxy = build_proxy(model, eager_attention=True).eval()
-        refused = refused_sites(self.config, proxy)
-        observation = observation_of(self.config, proxy, refused)
-        plan = plan_of(self.config, proxy, observation.seen, refused)
+        refused = excluded_sites(self.config, proxy)
+        observation = make_observation(self.config, proxy, refused)
+        plan = make_plan(self.config, proxy, observation.seen, refused)
         return Coverage.from_plan(plan, list(skipped_sources(model)), patches=applied_patches(model))
 
     @property
     def coverage(self) -> Coverage:
         """Every site found: quantized, or why not; and every matrix product that calibration saw torch compute."""
-        return self._served.coverage()
+        return self._session.coverage()
 
     @property
     def ranges(self) -> Ranges:
         """The range of every operand."""
-        return Ranges.from_plan(self._served.plan())
+        return Ranges.from_plan(self._session.plan())
 
     def histogram(self, operand: str) -> HistogramView:
         """The values that calibration saw of one operand (``SITE.OPERAND``), and what ranges it might have.
@@ -409,9 +409,9 @@ class Quantizer:
             QuantizerError: there is no such operand, or no histogram of it: it is a weight, it was calibrated with
                 ``max``, or this quantizer was loaded.
         """
-        calibration = self._served.decisions.calibration
+        calibration = self._session.decisions.calibration
         seen = calibration.observation() if calibration is not None else None
-        return HistogramView(histogram_of(operand, self._served.plan(), seen))
+        return HistogramView(histogram_of(operand, self._session.plan(), seen))
 
     @property
     def sensitivity(self) -> Sensitivity:
@@ -420,17 +420,17 @@ class Quantizer:
         Raises:
             SensitivityError: ``amp()`` was not used yet.
         """
-        return self._served.sensitivity()
+        return self._session.sensitivity()
 
     @property
     def chosen_fallback(self) -> Fallback | None:
         """What ``fallback`` put back; None before it, and after ``clear_fallback``."""
-        return self._served.fallback
+        return self._session.fallback
 
     @property
     def plan(self) -> Plan:
         """The decisions as data, by site name, fallback included."""
-        return self._served.plan()
+        return self._session.plan()
 
     def diff(self, model: nn.Module) -> str:
         """The rewritten source as a unified diff."""

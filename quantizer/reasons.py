@@ -108,7 +108,7 @@ class ReasonCode(_Template):
 
     # Fallback.
     RANKED = "put back by fallback({asked}): rank {rank}"
-    PUT_BACK = "put back by fallback({asked})"
+    FALLBACK = "put back by fallback({asked})"
     IN_FLOAT32 = "{why}, in float32: calibration saw {largest} here, and float16 ends at {end}"
 
     OTHER = "{text}"

@@ -35,3 +35,19 @@ def test_the_warning_points_at_the_import() -> None:
     quiet = script.replace("'error'", "'ignore'") + "print(check_file.__module__)\n"
     done = subprocess.run([sys.executable, "-c", quiet], capture_output=True, text=True, timeout=300)
     assert done.stdout == "quantizer.graph_check\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("quantizer.engines", "backend_of", "detect_backend"),
+        ("quantizer.runs.convert", "Conversion", "ConversionRequest"),
+        ("quantizer.sensitivity", "GroupError", "GroupSensitivity"),
+    ],
+)
+def test_an_old_name_warns_and_gives_the_same_object(module: str, old: str, new: str) -> None:
+    there = import_module(module)
+    with pytest.warns(DeprecationWarning, match=f"{module}.{old} is now {new};"):
+        assert getattr(there, old) is getattr(there, new)
+    with pytest.raises(AttributeError, match="has no attribute 'other'"):
+        there.other  # noqa: B018 - the access is what is tested

@@ -27,7 +27,7 @@ from quantizer.engines import Inspection
 from quantizer.errors import EngineError
 from quantizer.report import RunRecord
 from quantizer.report import read_record
-from quantizer.runs.task_metric import TuningScore
+from quantizer.runs.task_metric import TaskMetric
 from quantizer.sensitivity import Fallback
 from quantizer.tasks import Predictions
 from quantizer.tasks import build_task
@@ -88,9 +88,9 @@ def search(
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(yaml.safe_dump(files))
     search = Search()
-    call = TuningScore.__call__
+    call = TaskMetric.__call__
 
-    def counted(self: TuningScore, model: torch.nn.Module) -> float:
+    def counted(self: TaskMetric, model: torch.nn.Module) -> float:
         search.taken += 1
         if search.taken == search.stop:
             raise KeyboardInterrupt
@@ -112,7 +112,7 @@ def search(
 
     # Of 16 rows the accuracy has 17 values, the distance from the float outputs has many.
     monkeypatch.setattr(tasks[TASK], "score", lambda _, predictions, rows: _closeness(predictions, expected))
-    monkeypatch.setattr(TuningScore, "__call__", counted)
+    monkeypatch.setattr(TaskMetric, "__call__", counted)
     monkeypatch.setattr(Quantizer, "fallback", noted)
     monkeypatch.setattr(pipeline._Run, "_export_and_build", build)
     unseen = Inspection(backend="openvino", verified=False, note="nothing was built")

@@ -17,7 +17,7 @@ from quantizer.errors import QuantizerError
 from quantizer.files import said_complete
 from quantizer.qat.checkpoint import write_checkpoint
 from quantizer.runs.stages import engine_inputs
-from quantizer.runs.stages import work_kept
+from quantizer.runs.stages import resume_files
 
 
 def test_an_engine_of_half_precision_takes_images_in_half() -> None:
@@ -43,14 +43,14 @@ def _names(folder: Path) -> list[str]:
 def test_only_the_checkpoints_go_with_a_training(tmp_path: Path) -> None:
     (tmp_path / "out.training").mkdir()
     (tmp_path / "out.training" / "notes").write_text("mine")
-    with work_kept(tmp_path / "out", searches=True, trains=True) as kept:
+    with resume_files(tmp_path / "out", searches=True, trains=True) as kept:
         for name in ("last", "best"):
             write_checkpoint(kept.training / f"{name}.safetensors", nn.Linear(2, 2), {})
         kept.scores.write_text('{"scores": {}}')
     assert _names(tmp_path) == ["out.training"]
     assert _names(tmp_path / "out.training") == ["notes"]
     (tmp_path / "out.training" / "notes").unlink()
-    with work_kept(tmp_path / "out", searches=True, trains=True) as kept:
+    with resume_files(tmp_path / "out", searches=True, trains=True) as kept:
         write_checkpoint(kept.training / "best.safetensors", nn.Linear(2, 2), {})
     assert not _names(tmp_path)
 
@@ -84,14 +84,14 @@ def _a_folder_as_the_file(folder: Path) -> None:
 def test_what_others_put_there_is_told_before_the_work(tmp_path: Path, make: Any, message: str) -> None:
     make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(QuantizerError, match=message), work_kept(tmp_path / "out", searches=True, trains=True):
+    with pytest.raises(QuantizerError, match=message), resume_files(tmp_path / "out", searches=True, trains=True):
         pytest.fail("the work was begun")
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_signal_to_end_stays_one(tmp_path: Path) -> None:
     def ended() -> None:
-        with work_kept(tmp_path / "out", searches=True, trains=False) as kept:
+        with resume_files(tmp_path / "out", searches=True, trains=False) as kept:
             kept.scores.write_text('{"scores": {}}')
             raise Terminated
 

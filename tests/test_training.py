@@ -31,8 +31,8 @@ from quantizer.cli.main import main
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
 from quantizer.report import read_record
-from quantizer.runs.train import Course
 from quantizer.runs.train import Training
+from quantizer.runs.train import TrainingResult
 from quantizer.tasks import Row
 from quantizer.tasks import Task
 from quantizer.tasks import build_task
@@ -104,7 +104,7 @@ class Bench:
             tell=self.told.append,
         )
 
-    def train(self, folder: Path, **settings: Any) -> Course:
+    def train(self, folder: Path, **settings: Any) -> TrainingResult:
         return self.training(folder, **settings).carry_out(self.model, self.proxy)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from quantizer.calibration.replay import SiteCall
 from quantizer.calibration.replay import replay
 from quantizer.calibrators import estimates
-from quantizer.common.distributed import summed
+from quantizer.common.distributed import all_reduce_sum
 from quantizer.numerics.qtype import QType
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.replay_batches import Batch
@@ -80,8 +80,8 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
                     errors[trial.group][amax, name] += call.error()
 
     replay(proxy, [trials[0].site for trials in by_site.values()], batches, visit, "choosing ranges")
-    totals = iter(summed(error for of_group in errors.values() for error in of_group.values()))
-    reached = iter(summed(calls[group] for group in errors))
+    totals = iter(all_reduce_sum(error for of_group in errors.values() for error in of_group.values()))
+    reached = iter(all_reduce_sum(calls[group] for group in errors))
     for group, candidates in errors.items():
         of_group = {candidate: next(totals) for candidate in candidates}
         if next(reached) == 0:

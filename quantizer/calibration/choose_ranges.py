@@ -21,7 +21,7 @@ from quantizer.calibration.settings import plan_settings
 from quantizer.calibration.settings import replays_batches
 from quantizer.calibration.smoothquant import ALPHAS
 from quantizer.calibration.smoothquant import migrate
-from quantizer.common.distributed import summed
+from quantizer.common.distributed import all_reduce_sum
 from quantizer.config import QuantizerConfig
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.outputs import flat_output
@@ -39,10 +39,10 @@ from quantizer.plan.weight_scales import scale_of
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.restored_state import unmoved
 
-__all__ = ["plan_of"]
+__all__ = ["make_plan"]
 
 
-def plan_of(config: QuantizerConfig, proxy: nn.Module, observation: Seen, refused: Mapping[str, str]) -> Plan:
+def make_plan(config: QuantizerConfig, proxy: nn.Module, observation: Seen, refused: Mapping[str, str]) -> Plan:
     """Decide every site of a calibrated proxy; where the config asks for it, choose its ranges first.
 
     Ranges are chosen once for what was seen, and again when more data came since. That runs the proxy, which nobody
@@ -104,7 +104,7 @@ def _choose_percentile(
         _take_percentile(observation, percentile)
         with _quantized(proxy, decided()):
             errors[percentile] = sum(_error(_output(proxy, batch), output) for batch, output in expected)
-    errors = dict(zip(errors, summed(errors.values()), strict=True))
+    errors = dict(zip(errors, all_reduce_sum(errors.values()), strict=True))
     # Of equal errors, the larger range.
     _take_percentile(observation, min(errors, key=lambda percentile: (errors[percentile], -percentile)))
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from quantizer.calibration.session import Calibration
+from quantizer.calibration.session import CalibrationSession
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
-from quantizer.observe.replay_batches import KeptBatches
+from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import UnrewrittenSource
 
-__all__ = ["Decisions"]
+__all__ = ["PlanSource"]
 
 
-class Decisions:
+class PlanSource:
     """The plan before any fallback, wherever it comes from.
 
     Attributes:
@@ -26,23 +26,23 @@ class Decisions:
 
     def __init__(self, config: QuantizerConfig) -> None:
         self._config = config
-        self.calibration: Calibration | None = None
+        self.calibration: CalibrationSession | None = None
         # What a folder or scales from elsewhere say counts, until the next calibration.
         self._loaded: Plan | None = None
         self._loaded_products: tuple[CountedProduct, ...] = ()
-        self._loaded_regions = Regions()
+        self._loaded_regions = Float32Modules()
         self._loaded_fingerprint: Fingerprint | None = None
         self._until_data = False  # what was loaded holds until calibration goes on
         self._earlier: bytes | None = None
         self._waits = False  # decides from what another saw, once the model is there
-        self._kept: KeptBatches | None = None
+        self._kept: ReplayBatches | None = None
         self._scales_replaced = False
 
     def load(
         self,
         plan: Plan,
         products: tuple[CountedProduct, ...],
-        regions: Regions,
+        regions: Float32Modules,
         observed: bytes | None,
         fingerprint: Fingerprint | None,
         *,
@@ -53,7 +53,7 @@ class Decisions:
         self._loaded, self._loaded_products, self._earlier = plan, products, observed
         self._scales_replaced = scales_replaced
 
-    def follow(self, other: Decisions) -> None:
+    def follow(self, other: PlanSource) -> None:
         """Decide, for this configuration, from what another saw; once ``show`` has given the model.
 
         Raises:
@@ -69,11 +69,11 @@ class Decisions:
         self._loaded_fingerprint = other.fingerprint
         self._waits = True
 
-    def show(self, model: nn.Module, skipped: list[SkippedSource]) -> bool:
+    def show(self, model: nn.Module, skipped: list[UnrewrittenSource]) -> bool:
         """Give the model to decisions that wait for it; whether they did."""
         if not self._waits:
             return False
-        self.calibration = Calibration(
+        self.calibration = CalibrationSession(
             self._config,
             model,
             skipped,
@@ -91,14 +91,14 @@ class Decisions:
         self._loaded_products, self._loaded_regions = self.products(), self.regions()
         self._loaded, self._until_data, self._scales_replaced = plan, False, True
 
-    def calibrate(self, model: nn.Module, skipped: list[SkippedSource]) -> nn.Module:
+    def calibrate(self, model: nn.Module, skipped: list[UnrewrittenSource]) -> nn.Module:
         """The proxy of a new calibration."""
-        self.calibration = Calibration(self._config, model, skipped)
+        self.calibration = CalibrationSession(self._config, model, skipped)
         self._loaded, self._until_data, self._earlier = None, False, None
         self._waits, self._kept = False, None
         return self.calibration.proxy
 
-    def resume(self, model: nn.Module, skipped: list[SkippedSource]) -> nn.Module:
+    def resume(self, model: nn.Module, skipped: list[UnrewrittenSource]) -> nn.Module:
         """The proxy of the calibration that ran here, or in the quantizer that wrote the folder, to go on with.
 
         Raises:
@@ -110,7 +110,7 @@ class Decisions:
             else:
                 # Its proxy computes with the parameters that the model had before.
                 former = self.calibration
-                self.calibration = Calibration(
+                self.calibration = CalibrationSession(
                     self._config,
                     model,
                     skipped,
@@ -125,7 +125,7 @@ class Decisions:
                 "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept "
                 "what it observed"
             )
-        self.calibration = Calibration(
+        self.calibration = CalibrationSession(
             self._config, model, skipped, self._earlier, fingerprint=self._loaded_fingerprint
         )
         self._until_data = True
@@ -166,11 +166,11 @@ class Decisions:
             return self._loaded_products
         return self.calibration.products() if self.calibration is not None else ()
 
-    def regions(self) -> Regions:
+    def regions(self) -> Float32Modules:
         """Which modules float16 cannot hold; none, where nothing was calibrated (a model quantized in place)."""
         if self._loaded is not None and not self._outdated:
             return self._loaded_regions
-        return self.calibration.regions() if self.calibration is not None else Regions()
+        return self.calibration.regions() if self.calibration is not None else Float32Modules()
 
     @property
     def fingerprint(self) -> Fingerprint | None:

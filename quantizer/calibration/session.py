@@ -10,35 +10,35 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.calibration.choose_ranges import plan_of
-from quantizer.calibration.settings import observation_of
-from quantizer.calibration.settings import refused_sites
+from quantizer.calibration.choose_ranges import make_plan
+from quantizer.calibration.settings import excluded_sites
+from quantizer.calibration.settings import make_observation
 from quantizer.calibration.settings import replays_batches
-from quantizer.common.distributed import gathered
-from quantizer.common.distributed import rank_number
-from quantizer.common.distributed import ranks
+from quantizer.common.distributed import all_gather_bytes
+from quantizer.common.distributed import get_rank
+from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.fingerprint import warn_of_other_weights
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.observation import Observation
-from quantizer.observe.replay_batches import KeptBatches
+from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.snapshot import restored
 from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.model_sharing import OwnBuffers
 
-__all__ = ["Calibration", "seen_by_all_ranks"]
+__all__ = ["CalibrationSession", "merge_across_ranks"]
 
 
-class Calibration:
+class CalibrationSession:
     """What went through ``proxy`` so far, and what follows from it.
 
     Under ``torch.distributed`` every rank calibrates on data of its own. The first question about the outcome gathers
@@ -54,11 +54,11 @@ class Calibration:
         self,
         config: QuantizerConfig,
         model: nn.Module,
-        skipped: Iterable[SkippedSource],
+        skipped: Iterable[UnrewrittenSource],
         earlier: bytes | None = None,
         *,
         anew: bool = False,
-        kept: KeptBatches | None = None,
+        kept: ReplayBatches | None = None,
         fingerprint: Fingerprint | None = None,
     ) -> None:
         """
@@ -83,10 +83,10 @@ class Calibration:
         self.proxy.register_forward_pre_hook(LocalHook(self._look_at_weights))
         self.proxy.register_forward_hook(LocalHook(self._note_weights))
         self._config = config
-        self._refused = refused_sites(config, self.proxy)
-        self._observation = observation_of(config, self.proxy, self._refused, skipped)
+        self._refused = excluded_sites(config, self.proxy)
+        self._observation = make_observation(config, self.proxy, self._refused, skipped)
         # Every rank has read the same folder: its contents count once.
-        if earlier is not None and rank_number() == 0:
+        if earlier is not None and get_rank() == 0:
             self._observation.seen.add(_restored(earlier, self.proxy, self._observation))
         if anew:
             self._observation.seen.forget_choices()
@@ -102,7 +102,7 @@ class Calibration:
     @property
     def has_new(self) -> bool:
         """Whether a batch came since it began; of several ranks, whether one may have come to any of them."""
-        return ranks() > 1 or self._observation.seen.batches > self._began_with
+        return get_world_size() > 1 or self._observation.seen.batches > self._began_with
 
     @property
     def has_any(self) -> bool:
@@ -183,7 +183,7 @@ class Calibration:
                 stacklevel=3,
             )
         choosing = replays_batches(self._config) and whole.chosen_at != whole.batches
-        if choosing and ranks() == 1 and not any(True for _ in whole.kept or ()):
+        if choosing and get_world_size() == 1 and not any(True for _ in whole.kept or ()):
             raise CalibrationError(
                 "with a list of percentiles, calibrator 'auto' or smooth, each target's ranges are chosen by running "
                 "batches, and a folder keeps none: call for_backend() before save(), or calibrate(model, batches, "
@@ -192,13 +192,13 @@ class Calibration:
         self._renew_weights(whole)
         # Choosing ranges runs the proxy again.
         with self._observation.paused(sites_of(self.proxy)):
-            return plan_of(self._config, self.proxy, whole, self._refused)
+            return make_plan(self._config, self.proxy, whole, self._refused)
 
     def products(self) -> tuple[CountedProduct, ...]:
         """What torch computed."""
         return self.observation().counted()
 
-    def regions(self) -> Regions:
+    def regions(self) -> Float32Modules:
         """Which modules float16 cannot hold."""
         return self.observation().regions
 
@@ -210,26 +210,26 @@ class Calibration:
         """What all ranks saw."""
         batches = self._observation.seen.batches
         if self._gathered is None or self._gathered[0] != batches:
-            whole = seen_by_all_ranks(self._config, self.proxy, self._observation)
+            whole = merge_across_ranks(self._config, self.proxy, self._observation)
             self._gathered = (batches, whole)
         return self._gathered[1]
 
 
-def seen_by_all_ranks(config: QuantizerConfig, proxy: nn.Module, observation: Observation) -> Seen:
+def merge_across_ranks(config: QuantizerConfig, proxy: nn.Module, observation: Observation) -> Seen:
     """What every rank has observed, together; of one process, its own observation. All ranks must call this.
 
     Raises:
         CalibrationError: the ranks have different configurations or models.
     """
     mine = observation.seen
-    if ranks() == 1:
+    if get_world_size() == 1:
         return mine
-    configs = gathered(config.model_dump_json().encode())
+    configs = all_gather_bytes(config.model_dump_json().encode())
     for rank, other in enumerate(configs):
         if other != configs[0]:
             raise CalibrationError(f"rank {rank} calibrates with another configuration than rank 0; give all the same")
     whole = Seen.of_sites(mine.records, None if mine.kept is None else mine.kept.shared())
-    for seen in gathered(snapshot(mine)):
+    for seen in all_gather_bytes(snapshot(mine)):
         whole.add(_restored(seen, proxy, observation))
     return whole
 

@@ -19,25 +19,25 @@ from quantizer.config import QuantizerConfig
 from quantizer.config import SelectionConfig
 from quantizer.config.feasibility import default_format
 from quantizer.config.feasibility import rule_formats
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.observation import Observation
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.operand_formats import FormatRule
 from quantizer.plan.operand_formats import Formats
 from quantizer.plan.operand_formats import formats_for
-from quantizer.plan.selection import Rules
-from quantizer.plan.selection import refusals
+from quantizer.plan.selection import Selection
+from quantizer.plan.selection import exclusions
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.build import sites_of
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
 
 __all__ = [
     "calibrator_of",
-    "observation_of",
+    "make_observation",
     "plan_settings",
-    "refused_sites",
+    "excluded_sites",
     "replays_batches",
     "tell_where_nothing_is_quantized",
     "warn_of_float32",
@@ -46,8 +46,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def observation_of(
-    config: QuantizerConfig, proxy: nn.Module, refused: Mapping[str, str], skipped: Iterable[SkippedSource] = ()
+def make_observation(
+    config: QuantizerConfig, proxy: nn.Module, refused: Mapping[str, str], skipped: Iterable[UnrewrittenSource] = ()
 ) -> Observation:
     """What watches the sites of ``proxy``, still to be attached; ``skipped``: calls that are no sites, and why."""
     # What a switch turns off need not be observed either.
@@ -83,20 +83,20 @@ def calibrator_of(config: QuantizerConfig, histogram: bool) -> Calibrator:
     return make_calibrator(name, histogram=histogram, **options)
 
 
-def refused_sites(config: QuantizerConfig, proxy: nn.Module) -> dict[str, str]:
+def excluded_sites(config: QuantizerConfig, proxy: nn.Module) -> dict[str, str]:
     """The sites and operands that rules leave out, each with the rule that decided.
 
     Raises:
         ConfigError: a rule matches nothing in the model.
     """
-    return refusals(proxy, sites_of(proxy), _rules(config.include), _rules(config.exclude))
+    return exclusions(proxy, sites_of(proxy), _rules(config.include), _rules(config.exclude))
 
 
-def _rules(section: SelectionConfig) -> Rules:
-    return Rules(module_types=section.module_types, names=section.names, sites=section.sites)
+def _rules(section: SelectionConfig) -> Selection:
+    return Selection(module_types=section.module_types, names=section.names, sites=section.sites)
 
 
-def warn_of_float32(target: TargetProfile, regions: Regions) -> None:
+def warn_of_float32(target: TargetProfile, regions: Float32Modules) -> None:
     """Say which modules stay float32 in what is made for the target, where some do."""
     if regions.applies_to(target.torch_dtype):
         warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 holds such values", stacklevel=3)

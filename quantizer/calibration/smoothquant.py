@@ -28,7 +28,7 @@ from torch import nn
 from quantizer.calibration.replay import SiteCall
 from quantizer.calibration.replay import replay
 from quantizer.calibrators import Calibrator
-from quantizer.common.distributed import ranks
+from quantizer.common.distributed import get_world_size
 from quantizer.errors import CalibrationError
 from quantizer.observe.range_group import ChannelRange
 from quantizer.observe.range_group import Migration
@@ -111,7 +111,7 @@ def migrate(
         CalibrationError: several processes calibrate together.
     """
     assert observation.kept is not None
-    if ranks() > 1:
+    if get_world_size() > 1:
         raise CalibrationError(
             "activations.smooth needs the distribution of what it divides, which processes do not share; calibrate in "
             "one process, or without smooth"

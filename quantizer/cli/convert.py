@@ -77,7 +77,7 @@ complete when the command ends well, and absent otherwise."""
 
     def __call__(self, args: Namespace, console: Console) -> int:
         # Only now: a wrong word on the command line should be told before the seconds that these imports take.
-        from quantizer.runs.convert import Conversion
+        from quantizer.runs.convert import ConversionRequest
         from quantizer.runs.convert import convert
         from quantizer.runs.convert import data_source
 
@@ -91,5 +91,5 @@ complete when the command ends well, and absent otherwise."""
             if name in given:
                 given[name] = tuple(given[name])
         given.setdefault("output", Path("converted") / args.model.rstrip("/").rpartition("/")[2])
-        convert(Conversion(backends=given.pop("backend"), **given), console)
+        convert(ConversionRequest(backends=given.pop("backend"), **given), console)
         return 0

@@ -10,7 +10,7 @@ from rich.console import Console
 from quantizer.cli.output import print_error
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
-from quantizer.config.feasibility import refuse_run
+from quantizer.config.feasibility import check_run
 from quantizer.errors import ConfigError
 
 __all__ = ["Validate"]
@@ -36,7 +36,7 @@ example:
         for path in args.configs:
             try:
                 config = load_run(path)
-                refuse_run(config)
+                check_run(config)
             except ConfigError as error:
                 print_error(error)
                 code = 1

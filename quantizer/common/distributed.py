@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from torch import distributed
 
-__all__ = ["gathered", "rank_number", "ranks", "summed"]
+__all__ = ["all_gather_bytes", "get_rank", "get_world_size", "all_reduce_sum"]
 
 
-def ranks() -> int:
+def get_world_size() -> int:
     """How many processes work together: 1 where ``torch.distributed`` is not initialised."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def rank_number() -> int:
+def get_rank() -> int:
     """The number of this process among them, from 0."""
-    return distributed.get_rank() if ranks() > 1 else 0
+    return distributed.get_rank() if get_world_size() > 1 else 0
 
 
-def gathered(data: bytes) -> list[bytes]:
+def all_gather_bytes(data: bytes) -> list[bytes]:
     """What every rank passed here, in the order of ranks; each of them must call this."""
-    if ranks() == 1:
+    if get_world_size() == 1:
         return [data]
     # NCCL knows no other tensors.
     device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
@@ -36,14 +36,14 @@ def gathered(data: bytes) -> list[bytes]:
     ]
 
 
-def summed(values: Iterable[float]) -> list[float]:
+def all_reduce_sum(values: Iterable[float]) -> list[float]:
     """The sums over all ranks, added in the order of ranks, so that they are the same everywhere."""
     mine = np.array(list(values), dtype=np.float64)
-    parts = [np.frombuffer(part) for part in gathered(mine.tobytes())]
+    parts = [np.frombuffer(part) for part in all_gather_bytes(mine.tobytes())]
     return [float(total) for total in np.sum(parts, axis=0)]
 
 
 def _all(mine: Tensor) -> list[Tensor]:
-    every = [torch.zeros_like(mine) for _ in range(ranks())]
+    every = [torch.zeros_like(mine) for _ in range(get_world_size())]
     distributed.all_gather(every, mine)
     return every

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
+from typing import Any
 
-__all__ = ["MOVED", "find_old_paths"]
+__all__ = ["MOVED", "find_old_paths", "old_names"]
 
 MOVED = {
     "quantizer.conversion": "quantizer.runs.convert",
@@ -46,6 +50,7 @@ class _OldPaths(MetaPathFinder, Loader):
         )
         vars(module).update({name: value for name, value in vars(import_module(new)).items() if name[:2] != "__"})
         vars(module)["__all__"] = import_module(new).__all__
+        vars(module)["__getattr__"] = partial(getattr, import_module(new))
 
 
 def find_old_paths() -> None:
@@ -53,3 +58,23 @@ def find_old_paths() -> None:
     if not any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
         # First, because a folder that only holds the bytecode of an earlier release would be found as a package.
         sys.meta_path.insert(0, _OldPaths())
+
+
+def old_names(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a module whose names changed: an old one warns and gives the new one's object.
+
+    Args:
+        module: the module's ``__name__``.
+        renamed: new names by old ones.
+    """
+
+    def get(name: str) -> Any:
+        if name not in renamed:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        new = renamed[name]
+        warnings.warn(
+            f"{module}.{name} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=2
+        )
+        return getattr(sys.modules[module], new)
+
+    return get

@@ -11,10 +11,10 @@ from quantizer.targets.formats import Format
 from quantizer.targets.formats import impossible
 from quantizer.targets.formats import least_opset_of
 
-__all__ = ["default_format", "refuse_formats", "refuse_run", "rule_formats"]
+__all__ = ["default_format", "check_formats", "check_run", "rule_formats"]
 
 
-def refuse_formats(config: QuantizerConfig) -> None:
+def check_formats(config: QuantizerConfig) -> None:
     """Refuse formats that the target does not compute in.
 
     Raises:
@@ -25,7 +25,7 @@ def refuse_formats(config: QuantizerConfig) -> None:
         raise ConfigError(problems)
 
 
-def refuse_run(config: RunConfig) -> None:
+def check_run(config: RunConfig) -> None:
     """Refuse what a run's target cannot do, before anything is loaded.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantizer.common.old_paths import old_names
 from quantizer.engines.backends import backend
 from quantizer.engines.backends import backends
 from quantizer.engines.backends import build_engine
@@ -14,7 +15,7 @@ from quantizer.engines.base import BuildResult
 from quantizer.engines.base import Engine
 from quantizer.engines.base import Progress
 from quantizer.engines.base import TensorSpec
-from quantizer.engines.detect_backend import backend_of
+from quantizer.engines.detect_backend import detect_backend
 from quantizer.engines.inspection.check_precision import check_precision
 from quantizer.engines.inspection.inspect_engine import inspect_file
 from quantizer.engines.inspection.inspect_engine import observe_engine
@@ -44,7 +45,7 @@ __all__ = [
     "Progress",
     "TensorSpec",
     "backend",
-    "backend_of",
+    "detect_backend",
     "backends",
     "build_engine",
     "check_precision",
@@ -61,3 +62,5 @@ __all__ = [
 
 # Importing a backend's file registers it.
 del _onnxruntime, _openvino, _tensorrt
+
+__getattr__ = old_names(__name__, {"backend_of": "detect_backend"})

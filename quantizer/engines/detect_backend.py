@@ -12,12 +12,12 @@ from quantizer.errors import EngineError
 from quantizer.targets import profile
 from quantizer.targets import profiles
 
-__all__ = ["backend_of"]
+__all__ = ["detect_backend"]
 
 _HEAD = 256
 
 
-def backend_of(path: Path) -> str | None:
+def detect_backend(path: Path) -> str | None:
     """The backend that an engine file was built by; None for an ONNX file, which belongs to none.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from quantizer.engines.inspection.onnx_graph import read_graph
 from quantizer.errors import QuantizerError
 
-__all__ = ["hint_for", "named_node", "refusal"]
+__all__ = ["hint_for", "named_node", "explain_error"]
 
 _SHOWN = 3
 # What a library's message has in it, and what helps; the first that fits is told.
@@ -42,7 +42,7 @@ def hint_for(text: str) -> str:
     return next((f"; {hint}" for words, hint in _HINTS if re.search(words, text, re.IGNORECASE)), "")
 
 
-def refusal(onnx_path: Path, text: str) -> str:
+def explain_error(onnx_path: Path, text: str) -> str:
     """``text``, the nodes of the file that it names, and a hint."""
     found = _nodes(onnx_path, text)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""

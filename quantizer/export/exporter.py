@@ -31,7 +31,7 @@ from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
 from quantizer.export.qdq_translations import translations
 from quantizer.files import checked_file
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.float32_modules import convert_floats
 from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import qtype
@@ -50,7 +50,7 @@ def export_onnx(
     *,
     opset: int,
     dtype: torch.dtype,
-    regions: Regions | None = None,
+    regions: Float32Modules | None = None,
     axes: Axes | None = None,
     unsigned: Literal["none", "weighted", "all"] = "none",
 ) -> Path:
@@ -79,7 +79,7 @@ def export_onnx(
             what = "scales of blocks" if quantizer.block_size is not None else quantizer.dtype
             raise ExportError(f"opset={opset}: {what} ({name}) needs opset {_least_opset(quantizer)} or later")
     # A copy is converted, and put in eval mode: in place it would change what the caller holds.
-    regions = regions or Regions()
+    regions = regions or Float32Modules()
     exported = convert_floats(_copied(model, dtype, regions).eval(), dtype, regions)
     args, keywords = _split(example, regions.io_dtype(dtype))
     _name_positional(exported, args)
@@ -130,7 +130,7 @@ def _require(package: str) -> None:
         raise MissingDependencyError(package, "onnx") from error
 
 
-def _copied(model: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module:
+def _copied(model: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
     """A copy with tensors of its own, but for those that are large and stay as they are: of them one is enough."""
     kept: dict[int, Any] = {}
     for module in model.modules():

@@ -24,13 +24,13 @@ from quantizer.numerics.qtype import QTYPES
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 
-__all__ = ["Regions", "convert_floats"]
+__all__ = ["Float32Modules", "convert_floats"]
 
 _STORAGE = {kind.storage for kind in QTYPES.values()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regions:
+class Float32Modules:
     """What calibration saw of values that float16 cannot hold.
 
     Attributes:
@@ -45,12 +45,12 @@ class Regions:
     masked: Collection[str] = ()
     wide_inputs: bool = False
 
-    def joined(self, other: Regions) -> Regions:
+    def joined(self, other: Float32Modules) -> Float32Modules:
         """What both saw."""
         wide = dict(self.wide)
         for path, largest in other.wide.items():
             wide[path] = max(largest, wide.get(path, 0.0))
-        return Regions(
+        return Float32Modules(
             wide=wide,
             computing=frozenset(self.computing) | frozenset(other.computing),
             masked=frozenset(self.masked) | frozenset(other.masked),
@@ -67,7 +67,7 @@ class Regions:
         }
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any] | None) -> Regions:
+    def from_plain(cls, values: Mapping[str, Any] | None) -> Float32Modules:
         """What ``plain`` gave; None: it is from before there were regions.
 
         Raises:
@@ -76,7 +76,7 @@ class Regions:
         if values is None:
             return cls()
         try:
-            made: Regions = decoded(cls, values, "regions")
+            made: Float32Modules = decoded(cls, values, "regions")
             missing = sorted(set(cls().plain()) - set(values))
             if missing:
                 raise ValueError(f"regions: missing field {missing[0]!r}")
@@ -101,7 +101,7 @@ class Regions:
         return dtype is torch.float16 and bool(self.wide)
 
 
-def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module:
+def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
     """The model with its floats in ``dtype``, in place; wide modules stay float32, with casts at their borders.
 
     Stored steps of FP8 stay what they are.

@@ -29,10 +29,10 @@ from torch.utils import _pytree
 
 from quantizer.calibrators.histogram import in_memory_order
 from quantizer.common.tensor_version import tensor_version
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 from quantizer.numerics.float16 import FLOAT16_MAX
 
-__all__ = ["Frame", "Magnitudes", "ParameterMagnitudes"]
+__all__ = ["Frame", "OverflowTracker", "ParameterMagnitudes"]
 
 Frame = tuple[str, int]
 """A module that runs: its path, and the number of its call."""
@@ -107,7 +107,7 @@ class ParameterMagnitudes:
         self.parameters: dict[int, tuple[nn.Parameter, int, _Seen]] = {}
 
 
-class Magnitudes:
+class OverflowTracker:
     """Follows bounds through one pass."""
 
     def __init__(self, measured: ParameterMagnitudes, inputs: Iterable[Any] = ()) -> None:
@@ -127,9 +127,9 @@ class Magnitudes:
             seen.frames = ()
             self._wide_inputs |= _beyond(seen.bound)
 
-    def regions(self) -> Regions:
+    def regions(self) -> Float32Modules:
         """What follows for a model in half."""
-        return Regions(
+        return Float32Modules(
             wide=dict(self._wide),
             computing=frozenset(self._computing),
             masked=frozenset(self._masked),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 from quantizer.float16.float32_modules import convert_floats
 from quantizer.float16.mask_taint import MaskTaint
 from quantizer.numerics.float16 import FLOAT16_MAX
@@ -26,7 +26,7 @@ __all__ = ["is_simulation", "simulate"]
 _MARK = "_quantizer_simulation"
 
 
-def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Regions) -> nn.Module:
+def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
     """Let a frozen proxy compute what is not quantized in ``dtype``, in place; it takes and gives float32 as before.
 
     Wide modules stay float32.

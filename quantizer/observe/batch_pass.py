@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quantizer.calibrators import Calibrator
 from quantizer.errors import CalibrationError
-from quantizer.float16.overflow import Magnitudes
+from quantizer.float16.overflow import OverflowTracker
 from quantizer.float16.overflow import ParameterMagnitudes
 from quantizer.observe.completeness.call_site import callers
 from quantizer.observe.completeness.call_site import innermost_frame
@@ -38,12 +38,12 @@ from quantizer.observe.range_group import ChannelRange
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.replay_batches import Batch
-from quantizer.observe.site_statistics import SiteRecord
-from quantizer.observe.site_statistics import one_size
+from quantizer.observe.site_statistics import SiteStatistics
+from quantizer.observe.site_statistics import merge_dimension
 from quantizer.observe.site_statistics import same_weight
 from quantizer.observe.statistics import Seen
 from quantizer.observe.tensor_origin import Origin
-from quantizer.observe.tensor_origin import Provenance
+from quantizer.observe.tensor_origin import OriginTracker
 from quantizer.operations.catalogue import kind_of
 from quantizer.operations.gemm_shape import Call
 from quantizer.proxy.site import Site
@@ -98,8 +98,8 @@ class Pass:
         self.has_begun = False
         self._watched = watched
         self._counter = ProductCounter(watched.explanations)
-        self._magnitudes = Magnitudes(watched.measured)
-        self._provenance = Provenance(self._counter, self._magnitudes)
+        self._magnitudes = OverflowTracker(watched.measured)
+        self._provenance = OriginTracker(self._counter, self._magnitudes)
         self._groups: Any = WeakIdKeyDictionary()
         self._calls: dict[int, Call | None] = {}
         self._weights = Weights()
@@ -120,8 +120,8 @@ class Pass:
         self._weights = Weights(parameters)
         self._mask = mask
         self._counter.start(proxy)
-        self._magnitudes = Magnitudes(self._watched.measured, inputs)
-        self._provenance = Provenance(self._counter, self._magnitudes, self._read)
+        self._magnitudes = OverflowTracker(self._watched.measured, inputs)
+        self._provenance = OriginTracker(self._counter, self._magnitudes, self._read)
         self._provenance.mark_constants(proxy.buffers())
         self._provenance.__enter__()  # type: ignore[no-untyped-call]
 
@@ -252,7 +252,7 @@ class Pass:
             return ReasonCode.ATTENTION_PARAMETER.text()
         return None
 
-    def _varies(self, record: SiteRecord, site: Site, weights: list[Weight | None]) -> str | None:
+    def _varies(self, record: SiteStatistics, site: Site, weights: list[Weight | None]) -> str | None:
         """Why a site that is called many times cannot hold its weight: it is not always the same."""
         given = (operand for operand in site.operation.operands if operand.index is not None)
         for operand, weight in zip(given, weights, strict=True):
@@ -283,17 +283,17 @@ class Pass:
             return ReasonCode.ADD_SCORES.text()
         return None
 
-    def _measure(self, site: Site, call: Call, record: SiteRecord) -> None:
+    def _measure(self, site: Site, call: Call, record: SiteStatistics) -> None:
         """Note the product's K and N, its multiply-adds, and the axis of its weight's channels."""
         assert site.operation.geometry is not None
         size = site.operation.geometry(call)
-        record.depth = one_size(record.depth, size.depth)
-        record.width = one_size(record.width, size.width)
-        record.rows = one_size(record.rows, size.rows)
+        record.depth = merge_dimension(record.depth, size.depth)
+        record.width = merge_dimension(record.width, size.width)
+        record.rows = merge_dimension(record.rows, size.rows)
         operands = [record.operands.get(operand.name) for operand in site.operation.operands]
         probabilities = (place for place, seen in enumerate(operands) if seen is not None and seen.softmax)
         head, sequence = size.attention(next(probabilities, None))
-        record.head, record.sequence = one_size(record.head, head), max(record.sequence, sequence)
+        record.head, record.sequence = merge_dimension(record.head, head), max(record.sequence, sequence)
         record.multiply_adds += size.multiply_adds
         for seen in record.operands.values():
             if seen.weight is not None:
@@ -332,5 +332,5 @@ class Pass:
                 if owner is former:
                     self._groups[tensor] = (version, group)
 
-    def _record(self, site: Site) -> SiteRecord:
-        return self.seen.records.setdefault(site.path, SiteRecord())
+    def _record(self, site: Site) -> SiteStatistics:
+        return self.seen.records.setdefault(site.path, SiteStatistics())

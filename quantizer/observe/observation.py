@@ -27,9 +27,9 @@ from quantizer.observe.batch_pass import Pass
 from quantizer.observe.batch_pass import Watched
 from quantizer.observe.completeness.product_counter import Explanations
 from quantizer.observe.padding import read_mask
-from quantizer.observe.replay_batches import KeptBatches
+from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.statistics import Seen
-from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.generated_classes import called_through
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.site import Site
@@ -53,7 +53,7 @@ class Observation:
         refused: Mapping[str, str],
         make: Callable[[bool], Calibrator],
         off: Collection[str] = (),
-        skipped: Iterable[SkippedSource] = (),
+        skipped: Iterable[UnrewrittenSource] = (),
         *,
         keep: bool = False,
         channels: bool = False,
@@ -68,7 +68,7 @@ class Observation:
             keep: keep a few batches.
             channels: keep the range of each channel of what linears read.
         """
-        self.seen = Seen.of_sites((site.path for site in sites), KeptBatches() if keep else None)
+        self.seen = Seen.of_sites((site.path for site in sites), ReplayBatches() if keep else None)
         self.make = make
         self._watched = Watched(
             make=make, refused=refused, off=off, channels=channels, explanations=Explanations(skipped)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.common.distributed import gathered
-from quantizer.common.distributed import rank_number
+from quantizer.common.distributed import all_gather_bytes
+from quantizer.common.distributed import get_rank
 
-__all__ = ["Batch", "KeptBatches", "copied"]
+__all__ = ["Batch", "ReplayBatches", "copied"]
 
 _KEPT = 2
 _PLAIN = (bool, int, float, str, type(None))
@@ -27,15 +27,15 @@ _DIGEST = 16  # bytes
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-class KeptBatches:
+class ReplayBatches:
     """At most ``_KEPT`` different batches, as (positional, keyword) inputs of the model."""
 
     def __init__(self) -> None:
         self._kept: dict[bytes, Batch] = {}
 
-    def copy(self) -> KeptBatches:
+    def copy(self) -> ReplayBatches:
         """The same batches, to which others may come."""
-        other = KeptBatches()
+        other = ReplayBatches()
         other._kept = dict(self._kept)
         return other
 
@@ -52,16 +52,16 @@ class KeptBatches:
         if len(self._kept) > _KEPT:
             del self._kept[max(self._kept)]
 
-    def shared(self) -> KeptBatches:
+    def shared(self) -> ReplayBatches:
         """This rank's part of the batches that one process would have kept of all ranks' data.
 
         Each of them is in the part of one rank.
         """
-        whole = [_split(keys) for keys in gathered(b"".join(sorted(self._kept)))]
+        whole = [_split(keys) for keys in all_gather_bytes(b"".join(sorted(self._kept)))]
         wanted = sorted({key for keys in whole for key in keys})[:_KEPT]
         owners = {key: next(rank for rank, keys in enumerate(whole) if key in keys) for key in wanted}
-        part = KeptBatches()
-        part._kept = {key: self._kept[key] for key in wanted if owners[key] == rank_number()}
+        part = ReplayBatches()
+        part._kept = {key: self._kept[key] for key in wanted if owners[key] == get_rank()}
         return part
 
     def __iter__(self) -> Iterator[Batch]:

@@ -10,11 +10,11 @@ from quantizer.operations.catalogue import Kind
 from quantizer.proxy.weight import Weight
 from quantizer.reasons import ReasonCode
 
-__all__ = ["SiteRecord", "one_size", "same_weight"]
+__all__ = ["SiteStatistics", "merge_dimension", "same_weight"]
 
 
 @dataclass(kw_only=True, slots=True)
-class SiteRecord:
+class SiteStatistics:
     """What was seen of one site.
 
     ``kind`` is what its operands make it (None: none seen yet). ``calls`` counts all calls and ``fit`` those whose
@@ -38,17 +38,17 @@ class SiteRecord:
     multiply_adds: int = 0
     operands: dict[str, OperandRecord] = field(default_factory=dict)
 
-    def add(self, other: SiteRecord) -> None:
+    def add(self, other: SiteStatistics) -> None:
         """Take in what was seen elsewhere; the groups of operands are joined by who knows all of them."""
         self.kind = self.kind or other.kind
         self.calls += other.calls
         self.fit += other.fit
         self.multiply_adds += other.multiply_adds
         self.reads |= other.reads
-        self.depth = one_size(self.depth, other.depth)
-        self.width = one_size(self.width, other.width)
-        self.rows = one_size(self.rows, other.rows)
-        self.head = one_size(self.head, other.head)
+        self.depth = merge_dimension(self.depth, other.depth)
+        self.width = merge_dimension(self.width, other.width)
+        self.rows = merge_dimension(self.rows, other.rows)
+        self.head = merge_dimension(self.head, other.head)
         self.sequence = max(self.sequence, other.sequence)
         reasons = list(other.reasons)
         for name, operand in other.operands.items():
@@ -63,7 +63,7 @@ class SiteRecord:
         self.reasons += [reason for reason in dict.fromkeys(reasons) if reason not in self.reasons]
 
 
-def one_size(first: int | None, second: int | None) -> int | None:
+def merge_dimension(first: int | None, second: int | None) -> int | None:
     """K or N of the product in all calls: None where there was none, 0 where it changes."""
     if first is None or second is None:
         return second if first is None else first

@@ -29,12 +29,12 @@ from quantizer.calibrators.histogram import Histogram
 from quantizer.common.plain_values import json_values
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.range_group import ChannelRange
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
-from quantizer.observe.site_statistics import SiteRecord
+from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.observe.snapshot_fields import SeenDocument
 from quantizer.observe.snapshot_fields import SeenGroup
 from quantizer.observe.snapshot_fields import SeenSite
@@ -91,7 +91,7 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
                 f"counts {counts.dtype} of shape {list(counts.shape)}, expected int64 [.., {BINS}], from 0"
             )
         document = seen_document(json_values(tensors["document"].numpy().tobytes()), len(counts))
-        regions = Regions.from_plain(document.regions)
+        regions = Float32Modules.from_plain(document.regions)
         products = [CountedProduct.from_plain(v, f"products[{n}]") for n, v in enumerate(document.products)]
         lost = [product.site for product in products if product.site not in (None, *document.sites)]
         if lost:
@@ -142,7 +142,7 @@ def _require_model(document: SeenDocument, paths: Collection[str], parameters: M
                 )
 
 
-def _plain_site(record: SiteRecord, places: Mapping[RangeGroup, int]) -> dict[str, Any]:
+def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dict[str, Any]:
     operands = {
         name: {
             "weight": None if seen.weight is None else _plain_weight(seen.weight),
@@ -184,7 +184,7 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteRecord:
+def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteStatistics:
     operands = {
         name: OperandRecord(
             weight=None if operand.weight is None else _weight(operand.weight, parameters),
@@ -196,7 +196,7 @@ def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteRecord:
         for name, operand in site.operands.items()
     }
     known = {name: getattr(site, name) for name in _SITE_FIELDS}
-    return SiteRecord(**{**known, "reasons": list(site.reasons)}, reads=set(site.reads), operands=operands)
+    return SiteStatistics(**{**known, "reasons": list(site.reasons)}, reads=set(site.reads), operands=operands)
 
 
 def _weight(seen: SeenWeight, parameters: Mapping[str, nn.Parameter]) -> Weight:

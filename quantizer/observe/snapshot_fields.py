@@ -41,7 +41,7 @@ class SeenOperand:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenSite:
-    """A site, see ``SiteRecord``. Files from before they were kept have no rows, head and sequence."""
+    """A site, see ``SiteStatistics``. Files from before they were kept have no rows, head and sequence."""
 
     kind: Kind | None
     calls: int

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
 
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
-from quantizer.observe.replay_batches import KeptBatches
-from quantizer.observe.site_statistics import SiteRecord
+from quantizer.observe.replay_batches import ReplayBatches
+from quantizer.observe.site_statistics import SiteStatistics
 
 __all__ = ["Seen"]
 
@@ -38,19 +38,19 @@ class Seen:
         read_outside: parameters that something besides sites computes with, by path, each with a place.
     """
 
-    records: dict[str, SiteRecord]
+    records: dict[str, SiteStatistics]
     batches: int = 0
     chosen_at: int = 0
     products: Counter[CountedProduct] = field(default_factory=Counter)
-    regions: Regions = field(default_factory=Regions)
-    kept: KeptBatches | None = None
+    regions: Float32Modules = field(default_factory=Float32Modules)
+    kept: ReplayBatches | None = None
     only_zeros: bool = True
     read_outside: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_sites(cls, paths: Iterable[str], kept: KeptBatches | None = None) -> Seen:
+    def of_sites(cls, paths: Iterable[str], kept: ReplayBatches | None = None) -> Seen:
         """Nothing was seen yet of these sites."""
-        return cls(records={path: SiteRecord() for path in paths}, kept=kept)
+        return cls(records={path: SiteStatistics() for path in paths}, kept=kept)
 
     @property
     def groups(self) -> Iterator[RangeGroup]:
@@ -87,7 +87,7 @@ class Seen:
                 groups[group] = group.copy()
             return replace(record, group=None if group is None else groups[group])
 
-        def site(record: SiteRecord) -> SiteRecord:
+        def site(record: SiteStatistics) -> SiteStatistics:
             operands = {name: operand(seen) for name, seen in record.operands.items()}
             return replace(record, reasons=list(record.reasons), reads=set(record.reads), operands=operands)
 

@@ -24,14 +24,14 @@ from torch import Tensor
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantizer.float16.overflow import Magnitudes
+from quantizer.float16.overflow import OverflowTracker
 from quantizer.observe.completeness.product_counter import ProductCounter
 from quantizer.operations.aten_products import PRODUCTS
 from quantizer.operations.aten_products import is_composite
 from quantizer.operations.aten_products import product_name
 from quantizer.proxy.weight import is_transformed
 
-__all__ = ["Origin", "Provenance"]
+__all__ = ["Origin", "OriginTracker"]
 
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
 _PART_OF_PRODUCT = frozenset(
@@ -68,11 +68,11 @@ _OF_PARAMETERS = Origin("parameter", "")
 _OF_SOFTMAX = Origin("softmax", "")
 
 
-class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks origins while it is entered, and tells others of every product and of every operation."""
 
     def __init__(
-        self, counter: ProductCounter, magnitudes: Magnitudes, read: Callable[[Tensor], None] | None = None
+        self, counter: ProductCounter, magnitudes: OverflowTracker, read: Callable[[Tensor], None] | None = None
     ) -> None:
         """
         Args:

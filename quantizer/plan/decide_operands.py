@@ -15,7 +15,7 @@ from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.observe.range_group import Migration
 from quantizer.observe.range_group import OperandRecord
-from quantizer.observe.site_statistics import SiteRecord
+from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.operations.catalogue import Operand
 from quantizer.plan.operand_formats import Formats
 from quantizer.plan.site_plan import OperandPlan
@@ -56,7 +56,7 @@ class PlanSettings:
 def operand_plans(
     site: Site,
     host: nn.Module,
-    record: SiteRecord,
+    record: SiteStatistics,
     refused: Mapping[str, str],
     settings: PlanSettings,
     wanted: Format,

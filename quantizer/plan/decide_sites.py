@@ -12,7 +12,7 @@ from torch import nn
 
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
-from quantizer.observe.site_statistics import SiteRecord
+from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.decide_operands import operand_plans
@@ -91,7 +91,7 @@ def decide(
 
 
 def _refusal(
-    site: Site, record: SiteRecord, refused: Mapping[str, str], settings: PlanSettings
+    site: Site, record: SiteStatistics, refused: Mapping[str, str], settings: PlanSettings
 ) -> tuple[str | None, str | None]:
     """Why a site is left in float before its ranges are looked at, and the rule that says so."""
     if site.path in refused:
@@ -133,7 +133,7 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str
     return (missing[0].reason if missing else ReasonCode.NONE_SEEN.text()) if len(missing) == len(operands) else None
 
 
-def _product_alone(record: SiteRecord, operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str | None:
+def _product_alone(record: SiteStatistics, operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str | None:
     """Why a residual add stays float of which only what a product gives would be quantized; None where it may be."""
     if settings.switches["residual_add"] != "auto":
         return None

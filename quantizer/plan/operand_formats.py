@@ -10,7 +10,7 @@ from torch import nn
 
 from quantizer.errors import ConfigError
 from quantizer.operations.catalogue import Kind
-from quantizer.plan.selection import Rules
+from quantizer.plan.selection import Selection
 from quantizer.plan.selection import matched
 from quantizer.proxy.site import Site
 from quantizer.targets import TargetProfile
@@ -26,7 +26,7 @@ class FormatRule:
 
     format: Format
     kinds: tuple[Kind, ...]
-    sites: Rules
+    sites: Selection
 
 
 class Formats:

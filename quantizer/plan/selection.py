@@ -26,11 +26,11 @@ from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
 from quantizer.reasons import RuleKind
 
-__all__ = ["Rules", "by_kind", "matched", "matches", "refusals"]
+__all__ = ["Selection", "by_kind", "matched", "matches", "exclusions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class Selection:
     """What to include, or what to exclude."""
 
     module_types: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ def _segments_match(pattern: Sequence[str], path: Sequence[str]) -> bool:
     return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _segments_match(pattern[1:], path[1:])
 
 
-def refusals(proxy: nn.Module, sites: Iterable[Site], include: Rules, exclude: Rules) -> dict[str, str]:
+def exclusions(proxy: nn.Module, sites: Iterable[Site], include: Selection, exclude: Selection) -> dict[str, str]:
     """Why sites and operands are left out by a rule: by site name or by ``SITE.OPERAND``.
 
     Raises:
@@ -84,7 +84,7 @@ def refusals(proxy: nn.Module, sites: Iterable[Site], include: Rules, exclude: R
 
 
 def matched(
-    proxy: nn.Module, sites: Sequence[Site], rules: Rules, section: str, problems: list[str]
+    proxy: nn.Module, sites: Sequence[Site], rules: Selection, section: str, problems: list[str]
 ) -> dict[str, tuple[str, str]]:
     """The key and pattern that matched each site or operand, by its name; ``problems`` gets what matches nothing."""
     found: dict[str, tuple[str, str]] = {}

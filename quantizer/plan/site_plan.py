@@ -22,7 +22,7 @@ __all__ = [
     "OperandPlan",
     "Plan",
     "SitePlan",
-    "put_back",
+    "with_fallback",
     "summary",
 ]
 
@@ -129,7 +129,7 @@ class SitePlan:
 Plan = dict[str, SitePlan]
 
 
-def put_back(plan: Plan, groups: Mapping[str, str]) -> Plan:
+def with_fallback(plan: Plan, groups: Mapping[str, str]) -> Plan:
     """The plan with whole groups back in float; ``groups`` gives each one's reason."""
     result: Plan = {}
     for path, entry in plan.items():

@@ -12,14 +12,14 @@ from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 from quantizer.reasons import RuleKind
 
-__all__ = ["EscapedProduct", "covered_share", "escaped_products"]
+__all__ = ["UnquantizedProduct", "covered_share", "escaped_products"]
 
 _BY_RULE = {RuleKind.TARGET: Reason.TARGET, RuleKind.SWITCH: Reason.SWITCHED_OFF}
 _BY_REASON = {ReasonCode.FROM_PARAMETERS: Reason.PARAMETERS, ReasonCode.PARAMETERS_ALONE: Reason.PARAMETERS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EscapedProduct:
+class UnquantizedProduct:
     """Products that are not in low precision: where, what, how much of all multiply-adds, and why."""
 
     path: str
@@ -40,7 +40,7 @@ def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | Non
 
 def escaped_products(
     products: Sequence[CountedProduct], plan: Plan, put_back: Collection[str] = ()
-) -> tuple[EscapedProduct, ...]:
+) -> tuple[UnquantizedProduct, ...]:
     """The products that the plan does not cover, the largest first; ``put_back`` are the sites that fallback moved."""
     total = sum(product.multiply_adds for product in products)
     rows = []
@@ -52,7 +52,7 @@ def escaped_products(
             assert product.site is not None
             reason, detail = _reason_of_site(product.site, plan, put_back), plan[product.site].reason
         rows.append(
-            EscapedProduct(
+            UnquantizedProduct(
                 path=product.path,
                 site=product.site,
                 operation=product.operation,
@@ -72,7 +72,7 @@ def _covered(product: CountedProduct, plan: Plan) -> bool:
 def _reason_of_site(path: str, plan: Plan, put_back: Collection[str]) -> Reason:
     entry = plan[path]
     if path in put_back:
-        return Reason.PUT_BACK
+        return Reason.FALLBACK
     if entry.rule is not None:
         return _BY_RULE.get(RuleKind.of(entry.rule), Reason.EXCLUDED)
     return _BY_REASON.get(ReasonCode.of(entry.reason), Reason.UNFIT)

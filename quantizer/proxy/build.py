@@ -32,7 +32,7 @@ from quantizer.rewrite.source_file import Key
 from quantizer.rewrite.source_file import SourceFile
 
 __all__ = [
-    "SkippedSource",
+    "UnrewrittenSource",
     "applied_patches",
     "build_proxy",
     "instrument",
@@ -51,7 +51,7 @@ _MARK = "_quantizer_proxy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SkippedSource:
+class UnrewrittenSource:
     """A site whose text cannot be rewritten, or a class whose source cannot be read."""
 
     path: str
@@ -171,7 +171,7 @@ def quantizers_of(proxy: nn.Module) -> list[OperandQuantizer]:
     return [module for module in proxy.modules() if isinstance(module, OperandQuantizer)]
 
 
-def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
+def skipped_sources(model: nn.Module) -> Iterator[UnrewrittenSource]:
     """Sites of a model or proxy that stay outside, because of their text; and operator patches that were refused."""
     reachable = reachable_in(model)
     refused: set[str] = set()
@@ -180,7 +180,9 @@ def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
         name = rewritten.original.__name__
         for source in rewritten.sites:
             if source.reason is not None:
-                yield SkippedSource(path=_join(path, source.name), host_type=name, source=source, reason=source.reason)
+                yield UnrewrittenSource(
+                    path=_join(path, source.name), host_type=name, source=source, reason=source.reason
+                )
         problems = [*rewritten.problems, *(message for message in rewritten.refused if message not in refused)]
         refused.update(rewritten.refused)
         for attribute, value in vars(module).items():
@@ -189,7 +191,7 @@ def skipped_sources(model: nn.Module) -> Iterator[SkippedSource]:
             elif REWRITER.holds_sites(value):
                 problems.append(f"the function kept as {attribute} holds products, and no module is lent to it")
         for problem in problems:
-            yield SkippedSource(path=path, host_type=name, source=None, reason=problem)
+            yield UnrewrittenSource(path=path, host_type=name, source=None, reason=problem)
 
 
 def source_diff(model: nn.Module) -> str:

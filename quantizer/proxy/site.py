@@ -22,7 +22,7 @@ from quantizer.proxy.split_attention import attention
 from quantizer.proxy.split_attention import observed_probabilities
 from quantizer.rewrite.find_sites import SiteSource
 
-__all__ = ["Judge", "Observer", "Site"]
+__all__ = ["CallOverride", "Observer", "Site"]
 
 
 class Observer(Protocol):
@@ -35,7 +35,7 @@ class Observer(Protocol):
         """What the float operation gave."""
 
 
-class Judge(Protocol):
+class CallOverride(Protocol):
     """Who makes the calls of a site itself, to see what they would give with other ranges."""
 
     def __call__(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
@@ -74,7 +74,7 @@ class Site(nn.Module):
         self.source = source
         self.path = path
         self.observer: Observer | None = None
-        self.judge: Judge | None = None
+        self.judge: CallOverride | None = None
         self.active = False
         self.frozen = False
         entry = operation(source.operation)

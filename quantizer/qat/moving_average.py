@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import nn
 
-from quantizer.common.distributed import ranks
+from quantizer.common.distributed import get_world_size
 from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import qtype
@@ -88,7 +88,7 @@ class MovingAverage:
         scale = self.quantizers[0].scale
         assert scale is not None
         needed = torch.zeros_like(scale) if self._needed is None else self._needed
-        if ranks() > 1:
+        if get_world_size() > 1:
             torch.distributed.all_reduce(needed, torch.distributed.ReduceOp.MAX)
         self._needed = None
         # Nothing seen, or zeros alone, say nothing of the range.

@@ -17,7 +17,7 @@ from quantizer.plan.apply import switch_on
 from quantizer.plan.replace_scales import with_given_weights
 from quantizer.plan.replace_scales import with_scales
 from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import put_back
+from quantizer.plan.site_plan import with_fallback
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import own_copy
 from quantizer.proxy.build import sites_of
@@ -30,7 +30,7 @@ from quantizer.qat import kinds_of
 from quantizer.qat import prepare_state_dict
 from quantizer.qat import set_up_scales
 
-__all__ = ["Trainable"]
+__all__ = ["QatSession"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _FIRST_BATCHES = 8
 """Batches that ranges come from where nothing was calibrated."""
 
 
-class Trainable:
+class QatSession:
     """A model in training.
 
     Args:
@@ -84,7 +84,7 @@ class Trainable:
                     "calib(model), or call calibrate(model, batches), before qat()"
                 )
         else:
-            trained = put_back(plan, groups)
+            trained = with_fallback(plan, groups)
             kinds = kinds_of(trained, scales)
             self._apply(trained)
             set_up_scales(self.proxy, trained, kinds, scale_dtype)

@@ -20,7 +20,7 @@ from quantizer.report.record import Fallback
 from quantizer.report.record import Latency
 from quantizer.report.record import LatencyEntry
 from quantizer.report.record import MemoryEntry
-from quantizer.report.record import ModelFacts
+from quantizer.report.record import ModelInfo
 from quantizer.report.record import Operand
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
@@ -44,7 +44,7 @@ __all__ = [
     "Latency",
     "LatencyEntry",
     "MemoryEntry",
-    "ModelFacts",
+    "ModelInfo",
     "Operand",
     "RunRecord",
     "Score",

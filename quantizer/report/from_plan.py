@@ -7,10 +7,10 @@ from dataclasses import asdict
 
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
-from quantizer.plan.unquantized import EscapedProduct as EscapedRow
-from quantizer.report.record import EscapedProduct
+from quantizer.plan.unquantized import UnquantizedProduct as EscapedRow
 from quantizer.report.record import Operand
 from quantizer.report.record import Site
+from quantizer.report.record import UnquantizedProduct
 from quantizer.views.coverage import CoverageRow
 
 __all__ = ["escaped_records", "site_records"]
@@ -36,9 +36,9 @@ def site_records(coverage: Iterable[CoverageRow], plan: Plan) -> tuple[Site, ...
     )
 
 
-def escaped_records(products: Iterable[EscapedRow]) -> tuple[EscapedProduct, ...]:
+def escaped_records(products: Iterable[EscapedRow]) -> tuple[UnquantizedProduct, ...]:
     """The products of a coverage that are not in low precision."""
-    return tuple(EscapedProduct(**asdict(product)) for product in products)
+    return tuple(UnquantizedProduct(**asdict(product)) for product in products)
 
 
 def _operand(operand: OperandPlan) -> Operand:

@@ -20,7 +20,7 @@ from quantizer.engines.inspection.inspection import PrecisionShare
 __all__ = [
     "VERSION",
     "EngineFile",
-    "EscapedProduct",
+    "UnquantizedProduct",
     "Evaluation",
     "Fallback",
     "Histogram",
@@ -29,7 +29,7 @@ __all__ = [
     "LatencyEntry",
     "Layer",
     "MemoryEntry",
-    "ModelFacts",
+    "ModelInfo",
     "Operand",
     "PrecisionShare",
     "RangeCandidate",
@@ -57,7 +57,7 @@ class _Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFacts(_Record):
+class ModelInfo(_Record):
     """The model that the run started from."""
 
     source: str
@@ -247,7 +247,7 @@ class Histogram(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EscapedProduct(_Record):
+class UnquantizedProduct(_Record):
     """Matrix products or convolutions of one operation in one place that do not run in low precision."""
 
     path: str
@@ -398,7 +398,7 @@ class RunRecord(_Record):
     """When the run started, ISO 8601 with time zone."""
     config: Mapping[str, Any]
     """The resolved configuration, every default filled in."""
-    model: ModelFacts
+    model: ModelInfo
     """The model that the run started from."""
     scores: tuple[Score, ...] = ()
     """Scores of float, proxy and engine or simulation; empty where nothing was evaluated."""
@@ -413,7 +413,7 @@ class RunRecord(_Record):
     covered_share: float | None = None
     """Share of the multiply-adds of all matrix products and convolutions that torch executed in calibration, whether a
     site was found for them or not, that run in low precision: 0 to 1; null where nothing was counted."""
-    escaped: tuple[EscapedProduct, ...] = ()
+    escaped: tuple[UnquantizedProduct, ...] = ()
     """The products that do not run in low precision, the largest first, each with its reason."""
     histograms: tuple[Histogram, ...] = ()
     """Histograms of the quantized activations with the lowest SQNR, the lowest first; empty where none were kept."""

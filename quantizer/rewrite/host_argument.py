@@ -40,7 +40,7 @@ __all__ = [
     "function_source",
     "guarded",
     "hands_on",
-    "lender",
+    "pass_host",
     "takes_apart",
     "viewer",
 ]
@@ -70,7 +70,7 @@ Borrowers = dict[types.FunctionType, tuple[tuple[Callable[..., Any], str | None,
 host will do), and whether it takes the host as ``HOST`` (else as an argument of its own, as it always did)."""
 
 
-def lender(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
+def pass_host(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
     """The function that rewritten text calls ``_quantizer_lend``."""
 
     def variant(function: types.FunctionType, host: Any) -> tuple[Callable[..., Any], bool] | None:

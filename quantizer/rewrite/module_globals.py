@@ -17,7 +17,7 @@ from quantizer.rewrite.host_argument import VISIBLE
 from quantizer.rewrite.host_argument import WRITTEN_CLASS
 from quantizer.rewrite.host_argument import Borrowers
 from quantizer.rewrite.host_argument import as_written
-from quantizer.rewrite.host_argument import lender
+from quantizer.rewrite.host_argument import pass_host
 from quantizer.rewrite.host_argument import takes_apart
 from quantizer.rewrite.host_argument import viewer
 from quantizer.rewrite.live_names import LIVE
@@ -100,7 +100,7 @@ class SyntheticModules:
         made = _Synthetic(module=types.ModuleType(name), original=original)
         made.module.__dict__.update(
             {
-                LEND: lender(made.borrowers),
+                LEND: pass_host(made.borrowers),
                 LIVE: _live(original),
                 NOW: _now(made.twins),
                 PADDED: padded,

@@ -26,7 +26,7 @@ from quantizer.config import FallbackConfig
 from quantizer.config import QatConfig
 from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
-from quantizer.config.feasibility import refuse_run
+from quantizer.config.feasibility import check_run
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
@@ -46,7 +46,7 @@ from quantizer.quantizer import Quantizer
 from quantizer.report import EngineFile
 from quantizer.report import Latency
 from quantizer.report import MemoryEntry
-from quantizer.report import ModelFacts
+from quantizer.report import ModelInfo
 from quantizer.report import RunRecord
 from quantizer.report import Score
 from quantizer.report import collect_machine
@@ -62,19 +62,19 @@ from quantizer.report.search_records import fallback_reason
 from quantizer.report.search_records import fallback_record
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
-from quantizer.runs.stages import Kept
-from quantizer.runs.stages import Stages
+from quantizer.runs.stages import ResumeFiles
+from quantizer.runs.stages import StageTimer
+from quantizer.runs.stages import as_predictor
 from quantizer.runs.stages import bar
 from quantizer.runs.stages import engine_inputs
 from quantizer.runs.stages import parameter_bytes
+from quantizer.runs.stages import resume_files
 from quantizer.runs.stages import rows_of
-from quantizer.runs.stages import runner
 from quantizer.runs.stages import score_record
 from quantizer.runs.stages import sizes_of
-from quantizer.runs.stages import work_kept
-from quantizer.runs.task_metric import TuningScore
-from quantizer.runs.train import Course
+from quantizer.runs.task_metric import TaskMetric
 from quantizer.runs.train import Training
+from quantizer.runs.train import TrainingResult
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
 from quantizer.tasks import Predictions
@@ -109,13 +109,13 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         QuantizerError: the target cannot do what is asked, the folder stands there already or cannot be written, or a
             stage failed.
     """
-    refuse_run(config)
+    check_run(config)
     folder = Path(config.output if output is None else output).absolute()
     restore_folder(folder)
     checked_folder(folder, RUN, replace=force)
     record: list[RunRecord] = []
     searches = config.fallback is not None and config.fallback.max_drop is not None
-    with work_kept(folder, searches=searches, trains=config.qat is not None) as kept:
+    with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
         write_folder(
             folder,
             lambda target: record.append(_Run(config, folder.name, target, kept, console).carry_out()),
@@ -148,14 +148,14 @@ class _Run:
         training: the rows that are trained on.
     """
 
-    def __init__(self, config: RunConfig, name: str, target: Path, kept: Kept, console: Console) -> None:
+    def __init__(self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, console: Console) -> None:
         self.config = config
         self.name = name
         self.target = target
         self.kept = kept
         self.console = console
         self.training: list[Row] = []
-        self._stage = Stages(console)
+        self._stage = StageTimer(console)
 
     def carry_out(self) -> RunRecord:
         """All stages, in order."""
@@ -172,7 +172,7 @@ class _Run:
             quantizer.inspect(model)
         if head:
             with self._stage("fit the head on float embeddings"), bar("head") as progress:
-                task.fit_head(runner(model), head, progress)
+                task.fit_head(as_predictor(model), head, progress)
         batches = task.batches(calibration)
         with self._stage("calibrate"):
             quantizer.calibrate(model, batches)
@@ -189,7 +189,7 @@ class _Run:
             name=self.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=config.model_dump(mode="json"),
-            model=ModelFacts(
+            model=ModelInfo(
                 source=config.model.source,
                 task=config.model.task,
                 parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -248,12 +248,12 @@ class _Run:
         )
         return model, task
 
-    def _tuning_score(self, task: Task, tuning: list[Row], head: list[Row]) -> TuningScore:
+    def _tuning_score(self, task: Task, tuning: list[Row], head: list[Row]) -> TaskMetric:
         config = self.config
         settings = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
-        return TuningScore(settings, task, tuning, head, self._stage.tell)
+        return TaskMetric(settings, task, tuning, head, self._stage.tell)
 
-    def _choose(self, quantizer: Quantizer, model: nn.Module, batches: list[Any], score: TuningScore) -> None:
+    def _choose(self, quantizer: Quantizer, model: nn.Module, batches: list[Any], score: TaskMetric) -> None:
         """Measure what the groups cost, and put back those that the file asks for."""
         config, amp = self.config, self.config.amp or AmpConfig()
         if config.amp is None and config.fallback is None:
@@ -278,7 +278,7 @@ class _Run:
             self._put_back(quantizer, model, proxy, config.fallback, score)
 
     def _put_back(
-        self, quantizer: Quantizer, model: nn.Module, proxy: nn.Module, asked: FallbackConfig, score: TuningScore
+        self, quantizer: Quantizer, model: nn.Module, proxy: nn.Module, asked: FallbackConfig, score: TaskMetric
     ) -> None:
         if asked.max_drop is None:
             quantizer.fallback(proxy, num=asked.num, ratio=asked.ratio, names=asked.names, costs=asked.costs)
@@ -299,8 +299,8 @@ class _Run:
             self._say(f"{len(chosen.groups)} groups put back to float, {fallback_reason(chosen)}")
 
     def _quantize(
-        self, quantizer: Quantizer, model: nn.Module, task: Task, score: TuningScore
-    ) -> tuple[dict[str, nn.Module], Course | None]:
+        self, quantizer: Quantizer, model: nn.Module, task: Task, score: TaskMetric
+    ) -> tuple[dict[str, nn.Module], TrainingResult | None]:
         """The frozen model, and before it the one of PTQ where it is trained, with what came of the training."""
         settings, course = self.config.qat, None
         forms = {}
@@ -313,8 +313,8 @@ class _Run:
         return forms, course
 
     def _train(
-        self, settings: QatConfig, quantizer: Quantizer, model: nn.Module, task: Task, score: TuningScore
-    ) -> Course:
+        self, settings: QatConfig, quantizer: Quantizer, model: nn.Module, task: Task, score: TaskMetric
+    ) -> TrainingResult:
         """Train a copy, so that the float model stays what all is compared with."""
         rows = self.training
         known = fingerprint(quantizer.plan, score, Fingerprint.of(model))
@@ -343,7 +343,7 @@ class _Run:
 
     def _predict(self, which: str, model: nn.Module | Engine, task: Task, rows: list[Row]) -> Predictions:
         with self._stage(f"score the {which}"), bar(which) as progress:
-            return task.predict(runner(model), rows, progress)
+            return task.predict(as_predictor(model), rows, progress)
 
     def _nearest(
         self, engines: Mapping[str, Engine], quantizer: Quantizer, model: nn.Module

@@ -43,20 +43,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
-    "Kept",
-    "Stages",
+    "ResumeFiles",
+    "StageTimer",
     "bar",
     "engine_inputs",
     "parameter_bytes",
     "rows_of",
-    "runner",
+    "as_predictor",
     "score_record",
     "sizes_of",
-    "work_kept",
+    "resume_files",
 ]
 
 
-class Stages:
+class StageTimer:
     """Announces each stage and says how long it took.
 
     Attributes:
@@ -109,7 +109,7 @@ def bar(name: str) -> Iterator[Callable[[int, int], None]]:
         yield progress
 
 
-def runner(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:
+def as_predictor(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:
     """One way to call a model or an engine on a batch of tensors."""
     if isinstance(model, nn.Module):
         return lambda batch: model(**batch)
@@ -148,7 +148,7 @@ def score_record(
 
 
 @dataclass(frozen=True)
-class Kept:
+class ResumeFiles:
     """What lies beside a run's folder until the folder is complete.
 
     Attributes:
@@ -161,13 +161,13 @@ class Kept:
 
 
 @contextmanager
-def work_kept(folder: Path, *, searches: bool, trains: bool) -> Iterator[Kept]:
+def resume_files(folder: Path, *, searches: bool, trains: bool) -> Iterator[ResumeFiles]:
     """Where the long parts of a run keep what they have, so that the same command goes on with it.
 
     Raises:
         QuantizerError: what lies there is none of ours, or nothing can be written there.
     """
-    kept = Kept(folder.with_name(f"{folder.name}.search.json"), folder.with_name(f"{folder.name}.training"))
+    kept = ResumeFiles(folder.with_name(f"{folder.name}.search.json"), folder.with_name(f"{folder.name}.training"))
     used = {"scores": kept.scores} if searches else {}
     used |= {"checkpoints": kept.training} if trains else {}
     # Told now, and not after the calibration or the hours of a search.

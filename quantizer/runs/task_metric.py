@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from quantizer.runs.stages import as_predictor
 from quantizer.runs.stages import bar
-from quantizer.runs.stages import runner
 from quantizer.tasks import Row
 from quantizer.tasks import Task
 from quantizer.tasks.datasets.rows import content_of
 
-__all__ = ["TuningScore"]
+__all__ = ["TaskMetric"]
 
 
-class TuningScore:
+class TaskMetric:
     """Takes a model and gives the task's score of it on the tuning rows.
 
     Args:
@@ -51,7 +51,7 @@ class TuningScore:
     def __call__(self, model: nn.Module) -> float:
         start = time.perf_counter()
         with bar("tuning rows") as progress:
-            predictions = self._task.predict(runner(model), self._rows, progress)
+            predictions = self._task.predict(as_predictor(model), self._rows, progress)
         score = self._task.score(predictions, self._rows)
         self._tell(score, time.perf_counter() - start)
         return score

@@ -36,7 +36,7 @@ from quantizer.report.record import TrainingScore
 from quantizer.tasks import Row
 from quantizer.tasks import Task
 
-__all__ = ["Course", "Training"]
+__all__ = ["TrainingResult", "Training"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _WARM_UP = 0.1
 
 
 @dataclass
-class Course:
+class TrainingResult:
     """What came of a training.
 
     Attributes:
@@ -119,7 +119,7 @@ class Training:
         numbers = range(1, settings.evaluations + 1)
         self._scored_at = {math.ceil(self._steps * number / settings.evaluations) for number in numbers}
 
-    def carry_out(self, model: nn.Module, proxy: nn.Module) -> Course:
+    def carry_out(self, model: nn.Module, proxy: nn.Module) -> TrainingResult:
         """Train the proxy on what the float model says, and leave it as it was when it was kept.
 
         Raises:
@@ -140,7 +140,7 @@ class Training:
             except OSError as error:
                 raise TrainingError(f"{self._last.parent} cannot be made: {error.strerror}") from error
             self._tell("the float model:")
-            course = Course(steps=self._steps, float_score=self._score(model))
+            course = TrainingResult(steps=self._steps, float_score=self._score(model))
             self._take_score(course, proxy, optimizer)
         schedule.at(len(course.losses))
         with tqdm(total=self._steps, initial=len(course.losses), desc="training", unit="step", disable=None) as bar:
@@ -196,7 +196,7 @@ class Training:
             return (step + 1) / warm_up
         return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, self._steps - warm_up)))
 
-    def _take_score(self, course: Course, proxy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _take_score(self, course: TrainingResult, proxy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         step = len(course.losses)
         since = course.losses[course.scores[-1][0] :] if step else []
         mean = f", mean loss {sum(since) / len(since):.4g}" if since else ", which is PTQ"
@@ -222,7 +222,7 @@ class Training:
         facts = {"identity": self._identity, "course": asdict(course)}
         write_checkpoint(self._last, proxy, facts, optimizer)
 
-    def _resumed(self, proxy: nn.Module, optimizer: torch.optim.Optimizer) -> Course | None:
+    def _resumed(self, proxy: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingResult | None:
         """The course of the training whose checkpoint lies there; None: there is none."""
         if not (self._last.exists() and self._best.exists()):
             return None
@@ -234,7 +234,7 @@ class Training:
             )
         read_checkpoint(self._last, proxy, optimizer)
         try:
-            course: Course = decoded(Course, facts.get("course"), "course")
+            course: TrainingResult = decoded(TrainingResult, facts.get("course"), "course")
         except ValueError as error:
             raise TrainingError(f"{self._last} is damaged: {error}; remove it to begin the training anew") from error
         self._tell(f"going on after {len(course.losses)} of {self._steps} steps, from {self._last}")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from quantizer.common.old_paths import old_names
 from quantizer.sensitivity.fallback import Evaluation
 from quantizer.sensitivity.fallback import Fallback
 from quantizer.sensitivity.fallback import by_name
 from quantizer.sensitivity.fallback import by_rank
-from quantizer.sensitivity.fallback import carried_over
+from quantizer.sensitivity.fallback import fallback_for_target
 from quantizer.sensitivity.fallback import operands_of
 from quantizer.sensitivity.fallback import per_cost
 from quantizer.sensitivity.gradient import Loss
 from quantizer.sensitivity.groups import groups_of
-from quantizer.sensitivity.measurement import GroupError
+from quantizer.sensitivity.measurement import GroupSensitivity
 from quantizer.sensitivity.measurement import Measurement
 from quantizer.sensitivity.metric import Metric
 from quantizer.sensitivity.metric import Score
@@ -22,7 +23,7 @@ from quantizer.sensitivity.search import search
 __all__ = [
     "Evaluation",
     "Fallback",
-    "GroupError",
+    "GroupSensitivity",
     "Loss",
     "Measurement",
     "Metric",
@@ -30,10 +31,12 @@ __all__ = [
     "ScoreCache",
     "by_name",
     "by_rank",
-    "carried_over",
+    "fallback_for_target",
     "fingerprint",
     "groups_of",
     "operands_of",
     "per_cost",
     "search",
 ]
+
+__getattr__ = old_names(__name__, {"GroupError": "GroupSensitivity"})

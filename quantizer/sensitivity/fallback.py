@@ -16,9 +16,18 @@ from quantizer.errors import SensitivityError
 from quantizer.plan.selection import matches
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
-from quantizer.sensitivity.measurement import GroupError
+from quantizer.sensitivity.measurement import GroupSensitivity
 
-__all__ = ["Evaluation", "Fallback", "by_name", "by_rank", "carried_over", "chosen", "operands_of", "per_cost"]
+__all__ = [
+    "Evaluation",
+    "Fallback",
+    "by_name",
+    "by_rank",
+    "fallback_for_target",
+    "fallback_of",
+    "operands_of",
+    "per_cost",
+]
 
 _ROUNDING = 1e-9
 
@@ -64,7 +73,7 @@ class Fallback:
         """Why each group is float, by group."""
         ranks = self.ranks or (None,) * len(self.groups)
         return {
-            group: (ReasonCode.PUT_BACK if rank is None else ReasonCode.RANKED).text(asked=self.asked, rank=rank)
+            group: (ReasonCode.FALLBACK if rank is None else ReasonCode.RANKED).text(asked=self.asked, rank=rank)
             for group, rank in zip(self.groups, ranks, strict=True)
         }
 
@@ -96,7 +105,7 @@ class Fallback:
         return tuple(front)
 
 
-def by_rank(ranking: Sequence[GroupError], *, num: int | None = None, ratio: float | None = None) -> Fallback:
+def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, ratio: float | None = None) -> Fallback:
     """The first ``num`` groups, or the ``ratio`` of all groups (rounded up).
 
     Raises:
@@ -113,10 +122,10 @@ def by_rank(ranking: Sequence[GroupError], *, num: int | None = None, ratio: flo
         if num > len(ranking):
             raise SensitivityError(f"num={num}: there are only {len(ranking)} quantized groups to put back")
         count, asked = num, f"num={num}"
-    return chosen(ranking[:count], asked)
+    return fallback_of(ranking[:count], asked)
 
 
-def chosen(entries: Sequence[GroupError], asked: str) -> Fallback:
+def fallback_of(entries: Sequence[GroupSensitivity], asked: str) -> Fallback:
     """The record of groups that a ranking knows."""
     return Fallback(
         groups=tuple(part for entry in entries for part in entry.parts),
@@ -135,7 +144,7 @@ def operands_of(plan: Plan) -> dict[str, list[str]]:
     return operands
 
 
-def carried_over(fallback: Fallback, plan: Plan, backend: str | None, other: Plan) -> Fallback:
+def fallback_for_target(fallback: Fallback, plan: Plan, backend: str | None, other: Plan) -> Fallback:
     """What was put back in one plan, put back in another: of another backend, or of more data.
 
     Groups differ where the targets do, and where operands were found to share a range. Every group of the other plan
@@ -198,7 +207,9 @@ def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fall
     return Fallback(groups=tuple(groups), asked=f"names={list(names)}")
 
 
-def per_cost(ranking: Sequence[GroupError], costs: str | Mapping[str, float] | None) -> list[tuple[GroupError, float]]:
+def per_cost(
+    ranking: Sequence[GroupSensitivity], costs: str | Mapping[str, float] | None
+) -> list[tuple[GroupSensitivity, float]]:
     """The groups with their costs, those first that win most for what they cost.
 
     Args:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from tqdm.auto import tqdm
 
-from quantizer.common.distributed import summed
+from quantizer.common.distributed import all_reduce_sum
 from quantizer.errors import SensitivityError
 from quantizer.observe.replay_batches import copied
 from quantizer.proxy.eager_attention import as_recorded
@@ -38,7 +38,7 @@ from quantizer.sensitivity.metric import Metric
 from quantizer.sensitivity.output import output
 from quantizer.sensitivity.passes import pass_of
 
-__all__ = ["MEASURES", "GroupError", "Measurement"]
+__all__ = ["MEASURES", "GroupSensitivity", "Measurement"]
 
 MEASURES = ("gradient", "local", "output", "metric")
 
@@ -48,7 +48,7 @@ _OF_A_BATCH: dict[str, _Measure] = {"gradient": gradient, "local": local, "outpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupError:
+class GroupSensitivity:
     """A group's place in the ranking: 1 hurts most.
 
     Attributes:
@@ -111,7 +111,7 @@ class Measurement:
             proxy.register_forward_pre_hook(LocalHook(self._note), with_kwargs=True)
             called_through(proxy, self._call)
 
-    def ranking(self) -> list[GroupError]:
+    def ranking(self) -> list[GroupSensitivity]:
         """All groups, those that hurt most first; of several processes all must ask.
 
         Raises:
@@ -121,7 +121,7 @@ class Measurement:
             self._errors.update(self._by_metric(self._metric))
             self.batches = 1
         names = [group.name for group in self.groups]
-        *sums, batches = summed([*(self._errors[name] for name in names), self.batches])
+        *sums, batches = all_reduce_sum([*(self._errors[name] for name in names), self.batches])
         if batches == 0:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returned on data first")
         errors = {name: total / batches for name, total in zip(names, sums, strict=True)}
@@ -129,7 +129,7 @@ class Measurement:
         ordered = sorted(self.groups, key=lambda group: (-errors[group.name], group.name))
         positions = {name: position for position, name in enumerate(names)}
         return [
-            GroupError(
+            GroupSensitivity(
                 rank=rank,
                 group=group.name,
                 kind=group.kind,

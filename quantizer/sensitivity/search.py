@@ -16,12 +16,12 @@ from tqdm.auto import tqdm
 from quantizer.errors import SensitivityError
 from quantizer.sensitivity.fallback import Evaluation
 from quantizer.sensitivity.fallback import Fallback
-from quantizer.sensitivity.fallback import chosen
-from quantizer.sensitivity.measurement import GroupError
+from quantizer.sensitivity.fallback import fallback_of
+from quantizer.sensitivity.measurement import GroupSensitivity
 
 __all__ = ["search"]
 
-Candidate = tuple[GroupError, float]
+Candidate = tuple[GroupSensitivity, float]
 
 
 def search(
@@ -66,7 +66,7 @@ def search(
 
         needed = _prefix(candidates, meets)
         kept = _without_needless(list(candidates[:needed]), meets, lambda: max_evaluations - 1 - len(found))
-    record = chosen(sorted((entry for entry, _ in kept), key=lambda entry: entry.rank), f"max_drop={max_drop:g}")
+    record = fallback_of(sorted((entry for entry, _ in kept), key=lambda entry: entry.rank), f"max_drop={max_drop:g}")
     return replace(record, evaluations=tuple(found), float_score=float_score, max_drop=float(max_drop))
 
 

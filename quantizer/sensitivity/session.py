@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from quantizer.common.distributed import gathered
-from quantizer.common.distributed import rank_number
+from quantizer.common.distributed import all_gather_bytes
+from quantizer.common.distributed import get_rank
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
 from quantizer.plan.apply import apply_plan
@@ -18,12 +18,12 @@ from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.apply import store_weights
 from quantizer.plan.changed_tensors import watch
 from quantizer.plan.site_plan import Plan
-from quantizer.plan.site_plan import put_back
+from quantizer.plan.site_plan import with_fallback
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.model_sharing import OwnBuffers
 from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupError
+from quantizer.sensitivity import GroupSensitivity
 from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Measurement
 from quantizer.sensitivity import Metric
@@ -36,12 +36,12 @@ from quantizer.sensitivity import operands_of
 from quantizer.sensitivity import per_cost
 from quantizer.sensitivity import search
 
-__all__ = ["Amp"]
+__all__ = ["SensitivitySession"]
 
 Costs = str | Mapping[str, float] | None
 
 
-class Amp:
+class SensitivitySession:
     """Measures the groups of one plan.
 
     Args:
@@ -75,7 +75,7 @@ class Amp:
         """What the errors are: the name of the measure, or ``loss`` for the gradients of a loss that was given."""
         return self._measurement.measure if self._loss is None else "loss"
 
-    def ranking(self) -> list[GroupError]:
+    def ranking(self) -> list[GroupSensitivity]:
         """All groups, those that hurt most first.
 
         Raises:
@@ -121,7 +121,7 @@ class Amp:
     ) -> Callable[[tuple[str, ...] | None], float]:
         """Takes scores with these groups put back (None: of the float model), each once."""
         search = fingerprint(self.plan, metric.function, Fingerprint.of(self._model))
-        scores = ScoreCache(cache if rank_number() == 0 else None, search)
+        scores = ScoreCache(cache if get_rank() == 0 else None, search)
 
         def score(groups: tuple[str, ...] | None) -> float:
             def take() -> float:
@@ -130,7 +130,7 @@ class Amp:
                     proxy = build_proxy(self._model, eager_attention=False).eval()
                     OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
-                plan = put_back(self.plan, dict.fromkeys(groups, "put back"))
+                plan = with_fallback(self.plan, dict.fromkeys(groups, "put back"))
                 return metric.score(frozen_proxy(self._model, plan), f"the model with {len(groups)} groups put back")
 
             return _first_rank(scores.score(groups, take))
@@ -148,4 +148,4 @@ def _one_of(**given: object) -> None:
 
 def _first_rank(score: float) -> float:
     """The score that the first process took: all must decide alike."""
-    return float.fromhex(gathered(score.hex().encode())[0].decode())
+    return float.fromhex(all_gather_bytes(score.hex().encode())[0].decode())

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
-from quantizer.plan.unquantized import EscapedProduct
+from quantizer.plan.unquantized import UnquantizedProduct
 from quantizer.plan.unquantized import covered_share
 from quantizer.plan.unquantized import escaped_products
-from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import UnrewrittenSource
 from quantizer.reasons import ReasonCode
 from quantizer.reasons import RuleKind
 from quantizer.report.tables.tables import Column
@@ -27,7 +27,7 @@ from quantizer.report.tables.text import percent
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.views.table_view import View
 
-__all__ = ["Coverage", "CoverageRow", "Escaped", "RangeRow", "Ranges"]
+__all__ = ["Coverage", "CoverageRow", "UnquantizedProducts", "RangeRow", "Ranges"]
 
 # An add of integers, tuples or broadcasts is found like any other, but tells a reader nothing.
 _QUIET = (
@@ -113,23 +113,23 @@ class Coverage(View[CoverageRow]):
         "why",
     )
 
-    def __init__(self, rows: Sequence[CoverageRow], products: Sequence[EscapedProduct] = ()) -> None:
+    def __init__(self, rows: Sequence[CoverageRow], products: Sequence[UnquantizedProduct] = ()) -> None:
         super().__init__(rows)
         self.share: float | None = None
         self.multiply_adds = 0
-        self.escaped = Escaped(products)
+        self.escaped = UnquantizedProducts(products)
         self.patches: tuple[OperatorPatch, ...] = ()
-        self.regions = Regions()
+        self.regions = Float32Modules()
 
     @classmethod
     def from_plan(
         cls,
         plan: Plan,
-        skipped: Sequence[SkippedSource],
+        skipped: Sequence[UnrewrittenSource],
         products: Sequence[CountedProduct] = (),
         put_back: Collection[str] = (),
         patches: Sequence[OperatorPatch] = (),
-        regions: Regions | None = None,
+        regions: Float32Modules | None = None,
     ) -> Coverage:
         """The coverage of a plan.
 
@@ -195,7 +195,7 @@ class Coverage(View[CoverageRow]):
         ]
 
 
-class Escaped(View[EscapedProduct]):
+class UnquantizedProducts(View[UnquantizedProduct]):
     """Matrix products and convolutions that are not in low precision, the largest first."""
 
     columns = (
@@ -300,7 +300,7 @@ def _row_of_site(entry: SitePlan) -> CoverageRow:
     )
 
 
-def _row_of_source(skipped: SkippedSource) -> CoverageRow:
+def _row_of_source(skipped: UnrewrittenSource) -> CoverageRow:
     source = skipped.source
     return CoverageRow(
         name=skipped.path or "(the model)",

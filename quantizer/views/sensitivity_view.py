@@ -16,7 +16,7 @@ from quantizer.report.tables.tables import Column
 from quantizer.report.tables.text import compact
 from quantizer.report.tables.text import error
 from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupError
+from quantizer.sensitivity import GroupSensitivity
 from quantizer.views.picture import Picture
 from quantizer.views.search_view import Search
 from quantizer.views.table_view import View
@@ -51,7 +51,7 @@ class Sensitivity(View[SensitivityRow]):
         )
 
     @classmethod
-    def from_ranking(cls, ranking: Sequence[GroupError], fallback: Fallback | None, measure: str) -> Sensitivity:
+    def from_ranking(cls, ranking: Sequence[GroupSensitivity], fallback: Fallback | None, measure: str) -> Sensitivity:
         """The groups of a ranking by ``measure``, and which of them are put back."""
         back = set(fallback.groups) if fallback is not None else set()
         rows = [SensitivityRow(**asdict(entry), fallback=back.issuperset(entry.parts)) for entry in ranking]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quantizer.engines import BuildOptions
-from quantizer.engines import backend_of
 from quantizer.engines import build_engine
+from quantizer.engines import detect_backend
 from quantizer.engines import inspect_engine
 from quantizer.engines import load_engine
 from quantizer.engines import peak_memory_mib
@@ -114,6 +114,6 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "model.engine"
     path.write_bytes(b"anything")
     monkeypatch.setattr(Path, "open", refuse)
-    for read in (backend_of, checked_onnx):
+    for read in (detect_backend, checked_onnx):
         with pytest.raises(EngineError, match=r"model\.engine cannot be read: Permission denied"):
             read(path)

@@ -11,9 +11,9 @@ import pytest
 
 from quantizer.engines import Inspection
 from quantizer.engines import Layer
-from quantizer.engines import backend_of
 from quantizer.engines import build_engine
 from quantizer.engines import check_precision
+from quantizer.engines import detect_backend
 from quantizer.engines import graph_inspection
 from quantizer.engines import inspect_engine
 from quantizer.engines import inspect_file
@@ -225,9 +225,9 @@ def test_a_grouped_convolution_of_a_graph(write_convolution: Any) -> None:
 
 def test_the_backend_of_a_file(name: str, write_qdq: Any, tmp_path: Path) -> None:
     model = write_qdq(unsigned=True)
-    assert backend_of(model.path) is None
+    assert detect_backend(model.path) is None
     path = build_engine(name, model.path, tmp_path / "model.engine").path
-    assert backend_of(path) == name
+    assert detect_backend(path) == name
     assert inspect_file(path).backend == name
     assert inspect_file(model.path).backend == "onnx"
     assert inspect_file(model.path, name).verified

@@ -131,7 +131,7 @@ def test_a_folder_without_a_fingerprint_refuses_what_its_scales_do_not_fit(tmp_p
 
 
 def _kept_model(q: Quantizer) -> Any:
-    found = q._served._model
+    found = q._session._model
     assert found is not None
     return found() or _net()
 

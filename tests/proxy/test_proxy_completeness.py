@@ -48,7 +48,7 @@ def _reasons(q: Quantizer) -> dict[str, int]:
 def _assert_counts_agree(q: Quantizer) -> None:
     """Sites count from their operands, the counter from what torch executes; both must come to one figure."""
     counted: Counter[str] = Counter()
-    for product in q._served.decisions.products():
+    for product in q._session.decisions.products():
         assert product.site is not None, product
         counted[product.site] += product.multiply_adds
     of_sites = {path: entry.multiply_adds for path, entry in q.plan.items() if entry.kind != "residual_add"}
@@ -336,7 +336,7 @@ def test_what_fallback_put_back_survives_saving(tmp_path: Path) -> None:
     amp = q.amp(model)
     amp(x)
     q.fallback(amp, num=len(q.sensitivity))
-    assert _reasons(q) == {Reason.PUT_BACK.value: 2 * 4 * 32 * 64}
+    assert _reasons(q) == {Reason.FALLBACK.value: 2 * 4 * 32 * 64}
     assert q.coverage.share == 0
     loaded = Quantizer.load(q.save(tmp_path / "saved"))
     assert loaded.coverage.escaped.rows == q.coverage.escaped.rows

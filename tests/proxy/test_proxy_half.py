@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quantizer import Quantizer
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
-from quantizer.float16.float32_modules import Regions
+from quantizer.float16.float32_modules import Float32Modules
 
 LARGEST_HALF = 65504.0
 
@@ -262,7 +262,7 @@ def test_what_stays_float32_is_said_and_kept(tmp_path: Path) -> None:
 
 def test_damaged_regions_are_refused() -> None:
     with pytest.raises(QuantizerError, match="modules beyond float16 cannot be read"):
-        Regions.from_plain({"wide": {"a": "large"}, "computing": [], "masked": []})
+        Float32Modules.from_plain({"wide": {"a": "large"}, "computing": [], "masked": []})
 
 
 # -- the simulation ------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def test_a_file_from_before_regions_existed(tmp_path: Path) -> None:
     assert document.pop("regions")["wide"]
     (folder / "quantizer.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
     loaded = Quantizer.load(folder)
-    assert loaded.coverage.regions == Regions()
+    assert loaded.coverage.regions == Float32Modules()
     with torch.no_grad():
         assert loaded.simulate(model)(x).dtype is torch.float32
 

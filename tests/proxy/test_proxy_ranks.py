@@ -17,8 +17,8 @@ from torch import nn
 from quantizer import QATCalibrate
 from quantizer import Quantizer
 from quantizer.calibrators.histogram import BINS
-from quantizer.common.distributed import gathered
-from quantizer.common.distributed import summed
+from quantizer.common.distributed import all_gather_bytes
+from quantizer.common.distributed import all_reduce_sum
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 from quantizer.plan.site_plan import Plan
@@ -143,10 +143,10 @@ def _disagree(rank: int, folder: str) -> None:
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
         _ = nothing.plan
     # What is told may be of any length, or empty.
-    assert gathered(b"ab" * rank) == [b"", b"ab"]
-    assert gathered(b"") == [b"", b""]
-    assert summed([0.25, rank]) == [0.5, 1.0]
-    assert summed([]) == []
+    assert all_gather_bytes(b"ab" * rank) == [b"", b"ab"]
+    assert all_gather_bytes(b"") == [b"", b""]
+    assert all_reduce_sum([0.25, rank]) == [0.5, 1.0]
+    assert all_reduce_sum([]) == []
     torch.distributed.destroy_process_group()
 
 

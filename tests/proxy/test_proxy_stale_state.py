@@ -217,7 +217,7 @@ def test_a_folder_knows_that_its_scales_are_of_a_trained_copy(tmp_path: Path) ->
     q = Quantizer(backend="openvino")
     q.calibrate(model, [X])
     _train(q.qat(model, copy=True))
-    trained: Any = q._served.trained(model)
+    trained: Any = q._session.trained(model)
     expected = q.quantize(model)(X)
     q.save(tmp_path / "q")
     assert torch.equal(Quantizer.load(tmp_path / "q").quantize(trained)(X), expected)
@@ -248,7 +248,7 @@ def test_a_buffer_that_training_replaces_is_the_models_too(own: bool) -> None:
     proxy.train()
     for _ in range(5):
         proxy(X + 3).square().mean().backward()
-    trained: Any = q._served.trained(model)
+    trained: Any = q._session.trained(model)
     assert torch.equal(trained.mean, proxy.mean)  # type: ignore[arg-type]
     assert float(trained.mean.mean()) > 2
     with torch.no_grad():
@@ -262,8 +262,8 @@ def test_a_training_that_cannot_begin_leaves_the_former_one() -> None:
     proxy = q.qat(model, scales="learned")
     with pytest.raises(ConfigError, match="matches no quantized site"):
         q.qat(model, scales={"nowhere.**": "learned"})
-    assert q._served.trainable is not None
-    assert q._served.trainable.proxy is proxy
+    assert q._session.trainable is not None
+    assert q._session.trainable.proxy is proxy
 
 
 def test_a_calibration_that_cannot_begin_leaves_what_was_put_back() -> None:

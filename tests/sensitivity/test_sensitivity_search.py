@@ -23,16 +23,16 @@ from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
 from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupError
+from quantizer.sensitivity import GroupSensitivity
 from quantizer.sensitivity import by_name
 from quantizer.sensitivity import fingerprint
 from quantizer.sensitivity import per_cost
 from quantizer.sensitivity import search
 
 
-def _ranking(errors: list[float], multiply_adds: int = 1) -> list[GroupError]:
+def _ranking(errors: list[float], multiply_adds: int = 1) -> list[GroupSensitivity]:
     return [
-        GroupError(
+        GroupSensitivity(
             rank=rank,
             group=f"g{rank}",
             kind="linear",

@@ -15,12 +15,12 @@ from quantizer import Quantizer
 from quantizer.errors import SensitivityError
 from quantizer.sensitivity import Evaluation
 from quantizer.sensitivity import Fallback
-from quantizer.sensitivity import GroupError
+from quantizer.sensitivity import GroupSensitivity
 from quantizer.views.sensitivity_view import Sensitivity
 
 SVG = "{http://www.w3.org/2000/svg}"
 RANKING = [
-    GroupError(
+    GroupSensitivity(
         rank=1,
         group="layer.1.forward.add_0.lhs",
         kind="residual_add",
@@ -31,7 +31,7 @@ RANKING = [
         parts=("layer.1.forward.add_0.lhs",),
         activations=1,
     ),
-    GroupError(
+    GroupSensitivity(
         rank=2,
         group="layer.0.{a,b}.forward.linear_0",
         kind="linear",
@@ -99,7 +99,7 @@ def test_the_ranking_as_text() -> None:
 
 def test_no_word_of_the_ranking_is_cut_in_a_terminal() -> None:
     name = "encoder.layer.5.attention.self.eager_attention_forward.{matmul_0,matmul_1}"
-    entry = GroupError(rank=1, group=name, kind="residual_add", error=1.74e-4, sites=(name,), multiply_adds=10**9)
+    entry = GroupSensitivity(rank=1, group=name, kind="residual_add", error=1.74e-4, sites=(name,), multiply_adds=10**9)
     for measure in ("gradient", "loss", "output", "local", "metric"):
         text = Sensitivity.from_ranking([entry], None, measure).text()
         assert max(map(len, text.splitlines())) <= 120
@@ -189,7 +189,7 @@ def test_without_a_search_there_is_no_front() -> None:
 def test_the_front_of_a_search_of_a_quantizer() -> None:
     quantizer, amp, x = _measured()
     with torch.no_grad():
-        expected = quantizer.proxy(quantizer._served._model())(x)  # type: ignore[misc]
+        expected = quantizer.proxy(quantizer._session._model())(x)  # type: ignore[misc]
 
     def score(model: nn.Module) -> float:
         return -float((model(x) - expected).square().mean())

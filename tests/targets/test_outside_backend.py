@@ -96,7 +96,7 @@ def test_what_it_cannot_do_is_refused_in_the_usual_words(folder: Path) -> None:
         """
 import pytest
 
-from quantizer.runs.convert import Conversion
+from quantizer.runs.convert import ConversionRequest
 from quantizer.engines import BuildOptions, backend
 
 net = torch.nn.Linear(4, 4)
@@ -107,7 +107,7 @@ with pytest.raises(ConfigError, match="quantizer.dtype: reference has no activat
 with pytest.raises(ConfigError, match="'onnxruntime-avx2' or 'reference'; did you mean 'reference'"):
     Quantizer(backend="referense")
 with pytest.raises(ConfigError, match="reference does not compute in it; expected int8 or uint8"):
-    Conversion(model="m", output=Path("out"), backends=["reference"], quantization=True, dtype="fp8")
+    ConversionRequest(model="m", output=Path("out"), backends=["reference"], quantization=True, dtype="fp8")
 with pytest.raises(EngineError, match="reference computes in the types of the ONNX file"):
     backend("reference").check(BuildOptions(inference_precision="bfloat16"))
 """,

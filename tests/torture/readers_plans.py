@@ -101,8 +101,8 @@ def _make_state(folder: Path) -> None:
     small = model()
     q = Quantizer(backend="openvino")
     q.calibrate(small, [data()], progress=False)
-    served = q._served
-    (folder / "state").write_bytes(state_bytes(q.plan, served.decisions.products(), served.document()))
+    session = q._session
+    (folder / "state").write_bytes(state_bytes(q.plan, session.decisions.products(), session.document()))
 
 
 def _read_state(folder: Path) -> str:

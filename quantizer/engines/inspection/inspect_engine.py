@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantizer.engines.backends import backend
 from quantizer.engines.backends import inspect_engine
-from quantizer.engines.detect_backend import backend_of
+from quantizer.engines.detect_backend import detect_backend
 from quantizer.engines.inspection.check_precision import check_precision
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.inspection.onnx_graph import graph_inspection
@@ -69,7 +69,7 @@ def inspect_file(
         EngineError: the file is missing, damaged, or of another backend; or nothing can be told of it here.
         MissingDependencyError: a library is not installed.
     """
-    name = name or backend_of(path)
+    name = name or detect_backend(path)
     if name is None:
         return graph_inspection(path, "an ONNX file is no engine", batch=batch, sequence=sequence)
     if runs_here(name):

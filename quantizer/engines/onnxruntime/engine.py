@@ -31,7 +31,7 @@ from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
 from quantizer.engines.engine_file import sign_onnx
 from quantizer.engines.engine_file import whole_file
-from quantizer.engines.error_hints import refusal
+from quantizer.engines.error_hints import explain_error
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.from_layers import run_note
 from quantizer.engines.inspection.inspection import Inspection
@@ -191,7 +191,7 @@ def _session(ort: Any, path: Path, settings: Any) -> Any:
         )
     except Exception as error:
         # The library's exceptions have no common base of their own.
-        raise EngineError(f"ONNX Runtime refused {path}: {refusal(path, str(error))}") from error
+        raise EngineError(f"ONNX Runtime refused {path}: {explain_error(path, str(error))}") from error
 
 
 def _spec(node: Any) -> TensorSpec:

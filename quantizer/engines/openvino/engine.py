@@ -31,7 +31,7 @@ from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
-from quantizer.engines.error_hints import refusal
+from quantizer.engines.error_hints import explain_error
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.from_layers import run_note
 from quantizer.engines.inspection.inspection import Inspection
@@ -227,7 +227,7 @@ def _compile(ov: Any, onnx_path: Path, settings: Mapping[str, object]) -> Any:
         with kept_signal_stack():
             compiled = core.compile_model(model, "CPU", dict(settings))
     except RuntimeError as error:
-        raise EngineError(f"OpenVINO refused {onnx_path}: {refusal(onnx_path, _reason(error))}") from error
+        raise EngineError(f"OpenVINO refused {onnx_path}: {explain_error(onnx_path, _reason(error))}") from error
     _check_outputs(model, compiled, onnx_path)
     return _checked_precision(compiled, onnx_path, settings)
 

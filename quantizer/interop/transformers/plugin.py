@@ -83,8 +83,8 @@ class TransformersQuantizer(HfQuantizer):
         return self
 
     def __reduce__(self) -> Any:
-        served = self.quantizer._served
-        state = _state(served.decided(), self.quantizer, []) if served.decisions.decided else None
+        session = self.quantizer._session
+        state = _state(session.decided(), self.quantizer, []) if session.decisions.decided else None
         return _restored, (self._settings, self.frozen, state)
 
     # -- loading ---------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class TransformersQuantizer(HfQuantizer):
             use_eager_attention(model)
             require_sites(model, self.quantizer.plan, place)
             frozen_skeleton(model, self.quantizer.plan, dropped)
-            self.quantizer._served.look_at(model)
+            self.quantizer._session.scan_source(model)
         for _, quantizer, stored in _packed(model):
             self._shapes[quantizer] = stored.shape
             quantizer.stored = stored.new_empty(packed_size(stored.numel()), dtype=torch.uint8)
@@ -147,7 +147,7 @@ class TransformersQuantizer(HfQuantizer):
                 f"{place.parent / 'config.json'}: its quantization_config is not the one that {place.name} was "
                 "quantized with; restore it, or load the float model and calibrate again"
             )
-        self.quantizer._served.load(plan, products, document)
+        self.quantizer._session.load(plan, products, document)
         dropped: list[str] = document["dropped"]
         return dropped
 
@@ -159,8 +159,8 @@ class TransformersQuantizer(HfQuantizer):
         Raises:
             ProxyError: the model is a proxy that is neither trained nor quantized, or was quantized before a change.
         """
-        served = self.quantizer._served
-        quantized = is_proxy(model) and not (served.trainable is not None and model is served.trainable.proxy)
+        session = self.quantizer._session
+        quantized = is_proxy(model) and not (session.trainable is not None and model is session.trainable.proxy)
         state: dict[str, Tensor] | None = None
         if quantized:
             plan = self.quantizer.plan
@@ -169,10 +169,10 @@ class TransformersQuantizer(HfQuantizer):
                     "save_pretrained() takes what quantize(model) gave, and this proxy is another, or the Quantizer's "
                     f"decisions changed since; {_WAY} now"
                 )
-            data = bytearray(_state(served.decided(), self.quantizer, dropped_parameters(model, plan)))
+            data = bytearray(_state(session.decided(), self.quantizer, dropped_parameters(model, plan)))
             packed = {name: pack_pairs(stored) for name, _, stored in _packed(model)}
             state = {**model.state_dict(), **packed, STATE: torch.frombuffer(data, dtype=torch.uint8)}
-        elif served.decisions.decided and not is_proxy(model):
+        elif session.decisions.decided and not is_proxy(model):
             logger.warning("this model is saved in float, without its calibration; %s to have it quantized", _WAY)
         model.config.quantization_config = SavedConfig(self._settings, quantized=quantized)
         return state, {}
@@ -205,8 +205,8 @@ def quantizer_of(model: PreTrainedModel) -> Quantizer:
 
 
 def _state(decided: Plan, quantizer: Quantizer, dropped: list[str]) -> bytes:
-    served = quantizer._served
-    return state_bytes(decided, served.decisions.products(), {**served.document(), "dropped": dropped})
+    session = quantizer._session
+    return state_bytes(decided, session.decisions.products(), {**session.document(), "dropped": dropped})
 
 
 def _packed(model: PreTrainedModel) -> Iterator[tuple[str, OperandQuantizer, Tensor]]:

@@ -32,7 +32,7 @@ from quantizer.observe.completeness.running_modules import leave
 from quantizer.operations.aten_products import FUSED_KERNELS
 from quantizer.operations.aten_products import PRODUCTS
 from quantizer.operations.aten_products import RECURRENT_KERNELS
-from quantizer.proxy.build import SkippedSource
+from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.site import Site
 
 __all__ = ["CountedProduct", "Explanations", "ProductCounter", "Reason"]
@@ -45,7 +45,7 @@ class Reason(Enum):
     """An ``include`` or ``exclude`` of the configuration leaves its site out."""
     SWITCHED_OFF = "this kind of site is switched off"
     """``sites:`` of the configuration says so."""
-    PUT_BACK = "put back by fallback"
+    FALLBACK = "put back by fallback"
     """Calibration quantized it; ``fallback`` found it too sensitive."""
     TARGET = "too small for the target, or the target gains nothing"
     """The target's profile leaves it in float: K or N is too small, or it is of a kind that runs no faster."""
@@ -117,7 +117,7 @@ class Explanations:
         paths: the modules of the model, by id.
     """
 
-    def __init__(self, skipped: Iterable[SkippedSource] = ()) -> None:
+    def __init__(self, skipped: Iterable[UnrewrittenSource] = ()) -> None:
         """
         Args:
             skipped: calls and functions that the rewriter left alone.
@@ -268,7 +268,7 @@ class ProductCounter:
 _RECURRENT = {f"{kind}{cell}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")}
 
 
-def _is_call_of(skipped: SkippedSource, caller: Caller) -> bool:
+def _is_call_of(skipped: UnrewrittenSource, caller: Caller) -> bool:
     source = skipped.source
     return (
         source is not None

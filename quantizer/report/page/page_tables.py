@@ -7,11 +7,11 @@ from pathlib import PurePath
 from typing import Any
 
 from quantizer.reasons import counted
-from quantizer.report.record import EscapedProduct
 from quantizer.report.record import Fallback
 from quantizer.report.record import RunRecord
 from quantizer.report.record import SensitivityRow
 from quantizer.report.record import Site
+from quantizer.report.record import UnquantizedProduct
 from quantizer.report.tables import text
 from quantizer.report.tables.headline import multiply_add_share
 from quantizer.report.tables.measure_labels import error_words
@@ -110,7 +110,7 @@ def coverage_by_reason(sites: Sequence[Site]) -> str:
     return html_table(["Why not", "Sites"], rows, label="Sites left in float, by reason", style=False) if rows else ""
 
 
-def escaped_table(products: Sequence[EscapedProduct]) -> str:
+def escaped_table(products: Sequence[UnquantizedProduct]) -> str:
     """Every product that is not in low precision; empty where all are."""
     columns = [
         Column(title="Module", mono=True),

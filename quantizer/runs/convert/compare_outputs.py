@@ -23,7 +23,7 @@ from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
-from quantizer.runs.stages import runner
+from quantizer.runs.stages import as_predictor
 from quantizer.tasks import Batch
 from quantizer.tasks import batch_shape
 from quantizer.tasks.metrics import mean_cosine
@@ -156,7 +156,7 @@ def check_engine(
     of_tokens = _token_outputs(expected)
     checks = []
     for reference, plain in zip(expected, of_float, strict=True):
-        given = _by_name(runner(engine)(reference.inputs), engine.output_names)
+        given = _by_name(as_predictor(engine)(reference.inputs), engine.output_names)
         for name, wanted in reference.outputs.items():
             batch, sequence = batch_shape(reference.inputs)
             values = (given[name][list(reference.rows)], wanted, plain.outputs[name])

@@ -18,7 +18,7 @@ from quantizer.targets import profile
 from quantizer.targets import profiles
 from quantizer.tasks import tasks
 
-__all__ = ["BATCH_SIZES", "CONVERSION", "SEQUENCE_LENGTHS", "Conversion", "Sizes", "convertible_tasks"]
+__all__ = ["BATCH_SIZES", "CONVERSION", "SEQUENCE_LENGTHS", "ConversionRequest", "Sizes", "convertible_tasks"]
 
 Sizes = tuple[int, int, int]
 """Least, usual and most."""
@@ -36,7 +36,7 @@ def convertible_tasks() -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversion:
+class ConversionRequest:
     """One checkpoint, and what is to become of it.
 
     Attributes:

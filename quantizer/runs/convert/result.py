@@ -21,11 +21,11 @@ from quantizer.runs.convert.folder import processor_folder
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.request import Sizes
 
-__all__ = ["BackendResult", "Facts", "QuantizationFacts", "backend_config", "quantization_facts"]
+__all__ = ["BackendResult", "ConversionInputs", "QuantizationSummary", "backend_config", "quantization_facts"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ConversionInputs:
     """What is so for every backend: the model, and the sizes that engines are built for.
 
     Attributes:
@@ -52,7 +52,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationFacts:
+class QuantizationSummary:
     """What is quantized for one backend.
 
     Attributes:
@@ -87,7 +87,7 @@ class BackendResult:
     float_dtype: str
     compute_capability: str | None
     inference_precision: str | None
-    quantization: QuantizationFacts | None
+    quantization: QuantizationSummary | None
     signature: Signature
     onnx_bytes: int
     engine_bytes: int
@@ -99,12 +99,12 @@ class BackendResult:
     scores: tuple[Score, ...] = ()
 
 
-def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> QuantizationFacts:
+def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> QuantizationSummary:
     """What a calibrated quantizer quantizes."""
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
     told = [row for row in coverage if not row.quiet and ReasonCode.of(row.reason) is not ReasonCode.NEVER_RAN]
     every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
-    return QuantizationFacts(
+    return QuantizationSummary(
         dtype=quantizer.config.dtype,
         sites={kind: (quantized[kind], count) for kind, count in every.items()},
         multiply_adds=coverage.share,
@@ -115,7 +115,7 @@ def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> Qua
     )
 
 
-def backend_config(facts: Facts, result: BackendResult) -> dict[str, Any]:
+def backend_config(facts: ConversionInputs, result: BackendResult) -> dict[str, Any]:
     """config.json: first what a server asks for, then how the engine was made."""
     return {
         "format": FORMAT,

@@ -48,24 +48,24 @@ from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.measure import measure_latency
 from quantizer.runs.convert.request import CONVERSION
 from quantizer.runs.convert.request import SEQUENCE_LENGTHS
-from quantizer.runs.convert.request import Conversion
+from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.request import Sizes
 from quantizer.runs.convert.request import convertible_tasks
 from quantizer.runs.convert.result import BackendResult
-from quantizer.runs.convert.result import Facts
+from quantizer.runs.convert.result import ConversionInputs
 from quantizer.runs.convert.result import backend_config
 from quantizer.runs.convert.result import quantization_facts
 from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
-from quantizer.runs.stages import Stages
+from quantizer.runs.stages import StageTimer
+from quantizer.runs.stages import as_predictor
 from quantizer.runs.stages import bar
 from quantizer.runs.stages import parameter_bytes
-from quantizer.runs.stages import runner
+from quantizer.runs.stages import resume_files
 from quantizer.runs.stages import score_record
-from quantizer.runs.stages import work_kept
-from quantizer.runs.task_metric import TuningScore
+from quantizer.runs.task_metric import TaskMetric
 from quantizer.targets import profile
 from quantizer.tasks import Predictions
 from quantizer.tasks import build_task
@@ -82,7 +82,7 @@ _CALIBRATION = {"text": f"a file of texts ({', '.join(text_files)})", "image": "
 _RESAMPLES = 1000
 
 
-def convert(asked: Conversion, console: Console) -> Path:
+def convert(asked: ConversionRequest, console: Console) -> Path:
     """Carry out a conversion and write its folder.
 
     Args:
@@ -97,7 +97,7 @@ def convert(asked: Conversion, console: Console) -> Path:
     data = None if asked.calibration is None else read_calibration(asked.calibration, asked.rows, asked.column)
     facts = _facts(asked, folder.name)
     results: list[BackendResult] = []
-    with work_kept(folder, searches=asked.max_drop is not None, trains=False) as kept:
+    with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
             folder,
             lambda target: results.extend(_Run(asked, facts, data, target, kept.scores, console).carry_out()),
@@ -109,7 +109,7 @@ def convert(asked: Conversion, console: Console) -> Path:
     return folder
 
 
-def _facts(asked: Conversion, name: str) -> Facts:
+def _facts(asked: ConversionRequest, name: str) -> ConversionInputs:
     """What the checkpoint says, with what was asked.
 
     Raises:
@@ -129,7 +129,7 @@ def _facts(asked: Conversion, name: str) -> Facts:
             f"give {_CALIBRATION[reads]}"
         )
     labels = checkpoint.labels if tasks[task].output_name == "logits" else ()
-    facts = partial(Facts, name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size)
+    facts = partial(ConversionInputs, name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size)
     if reads == "image":
         if asked.seq_len is not None:
             raise TaskError(
@@ -155,14 +155,20 @@ class _Run:
     """One conversion in progress; ``target`` is the folder that is being filled."""
 
     def __init__(
-        self, asked: Conversion, facts: Facts, data: Samples | None, target: Path, scores: Path, console: Console
+        self,
+        asked: ConversionRequest,
+        facts: ConversionInputs,
+        data: Samples | None,
+        target: Path,
+        scores: Path,
+        console: Console,
     ) -> None:
         self.asked = asked
         self.facts = facts
         self.target = target
         self.scores = scores
         self.console = console
-        self.stage = Stages(console)
+        self.stage = StageTimer(console)
         self.tuning = read_labelled(asked.tuning, "--tuning")
         self.evaluation = read_labelled(asked.evaluation, "--evaluation")
         with self.stage("load the model"):
@@ -254,7 +260,7 @@ class _Run:
                     amp(**batch)
             read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
             with self.stage("search what goes back to float"):
-                score = TuningScore(read, self.task, self.tuning, [], self.stage.tell)
+                score = TaskMetric(read, self.task, self.tuning, [], self.stage.tell)
                 quantizer.fallback(
                     amp,
                     max_drop=asked.max_drop,
@@ -304,7 +310,7 @@ class _Run:
 
     def _predict(self, which: str, model: nn.Module | Engine) -> Predictions:
         with self.stage(f"score the {which}"), bar(which) as progress:
-            return self.task.predict(runner(model), self.evaluation, progress)
+            return self.task.predict(as_predictor(model), self.evaluation, progress)
 
     def _score(self, which: str, predictions: Predictions) -> Score:
         base = self.float_predictions or predictions

@@ -14,8 +14,8 @@ from quantizer.report.tables import text
 from quantizer.runs.convert.compare_outputs import OutputCheck
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.result import BackendResult
-from quantizer.runs.convert.result import Facts
-from quantizer.runs.convert.result import QuantizationFacts
+from quantizer.runs.convert.result import ConversionInputs
+from quantizer.runs.convert.result import QuantizationSummary
 
 __all__ = ["print_result", "print_summary"]
 
@@ -46,7 +46,7 @@ def print_result(result: BackendResult, console: Console) -> None:
     console.print(table)
 
 
-def print_summary(facts: Facts, results: Sequence[BackendResult], folder: Path, console: Console) -> None:
+def print_summary(facts: ConversionInputs, results: Sequence[BackendResult], folder: Path, console: Console) -> None:
     """The scores, and what each folder holds."""
     scored = [result for result in results if result.scores]
     if scored:
@@ -66,7 +66,7 @@ def _decibels(value: float | None) -> str:
     return "equal" if value is None else text.decibels(value)
 
 
-def _quantized(facts: QuantizationFacts | None) -> str:
+def _quantized(facts: QuantizationSummary | None) -> str:
     if facts is None:
         return "float"
     sites = ", ".join(f"{kind} {quantized} of {count}" for kind, (quantized, count) in facts.sites.items())
