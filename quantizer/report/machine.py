@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 
@@ -34,7 +35,13 @@ _INSTRUCTIONS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8", "amx_
 
 
 def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
-    """Return the version of each package that is installed, in the given order; None: all that matter to a run."""
+    """Return the version of each package that is installed, in the given order.
+
+    Of torch it is the version with its build (``2.13.0+cu130``), which the index of packages leaves out of some wheels.
+
+    Args:
+        packages: names of distributions; None: all that matter to a run.
+    """
     if packages is None:
         backends = (package for name in profiles.names() for package in profile(name).packages)
         packages = (*PACKAGES, *dict.fromkeys(backends), "nncf")
@@ -44,6 +51,9 @@ def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    # Whoever has figures to report has imported torch; importing it for its version alone would take seconds.
+    if "torch" in versions and "torch" in sys.modules:
+        versions["torch"] = str(sys.modules["torch"].__version__)
     return versions
 
 

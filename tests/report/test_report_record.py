@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from report_samples import bare_record
 from report_samples import sample_record
 
@@ -216,3 +217,9 @@ def test_machine_and_versions() -> None:
     assert list(versions) == ["torch"]
     record = bare_record(machine=machine, versions=versions)
     assert record_from_mapping(mapping_from_record(record)) == record
+
+
+def test_the_version_of_torch_names_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A CUDA wheel from PyPI is "2.13.0" to the index and "2.13.0+cu130" to itself.
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert collect_versions(["torch"]) == {"torch": "2.13.0+cu130"}
