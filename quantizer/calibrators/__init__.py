@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantizer.calibrators.base import CALIBRATORS
 from quantizer.calibrators.base import Calibrator
 from quantizer.calibrators.base import make_calibrator
 from quantizer.calibrators.candidates import CANDIDATES
@@ -13,6 +14,7 @@ from quantizer.calibrators.mse import MseCalibrator
 from quantizer.calibrators.percentile import PercentileCalibrator
 
 __all__ = [
+    "CALIBRATORS",
     "CANDIDATES",
     "OF_FORMAT",
     "Calibrator",

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from quantizer.calibrators.histogram import Histogram
 from quantizer.calibrators.histogram import in_memory_order
+from quantizer.common import choices
 from quantizer.common.registry import Registry
 from quantizer.errors import CalibrationError
 
 __all__ = ["CALIBRATORS", "Calibrator", "make_calibrator"]
 
-CALIBRATORS: Registry[type[Calibrator]] = Registry("calibrator")
+CALIBRATORS: Registry[type[Calibrator]] = choices.CALIBRATORS
 """Add a calibrator: subclass ``Calibrator``, give it ``estimate()``, and put ``@CALIBRATORS.add("name")`` above it."""
 
 

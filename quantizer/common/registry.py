@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Generic
 from typing import TypeVar
 
@@ -21,16 +22,22 @@ class Registry(Generic[T]):
 
     Args:
         kind: what the entries are, in the words of an error message ("calibrator").
+        names: of the entries that come with the package, known before the modules are imported that add them.
+        reserved: words that stand where a name can, and mean something else.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, names: Sequence[str] = (), *, reserved: Sequence[str] = ()) -> None:
         self.kind = kind
+        self._known = (*names, *reserved)
+        self._reserved = reserved
         self._entries: dict[str, T] = {}
 
     def add(self, name: str) -> Callable[[T], T]:
         """Register the decorated object under ``name``."""
 
         def decorate(entry: T) -> T:
+            if name in self._reserved:
+                raise ValueError(f"{self.kind} {name!r}: the name has a meaning of its own")
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
             self._entries[name] = entry
@@ -44,8 +51,8 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over all names, in the order in which they were added."""
-        return iter(self._entries)
+        """Iterate over all that a configuration may say, what came with the package first."""
+        return iter(dict.fromkeys((*self._known, *self._entries)))
 
     def names(self) -> list[str]:
         """All names, sorted."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from os.path import expanduser
 from os.path import realpath
+from typing import Annotated
 from typing import Literal
 
+from pydantic import AfterValidator
 from pydantic import Field
 
+from quantizer.common.choices import TASKS
+from quantizer.config.section import OneOf
 from quantizer.config.section import Section
 from quantizer.config.section import Text
 
 __all__ = ["DataConfig", "DatasetConfig", "ModelConfig"]
+
+_TASKS = OneOf(TASKS)
 
 
 class ModelConfig(Section):
@@ -21,9 +27,9 @@ class ModelConfig(Section):
         description="A local folder, a hub name, or 'package:NAME/FOLDER' for a folder inside an installed package. "
         "A relative folder is resolved against the current directory, not against the YAML file."
     )
-    task: Literal[
-        "sentence-similarity", "embedding-classification", "sequence-classification", "image-classification"
-    ] = Field(description="What the model's output is used for; decides the metric.")
+    task: Annotated[str, AfterValidator(_TASKS.check), _TASKS] = Field(
+        description="What the model's output is used for; decides the metric."
+    )
     attention: Literal["eager", "sdpa"] = Field(
         default="eager", description="Attention implementation that the float model is loaded with."
     )

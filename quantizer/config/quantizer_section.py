@@ -14,6 +14,7 @@ from pydantic import WrapValidator
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
+from quantizer.common.choices import CALIBRATORS
 from quantizer.config.section import Expects
 from quantizer.config.section import OneOf
 from quantizer.config.section import Section
@@ -53,10 +54,13 @@ def _smooth(value: Any) -> float | str | None:
     return float(value)
 
 
+_CALIBRATORS = OneOf(CALIBRATORS)
+
+
 class ActivationsConfig(Section):
     """How the ranges of activations are found."""
 
-    calibrator: Literal["percentile", "max", "mse", "entropy", "auto"] = Field(
+    calibrator: Annotated[str, AfterValidator(_CALIBRATORS.check), _CALIBRATORS] = Field(
         default="percentile",
         description="How a range is taken from the values seen in calibration; 'auto' tries the others on each site.",
     )

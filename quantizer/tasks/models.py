@@ -248,8 +248,9 @@ def _task_of(architecture: str | None, model_type: str, reads: Sequence[str]) ->
         "AutoModelForImageClassification": _auto().MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
         "AutoModelForSequenceClassification": _auto().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     }
-    for task in tasks.names():
-        made = names[tasks[task].auto_class].get(model_type, ())
+    # One of the package's own is told, whatever else is registered for the same class.
+    for task in tasks:
+        made = names.get(tasks[task].auto_class, {}).get(model_type, ())
         fits = tasks[task].reads in reads and not tasks[task].needs_head
         if fits and architecture in ((made,) if isinstance(made, str) else made):
             return task

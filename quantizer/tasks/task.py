@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quantizer.common.choices import TASKS
 from quantizer.common.registry import Registry
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import TaskError
@@ -232,7 +233,7 @@ class Task(ABC):
         return self.targets(rows)
 
 
-tasks: Registry[type[Task]] = Registry("task")
+tasks: Registry[type[Task]] = TASKS
 
 
 def build_task(

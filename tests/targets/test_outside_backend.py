@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from outside import run_outside
+from outside import write_guide_module
 
 for _package in ("transformers", "scipy", "onnx", "onnxscript"):
     pytest.importorskip(_package, reason="the backend of the guide needs quantizer[hf,onnx]")
 
 from tiny_run import tiny_run  # noqa: E402
-
-GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "add-a-backend.md"
 
 PRELUDE = """
 import sys
@@ -35,26 +31,14 @@ from quantizer.errors import ConfigError, EngineError
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the guide's module lies, with a tiny classifier and its rows."""
     path = tmp_path_factory.mktemp("outside")
-    (block,) = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), flags=re.M | re.S)
-    (path / "reference_backend.py").write_text(block, encoding="utf-8")
+    write_guide_module(path, "add-a-backend.md", "reference_backend")
     tiny_run(path)
     return path
 
 
 def run(folder: Path, text: str) -> str:
     """Run a script after the import of the module; what it printed."""
-    search = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + text],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_outside(folder, PRELUDE + text)
 
 
 @pytest.mark.promise("Memory is measured in a process of its own.")

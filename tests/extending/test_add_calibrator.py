@@ -1,0 +1,110 @@
+"""A calibrator from outside the package: the one of the guide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from outside import run_outside
+from outside import write_guide_module
+
+PRELUDE = """
+import pytest
+import torch
+
+import four_sigma
+from quantizer import Quantizer
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)).eval()
+data = [torch.randn(256, 16) for _ in range(4)]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the guide's module lies."""
+    write_guide_module(tmp_path, "add-a-calibrator.md", "four_sigma")
+    return tmp_path
+
+
+def test_its_ranges_are_planned_saved_and_loaded(folder: Path) -> None:
+    run_outside(
+        folder,
+        PRELUDE
+        + """
+q = Quantizer(backend="openvino", activations={"calibrator": "four-sigma"})
+q.calibrate(net, data)
+first, second = (entry.operands[0].largest_amax for entry in q.plan.values())
+assert first == pytest.approx(4 * float(torch.cat(data).square().mean().sqrt()), rel=0.01)
+hidden = torch.relu(net[0](torch.cat(data)))
+assert second == pytest.approx(min(4 * float(hidden.square().mean().sqrt()), float(hidden.max())), rel=0.01)
+expected = q.quantize(net)(data[0])
+q.save("saved")
+again = Quantizer.load("saved")
+assert again.config.activations.calibrator == "four-sigma"
+assert torch.equal(again.quantize(net)(data[0]), expected)
+assert again.for_backend("tensorrt-rtx").plan["0.forward.linear_0"].operands[0].largest_amax == pytest.approx(first)
+""",
+    )
+
+
+def test_exported(folder: Path) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    run_outside(
+        folder,
+        PRELUDE
+        + """
+import onnx
+from onnx.reference import ReferenceEvaluator
+
+q = Quantizer(backend="openvino", activations={"calibrator": "four-sigma"})
+q.calibrate(net, data)
+int8 = q.quantize(net)
+q.export(int8, "net.onnx", (data[0],))
+evaluator = ReferenceEvaluator(onnx.load("net.onnx"))
+(output,) = evaluator.run(None, {evaluator.input_names[0]: data[0].numpy()})
+torch.testing.assert_close(torch.from_numpy(output), int8(data[0]), atol=1e-4, rtol=0)
+""",
+    )
+
+
+def test_a_file_may_name_it_once_it_is_there(folder: Path) -> None:
+    run_outside(
+        folder,
+        """
+from pathlib import Path
+
+import pytest
+
+from quantizer.config import quantizer_config
+from quantizer.errors import ConfigError
+
+Path("own.yaml").write_text("activations: {calibrator: four-sigma}")
+with pytest.raises(ConfigError, match="expected 'percentile', 'max', 'mse', 'entropy' or 'auto'"):
+    quantizer_config("own.yaml")
+import four_sigma
+assert quantizer_config("own.yaml").activations.calibrator == "four-sigma"
+Path("own.yaml").write_text("activations: {calibrator: four-sigme}")
+with pytest.raises(ConfigError, match="'auto' or 'four-sigma'; did you mean 'four-sigma'"):
+    quantizer_config("own.yaml")
+""",
+    )
+
+
+@pytest.mark.promise("A name is registered once; a second class under it is refused.")
+def test_a_name_is_registered_once(folder: Path) -> None:
+    run_outside(
+        folder,
+        PRELUDE
+        + """
+from quantizer.calibrators import CALIBRATORS
+
+for name in ("four-sigma", "max"):
+    with pytest.raises(ValueError, match=f"calibrator '{name}' is registered twice"):
+        CALIBRATORS.add(name)(four_sigma.FourSigmaCalibrator)
+with pytest.raises(ValueError, match="calibrator 'auto': the name has a meaning of its own"):
+    CALIBRATORS.add("auto")(four_sigma.FourSigmaCalibrator)
+""",
+    )
