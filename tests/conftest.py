@@ -33,7 +33,7 @@ settings.register_profile("same", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
-_LONGEST = ("test_real_model.py", "test_pipeline_search.py", "test_examples.py")
+_LONGEST = ("test_real_model.py", "test_run_search.py", "test_examples.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

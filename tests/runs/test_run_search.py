@@ -41,7 +41,7 @@ for _package in ("transformers", "sklearn", "jinja2"):
 
 from tiny_run import tiny_run  # noqa: E402
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 TASK = "sequence-classification"
 
 

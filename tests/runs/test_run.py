@@ -36,7 +36,7 @@ for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "j
 
 from tiny_run import tiny_run  # noqa: E402
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 COMPLETE = {
     ".quantizer.json",
     "config.yaml",

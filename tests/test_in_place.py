@@ -22,7 +22,7 @@ from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
 from quantizer.errors import SourceError
 from quantizer.proxy.build import sites_of
-from quantizer.rewrite import constructor_patch as patched
+from quantizer.rewrite import patched
 
 transformers = pytest.importorskip("transformers", reason="needs quantizer[hf]")
 

@@ -30,7 +30,7 @@ tf = pytest.importorskip("transformers", reason="the plug-in is for transformers
 plugin = importlib.import_module("quantizer.interop.transformers.plugin")
 quantizer_of = plugin.quantizer_of
 
-SHARED = Path(__file__).parents[1].parent / "shared"
+SHARED = Path(__file__).parents[2].parent / "shared"
 INT4 = {"weights": "int4", "activations": "int8", "block_size": 16, "kinds": ["linear"]}
 TEXT = batch("bert", padded=True)
 Prepare = Callable[[Quantizer, nn.Module, dict[str, Tensor]], None]
