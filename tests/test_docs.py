@@ -56,6 +56,7 @@ SCRIPTS = {
     "migrate-nncf": Script(),
     "migrate-torch-quant": Script(),
     "add-a-backend": Script(("onnx", "onnxscript"), frozenset({"reference.onnx", "reference.engine"})),
+    "add-a-graph-pass": Script(("onnx", "onnxscript"), frozenset({"squares.onnx"})),
     "add-a-calibrator": Script(("onnx", "onnxscript"), frozenset({"four-sigma.onnx"})),
 }
 WORDS = ("the", "film", "is", "was", "good", "fine", "bad", "dull", ".")

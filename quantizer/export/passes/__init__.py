@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from quantizer.common.registry import Registry
 from quantizer.export.passes.base import GraphPass
 from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
@@ -21,7 +22,7 @@ from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.unsigned_activations import UnsignedActivations
 from quantizer.export.passes.weights_as_read import WeightsAsRead
 
-__all__ = ["PASSES", "FoldChannelFactors", "GraphPass", "UnsignedActivations", "passes", "run_passes"]
+__all__ = ["PASSES", "FoldChannelFactors", "GraphPass", "UnsignedActivations", "graph_passes", "passes", "run_passes"]
 
 PASSES: tuple[GraphPass, ...] = (
     StoreWeights(),
@@ -39,8 +40,11 @@ PASSES: tuple[GraphPass, ...] = (
 )
 """Those of every file; names come behind them."""
 
+graph_passes: Registry[GraphPass] = Registry("graph pass")
+"""Those of other packages, for every file too: ``graph_passes.add(name)(MyPass())`` adds one."""
+
 
 def passes(unsigned: Literal["none", "weighted", "all"]) -> tuple[GraphPass, ...]:
     """The passes for a target that stores activations as UINT8 in some places."""
     stored: tuple[GraphPass, ...] = () if unsigned == "none" else (UnsignedActivations(unsigned),)
-    return *PASSES, *stored, NameNodes()
+    return *PASSES, *stored, *(graph_passes[name] for name in graph_passes), NameNodes()
