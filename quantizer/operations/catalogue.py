@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from quantizer.operations import gemm_shape as geometry
+from quantizer.operations import gemm_shape
 
 __all__ = [
     "CATALOGUE",
@@ -59,7 +59,7 @@ class Operation:
     name: str
     kind: Kind
     operands: tuple[Operand, ...]
-    geometry: geometry.GeometryOf | None = None
+    geometry: gemm_shape.GeometryOf | None = None
     functions: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ def _product(
         name=name,
         kind="matmul",
         operands=operands,
-        geometry=geometry.product,
+        geometry=gemm_shape.product,
         functions=functions,
         methods=methods,
         operators=operators,
@@ -97,7 +97,7 @@ def _added(name: str, first: str, second: str) -> Operation:
     return _product(name, first, second, 1, functions=(f"torch.{name}",), methods=(name, f"{name}_"))
 
 
-def _weighted(name: str, kind: Kind, size: geometry.GeometryOf, *functions: str) -> Operation:
+def _weighted(name: str, kind: Kind, size: gemm_shape.GeometryOf, *functions: str) -> Operation:
     """``f(input, weight, ...)``."""
     operands = (
         Operand(name="input", index=0, keyword="input"),
@@ -106,14 +106,14 @@ def _weighted(name: str, kind: Kind, size: geometry.GeometryOf, *functions: str)
     return Operation(name=name, kind=kind, operands=operands, geometry=size, functions=functions)
 
 
-def _convolution(name: str, size: geometry.GeometryOf) -> Operation:
+def _convolution(name: str, size: gemm_shape.GeometryOf) -> Operation:
     return _weighted(name, "conv", size, f"torch.nn.functional.{name}", f"torch.{name}")
 
 
 CATALOGUE: tuple[Operation, ...] = (
-    _weighted("linear", "linear", geometry.weighted, "torch.nn.functional.linear"),
-    *(_convolution(f"conv{axes}d", geometry.weighted) for axes in (1, 2, 3)),
-    *(_convolution(f"conv_transpose{axes}d", geometry.transposed) for axes in (1, 2, 3)),
+    _weighted("linear", "linear", gemm_shape.weighted, "torch.nn.functional.linear"),
+    *(_convolution(f"conv{axes}d", gemm_shape.weighted) for axes in (1, 2, 3)),
+    *(_convolution(f"conv_transpose{axes}d", gemm_shape.transposed) for axes in (1, 2, 3)),
     _product("matmul", "input", "other", functions=("torch.matmul",), methods=("matmul",), operators=("MatMult",)),
     _product("mm", "input", "mat2", functions=("torch.mm",), methods=("mm",)),
     _product("bmm", "input", "mat2", functions=("torch.bmm",), methods=("bmm",)),
@@ -124,7 +124,7 @@ CATALOGUE: tuple[Operation, ...] = (
         name="einsum",
         kind="matmul",
         operands=(Operand(name="lhs", index=1), Operand(name="rhs", index=2)),
-        geometry=geometry.einsum,
+        geometry=gemm_shape.einsum,
         functions=("torch.einsum",),
         equation=True,
     ),
@@ -137,14 +137,14 @@ CATALOGUE: tuple[Operation, ...] = (
             Operand(name="probabilities", index=None),
             Operand(name="value", index=2, keyword="value"),
         ),
-        geometry=geometry.attention,
+        geometry=gemm_shape.attention,
         functions=("torch.nn.functional.scaled_dot_product_attention",),
     ),
     Operation(
         name="embedding",
         kind="embedding",
         operands=(Operand(name="weight", index=1, keyword="weight"),),
-        geometry=geometry.lookup,
+        geometry=gemm_shape.lookup,
         functions=("torch.nn.functional.embedding",),
     ),
     Operation(

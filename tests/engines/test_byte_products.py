@@ -10,7 +10,7 @@ from helpers import BYTE_PRODUCTS_ARE_EXACT
 
 from quantizer.engines import build_engine
 from quantizer.engines import cpu
-from quantizer.engines import int8_saturation as byte_products
+from quantizer.engines import int8_saturation
 
 onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
 
@@ -36,14 +36,14 @@ def test_a_quantized_file_is_warned_of(name: str, vnni: bool, qdq: Any, tmp_path
 def test_a_float_file_is_not(tmp_path: Path, vnni: bool) -> None:
     text = '<ir_version: 10, opset_import: ["" : 20]> g (float[4] x) => (float[4] y) { y = Abs (x) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
-    assert byte_products.saturation_warnings("openvino", tmp_path / "model.onnx") == ()
-    assert byte_products.saturates() is not vnni
+    assert int8_saturation.saturation_warnings("openvino", tmp_path / "model.onnx") == ()
+    assert int8_saturation.saturates() is not vnni
 
 
 def test_this_cpu() -> None:
-    assert byte_products.saturates() is not BYTE_PRODUCTS_ARE_EXACT
+    assert int8_saturation.saturates() is not BYTE_PRODUCTS_ARE_EXACT
 
 
 def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpu, "_CPU_INFO", tmp_path / "none")
-    assert not byte_products.saturates()
+    assert not int8_saturation.saturates()

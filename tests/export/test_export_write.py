@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quantizer.errors import ExportError
-from quantizer.export import onnx_storage as write
+from quantizer.export import onnx_storage
 from quantizer.export.onnx_storage import write_onnx
 
 onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
@@ -42,7 +42,7 @@ def computed(path: Path) -> np.ndarray:
 @pytest.fixture
 def two_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Protobuf's limit, as if it were 20 KiB."""
-    monkeypatch.setattr(write, "_ONE_FILE", 20 * 1024)
+    monkeypatch.setattr(onnx_storage, "_ONE_FILE", 20 * 1024)
 
 
 def test_what_fits_is_one_file(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_file_that_stood_there_stays_whole(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("limit", [20 * 1024, 2**30], ids=["two files", "one file"])
 def test_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr(write, "_ONE_FILE", limit)
+    monkeypatch.setattr(onnx_storage, "_ONE_FILE", limit)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # The system itself refuses to write more than this to one file, as it does where a disk is full.
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
