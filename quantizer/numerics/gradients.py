@@ -1,0 +1,149 @@
+"""The gradients of ``fake_quantize``: of x by the straight-through estimator, of a learned scale by LSQ.
+
+Legend as in ``torch_operators.py``. What is trained is the logarithm of a scale: see ``learned_scale.py``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.numerics.granularity import beside
+from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.qtype import QType
+from quantizer.numerics.qtype import qtype
+from quantizer.numerics.rounding import as_stored
+from quantizer.numerics.rounding import nearest
+
+__all__ = ["keep_for_backward", "straight_through"]
+
+_PIECE = 2**18
+"""How many values' gradients a CPU computes at a time: what is allocated for more is mapped and cleared afresh at each
+call, which takes longer than the arithmetic."""
+
+
+@torch.library.custom_op("quantizer::inside", mutates_args=())
+def _inside(
+    x: Tensor,
+    scale: Tensor,
+    dtype: str,
+    axis: int | None,
+    block_size: int | None,
+    zero_point: Tensor | None,
+) -> Tensor:
+    """Return 1 where x [*] is not clipped and 0 where it is, [*] in int8.
+
+    x is compared with the edges of the range, which is half of the work of dividing and rounding it again. Compared
+    into floats: on a CPU these loops run on vectors, and those that write bool do not.
+    """
+    result, below = torch.empty_like(x, dtype=torch.float32), torch.empty_like(x, dtype=torch.float32)
+    values = in_blocks(x.float(), axis, block_size)
+    low, high = (beside(edge, x.dim(), axis, block_size) for edge in _edges(scale.float(), qtype(dtype), zero_point))
+    torch.ge(values, low, out=in_blocks(result, axis, block_size))
+    torch.le(values, high, out=in_blocks(below, axis, block_size))
+    return result.mul_(below).to(torch.int8)
+
+
+@_inside.register_fake
+def _(x: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(x, dtype=torch.int8)
+
+
+def _edges(scale: Tensor, kind: QType, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest x that clamping keeps: FP8 is clamped before it is rounded, an integer after."""
+    if kind.is_float:
+        return kind.qmin * scale, kind.qmax * scale
+    shift = torch.zeros_like(scale) if zero_point is None else zero_point.to(scale.dtype)
+    first, last = kind.qmin - shift, kind.qmax - shift
+    low, high = (first - 0.5) * scale, (last + 0.5) * scale
+    # Halfway between two steps rounds to the even one, which may be the one beyond.
+    infinity = torch.full_like(scale, torch.inf)
+    return (
+        low.where(first % 2 == 0, low.nextafter(infinity)),
+        high.where(last % 2 == 0, high.nextafter(-infinity)),
+    )
+
+
+def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save what the gradient needs: one byte a value where x alone is trained, x itself where its scale is trained."""
+    x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point = inputs
+    ctx.learns = ctx.needs_input_grad[1]
+    if ctx.learns:
+        ctx.save_for_backward(x, scale, zero_point)
+    elif ctx.needs_input_grad[0]:
+        ctx.save_for_backward(_inside(x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point))
+
+
+def straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Pass the gradient on where x was rounded, stop it where x was clipped (Bengio et al. 2013, arXiv:1308.3432)."""
+    if ctx.learns:
+        return _with_learned_scale(ctx, gradient)
+    # Read once: gradient checkpointing gives saved tensors out a single time.
+    saved = ctx.saved_tensors
+    return gradient * saved[0].to(gradient.dtype) if saved else None, None, None, None, None, None
+
+
+def _with_learned_scale(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, scale, zero_point = ctx.saved_tensors
+    passed, of_scale = _lsq_gradients(gradient, x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point)
+    return passed if ctx.needs_input_grad[0] else None, of_scale, None, None, None, None
+
+
+@torch.library.custom_op("quantizer::lsq_gradients", mutates_args=())
+def _lsq_gradients(
+    gradient: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    dtype: str,
+    axis: int | None,
+    block_size: int | None,
+    zero_point: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [*] and of its scale (LSQ, Esser et al. 2020, arXiv:1902.08153, equation 3).
+
+    That of the scale is q - x / s where nothing was clipped, and q where it was; q without its zero point.
+    """
+    passed = torch.empty_like(gradient)
+    zero = None if zero_point is None else beside(zero_point, x.dim(), axis, block_size)
+    lsq = partial(_lsq_of, beside(scale, x.dim(), axis, block_size), qtype(dtype), axis, block_size, zero)
+    if axis is None and x.numel() > _PIECE and x.device.type == "cpu":
+        rows = max(1, _PIECE * len(x) // x.numel())
+        pieces = zip(*(torch.split(whole, rows) for whole in (gradient, x, passed)), strict=True)
+        summed = torch.stack([lsq(*piece) for piece in pieces]).sum()
+    else:
+        summed = lsq(gradient, x, passed)
+    return passed, summed.reshape(scale.shape).to(scale.dtype)
+
+
+def _lsq_of(
+    scale: Tensor,
+    kind: QType,
+    axis: int | None,
+    block_size: int | None,
+    zero_point: Tensor | None,
+    gradient: Tensor,
+    x: Tensor,
+    passed: Tensor,
+) -> Tensor:
+    """Write the gradient of x to ``passed`` and return that of the scale, which has one value beside each x."""
+    exact = in_blocks(x.float(), axis, block_size) / scale
+    codes = nearest(exact.clone(), kind, zero_point)
+    clamped = codes.clamp(kind.qmin, kind.qmax)
+    inside = torch.eq(codes, clamped, out=codes)
+    rounded = as_stored(clamped, kind)
+    if zero_point is not None:
+        rounded = rounded - zero_point
+    # Of what is outside nothing is subtracted, and 0 times infinity is no number.
+    span = kind.qmax - kind.qmin + 1
+    slope = rounded.addcmul_(exact.clamp_(-span, span), inside, value=-1)
+    arriving = in_blocks(gradient.float(), axis, block_size)
+    in_blocks(passed, axis, block_size).copy_(inside.mul_(arriving))
+    return slope.mul_(arriving).sum_to_size(scale.shape)
+
+
+@_lsq_gradients.register_fake
+def _(gradient: Tensor, x: Tensor, scale: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gradient), torch.empty_like(scale)
