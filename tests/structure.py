@@ -8,12 +8,36 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FILES", "PACKAGE", "arrows", "imports", "room_of"]
+__all__ = ["FILES", "PACKAGE", "Figures", "figures", "imports", "room_of"]
 
 PACKAGE = Path(__file__).parents[1] / "quantizer"
 FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of the package; those of several places are in descending order.
+
+    Attributes:
+        rooms: packages and loose modules at the top.
+        arrows: imports from one room into another, each pair counted once.
+        rooms_in_a_cycle: rooms that import each other, directly or through others.
+        files_of_the_largest_room: how many files lie in the fullest folder, and its name.
+        long_files: lines and name of each file over 350 lines.
+        longest_function: its lines and name.
+        lines: of all files together.
+    """
+
+    rooms: int
+    arrows: int
+    rooms_in_a_cycle: tuple[str, ...]
+    files_of_the_largest_room: tuple[int, str]
+    long_files: tuple[tuple[int, str], ...]
+    longest_function: tuple[int, str]
+    lines: int
 
 
 def room_of(file: Path) -> str:
@@ -38,7 +62,7 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
-def arrows() -> dict[str, set[str]]:
+def _arrows() -> dict[str, set[str]]:
     """The rooms that each room imports."""
     found: dict[str, set[str]] = {room_of(file): set() for file in FILES if room_of(file)}
     for file in FILES:
@@ -73,20 +97,34 @@ def _longest_function() -> tuple[int, str]:
     )
 
 
+def figures() -> Figures:
+    """Return the figures of the package, read from its source."""
+    graph = _arrows()
+    folders = {file.parent for file in FILES if file.parent != PACKAGE}
+    lines = {str(file.relative_to(PACKAGE)): _lines(file) for file in FILES}
+    return Figures(
+        rooms=len(graph),
+        arrows=sum(map(len, graph.values())),
+        rooms_in_a_cycle=tuple(_cycles(graph)),
+        files_of_the_largest_room=max(
+            (len(list(folder.glob("*.py"))), str(folder.relative_to(PACKAGE))) for folder in folders
+        ),
+        long_files=tuple(sorted(((count, name) for name, count in lines.items() if count > 350), reverse=True)),
+        longest_function=_longest_function(),
+        lines=sum(lines.values()),
+    )
+
+
 def main() -> None:
     """Print the figures."""
-    graph = arrows()
-    folders = sorted({file.parent for file in FILES if file.parent != PACKAGE})
-    crowded = max((len(list(folder.glob("*.py"))), str(folder.relative_to(PACKAGE))) for folder in folders)
-    long = sorted((_lines(file), str(file.relative_to(PACKAGE))) for file in FILES if _lines(file) > 350)
-    length, function = _longest_function()
-    print(f"rooms               {len(graph)}")
-    print(f"arrows              {sum(map(len, graph.values()))}")
-    print(f"rooms in a cycle    {', '.join(_cycles(graph)) or 'none'}")
-    print(f"most files a room   {crowded[0]} in {crowded[1]}/")
-    print(f"files over 350      {', '.join(f'{name} ({count})' for count, name in reversed(long)) or 'none'}")
-    print(f"longest function    {length} lines, {function}")
-    print(f"lines in all        {sum(map(_lines, FILES))}")
+    house = figures()
+    print(f"rooms               {house.rooms}")
+    print(f"arrows              {house.arrows}")
+    print(f"rooms in a cycle    {', '.join(house.rooms_in_a_cycle) or 'none'}")
+    print("most files a room   {} in {}/".format(*house.files_of_the_largest_room))
+    print(f"files over 350      {', '.join(f'{name} ({count})' for count, name in house.long_files) or 'none'}")
+    print("longest function    {} lines, {}".format(*house.longest_function))
+    print(f"lines in all        {house.lines}")
 
 
 if __name__ == "__main__":
