@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import make_calibrated
 from safetensors.torch import save_file
 from torch import Tensor
 from torch import nn
@@ -54,9 +55,7 @@ def _by_model_optimizer(mtq: Any, model: nn.Module, *, attention: bool = False) 
 
 
 def _calibrated(model: nn.Module, data: Any, **options: Any) -> Quantizer:
-    q = Quantizer(backend="openvino", activations={"calibrator": "max"}, **options)
-    q.calibrate(model, [data])
-    return q
+    return make_calibrated(model, [data], backend="openvino", activations={"calibrator": "max"}, **options)
 
 
 def _mlp() -> tuple[nn.Module, Quantizer]:

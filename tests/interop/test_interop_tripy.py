@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import make_calibrated
 from safetensors import safe_open
 from torch import Tensor
 from torch import nn
@@ -21,9 +22,13 @@ from tests.helpers import Mlp
 
 def _calibrated(model: nn.Module, **options: Any) -> Quantizer:
     options = {"sites": {"residual_add": False}, **options}
-    q = Quantizer(backend="openvino", activations={"calibrator": "max"}, **options)
-    q.calibrate(model.eval(), [torch.randn(8, 32, generator=torch.Generator().manual_seed(0))])
-    return q
+    return make_calibrated(
+        model.eval(),
+        [torch.randn(8, 32, generator=torch.Generator().manual_seed(0))],
+        backend="openvino",
+        activations={"calibrator": "max"},
+        **options,
+    )
 
 
 def _as_tripy(linear: TripyLinear, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import Mlp
 from helpers import assert_same
+from helpers import make_calibrated
 from torch import Tensor
 from torch import nn
 from torch.nn.modules import module as torch_modules
@@ -52,9 +53,7 @@ def everything(q: Quantizer) -> tuple[Any, ...]:
 
 
 def calibrated(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:
-    q = Quantizer(**OPTIONS, **options)
-    q.calibrate(model, data)
-    return q
+    return make_calibrated(model, data, **OPTIONS, **options)
 
 
 def batches(count: int = 3) -> list[dict[str, Tensor]]:

@@ -16,6 +16,7 @@ from helpers import Mlp
 from helpers import Snapshot
 from helpers import assert_same
 from helpers import batch
+from helpers import make_calibrated
 from helpers import tiny
 from torch import Tensor
 from torch import nn
@@ -27,9 +28,7 @@ KINDS = ("proxy", "quantize")
 
 
 def _calibrated(model: nn.Module, *args: Any, **keywords: Any) -> Quantizer:
-    q = Quantizer(backend="openvino", sites={"residual_add": True})
-    q.calibrate(model.eval(), [keywords or args])
-    return q
+    return make_calibrated(model.eval(), [keywords or args], backend="openvino", sites={"residual_add": True})
 
 
 class Tied(nn.Module):

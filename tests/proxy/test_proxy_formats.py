@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import make_calibrated
 from helpers import needs_exact_byte_products
 from torch import Tensor
 from torch import nn
@@ -58,9 +59,7 @@ DATA = torch.randn(4, 24, WIDTH, generator=torch.Generator().manual_seed(5))
 
 def calibrated(model: nn.Module, **options: Any) -> Quantizer:
     options = {"backend": "tensorrt", "sites": {"residual_add": False}, **options}
-    quantizer = Quantizer(**options)
-    quantizer.calibrate(model, [(DATA,)])
-    return quantizer
+    return make_calibrated(model, [(DATA,)], **options)
 
 
 def operand(quantizer: Quantizer, site: str, name: str) -> OperandPlan:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from helpers import batch
+from helpers import make_calibrated
 from helpers import tiny
 from torch import Tensor
 from torch import nn
@@ -159,9 +160,7 @@ WIDE = {"blocks.1", "blocks.1.down", "blocks.2", "blocks.2.norm", "norm", ""}
 
 
 def calibrated(model: nn.Module, x: Tensor, **options: object) -> Quantizer:
-    quantizer = Quantizer(backend="tensorrt-rtx", **options)
-    quantizer.calibrate(model, [x], progress=False)
-    return quantizer
+    return make_calibrated(model, [x], backend="tensorrt-rtx", **options)
 
 
 def data() -> Tensor:

@@ -19,6 +19,7 @@ from helpers import Mlp
 from helpers import Snapshot
 from helpers import assert_same
 from helpers import batch
+from helpers import make_calibrated
 from helpers import tiny
 from torch import Tensor
 from torch import nn
@@ -43,9 +44,7 @@ def _llama() -> nn.Module:
 
 
 def _calibrated(model: nn.Module, inputs: dict[str, Tensor]) -> Quantizer:
-    q = Quantizer(backend="openvino")
-    q.calibrate(model, [inputs])
-    return q
+    return make_calibrated(model, [inputs], backend="openvino")
 
 
 def _run(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -264,9 +263,7 @@ def test_functions_that_hold_a_module(patch: Callable[[nn.Module], None]) -> Non
 
 
 def _calibrated_by_position(model: nn.Module, x: Tensor) -> Quantizer:
-    q = Quantizer(backend="openvino")
-    q.calibrate(model, [x])
-    return q
+    return make_calibrated(model, [x], backend="openvino")
 
 
 # -- remote code ---------------------------------------------------------------------------------------------------

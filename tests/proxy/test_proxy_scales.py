@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import make_calibrated
 from torch import Tensor
 from torch import nn
 
@@ -21,9 +22,11 @@ LINEAR = "up.forward.linear_0"
 
 
 def _calibrated(model: nn.Module, **options: Any) -> Quantizer:
-    q = Quantizer(**{"activations": {"calibrator": "max"}, **options})
-    q.calibrate(model, [torch.randn(16, 32, generator=torch.Generator().manual_seed(0))])
-    return q
+    return make_calibrated(
+        model,
+        [torch.randn(16, 32, generator=torch.Generator().manual_seed(0))],
+        **{"activations": {"calibrator": "max"}, **options},
+    )
 
 
 class Twins(nn.Module):

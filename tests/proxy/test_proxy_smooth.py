@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import Mlp
 from helpers import assert_same
+from helpers import make_calibrated
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -53,9 +54,9 @@ def data(batches: int = 3, seed: int = 0) -> list[Tensor]:
 
 def calibrated(model: nn.Module, smooth: Any = 0.5, calibrator: str = "max", **options: Any) -> Quantizer:
     activations = {"calibrator": calibrator, "smooth": smooth}
-    q = Quantizer(**{"backend": "onnxruntime", "sites": NO_RESIDUAL, "activations": activations, **options})
-    q.calibrate(model.eval(), data())
-    return q
+    return make_calibrated(
+        model.eval(), data(), **{"backend": "onnxruntime", "sites": NO_RESIDUAL, "activations": activations, **options}
+    )
 
 
 def operand(q: Quantizer, site: str, name: str) -> OperandPlan:

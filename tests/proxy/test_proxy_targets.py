@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import Mlp
 from helpers import forget_checksums
+from helpers import make_calibrated
 from safetensors.torch import load_file
 from safetensors.torch import save_file
 from torch import Tensor
@@ -230,9 +231,9 @@ def add_model() -> nn.Module:
 
 
 def adds_of(backend: str, model: nn.Module | None = None, **options: Any) -> Quantizer:
-    quantizer = Quantizer(backend=backend, activations={"calibrator": "max"}, **options)
-    quantizer.calibrate(model or add_model(), [spiky()], progress=False)
-    return quantizer
+    return make_calibrated(
+        model or add_model(), [spiky()], backend=backend, activations={"calibrator": "max"}, **options
+    )
 
 
 def held(quantizer: Quantizer) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import assert_same
 from helpers import batch
+from helpers import make_calibrated
 from helpers import tiny
 from torch import nn
 
@@ -33,9 +34,7 @@ def adapted() -> nn.Module:
 
 def calibrated(model: nn.Module) -> Quantizer:
     # What is merged later is not rounded by itself.
-    q = Quantizer(backend="openvino", exclude={"names": ["**.lora_*.**"]})
-    q.calibrate(model, [INPUTS], progress=False)
-    return q
+    return make_calibrated(model, [INPUTS], backend="openvino", exclude={"names": ["**.lora_*.**"]})
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import assert_same
 from helpers import batch
+from helpers import make_calibrated
 from helpers import tiny
 from torch import Tensor
 from torch import nn
@@ -33,9 +34,9 @@ def classifier() -> nn.Module:
 
 
 def calibrated(model: nn.Module, **config: Any) -> Quantizer:
-    q = Quantizer(backend="openvino", sites={"residual_add": True}, **config)
-    q.calibrate(model, [batch("bert-classification")], progress=False)
-    return q
+    return make_calibrated(
+        model, [batch("bert-classification")], backend="openvino", sites={"residual_add": True}, **config
+    )
 
 
 def gradients(proxy: nn.Module, runs: Any = None) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import ConvNet
+from helpers import make_calibrated
 from torch import Tensor
 from torch import nn
 
@@ -38,9 +39,7 @@ def data(seed: int = 1) -> Tensor:
 
 
 def calibrated(model: nn.Module, **config: Any) -> Quantizer:
-    quantizer = Quantizer(backend="openvino", sites={"residual_add": True}, **config)
-    quantizer.calibrate(model, [data()], progress=False)
-    return quantizer
+    return make_calibrated(model, [data()], backend="openvino", sites={"residual_add": True}, **config)
 
 
 def train(proxy: nn.Module, steps: int = 5, lr: float = 0.01) -> list[float]:

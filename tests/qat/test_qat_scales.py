@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from helpers import ConvNet
+from helpers import make_calibrated
 from torch import Tensor
 from torch import nn
 
@@ -42,9 +43,9 @@ def data(seed: int = 1, size: float = 1.0) -> Tensor:
 
 
 def calibrated(model: nn.Module, x: Tensor | None = None, **config: Any) -> Quantizer:
-    quantizer = Quantizer(**{"backend": "openvino", "sites": {"residual_add": True}} | config)
-    quantizer.calibrate(model, [data() if x is None else x], progress=False)
-    return quantizer
+    return make_calibrated(
+        model, [data() if x is None else x], **{"backend": "openvino", "sites": {"residual_add": True}} | config
+    )
 
 
 def quantizers(proxy: nn.Module) -> dict[str, OperandQuantizer]:

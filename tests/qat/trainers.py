@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from helpers import batch
+from helpers import make_calibrated
 from helpers import tiny
 from torch import Tensor
 from torch import nn
@@ -35,9 +36,9 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def calibrated(model: nn.Module, **config: Any) -> Quantizer:
-    q = Quantizer(backend="openvino", sites={"residual_add": True}, **config)
-    q.calibrate(model, [batch("bert-classification")], progress=False)
-    return q
+    return make_calibrated(
+        model, [batch("bert-classification")], backend="openvino", sites={"residual_add": True}, **config
+    )
 
 
 def trainer(proxy: nn.Module, folder: Path, **options: Any) -> transformers.Trainer:

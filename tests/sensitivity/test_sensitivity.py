@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import Mlp
 from helpers import batch
+from helpers import make_calibrated
 from helpers import tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,9 +27,7 @@ from quantizer.sensitivity import by_rank
 
 
 def _quantizer(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:
-    quantizer = Quantizer(**{"backend": "openvino", **options})
-    quantizer.calibrate(model, data)
-    return quantizer
+    return make_calibrated(model, data, **{"backend": "openvino", **options})
 
 
 def _errors(quantizer: Quantizer) -> dict[str, float]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import Mlp
 from helpers import batch
+from helpers import make_calibrated
 from helpers import tiny
 from torch import Tensor
 from torch import nn
@@ -26,9 +27,7 @@ from quantizer.sensitivity.reuse import Reuse
 
 
 def _quantizer(model: nn.Module, data: list[Any], **options: Any) -> Quantizer:
-    quantizer = Quantizer(**{"backend": "openvino", "sites": {"residual_add": True}, **options})
-    quantizer.calibrate(model, data)
-    return quantizer
+    return make_calibrated(model, data, **{"backend": "openvino", "sites": {"residual_add": True}, **options})
 
 
 def _errors(quantizer: Quantizer, model: nn.Module, data: list[Any], **options: Any) -> dict[str, float]:

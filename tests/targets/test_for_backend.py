@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from helpers import make_calibrated
 from torch import nn
 
 from quantizer import Quantizer
@@ -40,9 +41,7 @@ def model() -> nn.Module:
 
 @functools.cache
 def _kept(backend: str, model: nn.Module, options: str) -> Quantizer:
-    quantizer = Quantizer(backend=backend, **json.loads(options))
-    quantizer.calibrate(model, BATCHES)
-    return quantizer
+    return make_calibrated(model, BATCHES, backend=backend, **json.loads(options))
 
 
 def _calibrated(backend: str, model: nn.Module, **options: Any) -> Quantizer:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Mlp
+from helpers import make_calibrated
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
@@ -26,9 +27,9 @@ def _data() -> torch.Tensor:
 
 def _calibrated(data: torch.Tensor | None = None, **options: Any) -> Quantizer:
     torch.manual_seed(0)
-    q = Quantizer(**{"backend": "tensorrt", **options})
-    q.calibrate(Mlp().eval(), (_data() if data is None else data).split(256))
-    return q
+    return make_calibrated(
+        Mlp().eval(), (_data() if data is None else data).split(256), **{"backend": "tensorrt", **options}
+    )
 
 
 def test_bins_count_the_values() -> None:

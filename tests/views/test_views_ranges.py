@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Mlp
+from helpers import make_calibrated
 
 from quantizer import Quantizer
 from quantizer.plan.site_plan import OperandPlan
@@ -17,9 +18,7 @@ from quantizer.views.coverage import Ranges
 
 def _calibrated(**options: Any) -> Quantizer:
     torch.manual_seed(0)
-    q = Quantizer(**{"backend": "tensorrt", **options})
-    q.calibrate(Mlp().eval(), [torch.randn(64, 32) for _ in range(2)])
-    return q
+    return make_calibrated(Mlp().eval(), [torch.randn(64, 32) for _ in range(2)], **{"backend": "tensorrt", **options})
 
 
 def _line(text: str, site: str, operand: str) -> list[str]:
