@@ -12,7 +12,6 @@ import threading
 import types
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
@@ -22,28 +21,21 @@ from typing import TypeVar
 
 from torch import nn
 
-from quantizer.proxy.operand_quantizer import OperandQuantizer
-from quantizer.proxy.site import Site
+from quantizer.proxy.class_functions import FUNCTIONS
+from quantizer.proxy.class_functions import IMPLICIT
+from quantizer.proxy.class_functions import SITES
+from quantizer.proxy.class_functions import is_ours
+from quantizer.proxy.class_functions import own_functions
+from quantizer.proxy.class_functions import reachable_attributes
 from quantizer.rewrite.host_argument import HOSTS
 from quantizer.rewrite.operator_patches import changes
 from quantizer.rewrite.rebuild import Rebuilder
-from quantizer.rewrite.rebuild import Rebuilt
+from quantizer.rewrite.rebuilt import Rebuilt
 from quantizer.rewrite.source_file import Key
 from quantizer.rewrite.source_file import SourceFile
 from quantizer.rewrite.source_sites import SiteSource
 
 __all__ = ["ClassRewriter", "Rewritten"]
-
-_FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
-
-# They compute nothing, and the additions in their source are of indices.
-_LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-# What a model that was instrumented before holds already, which must see its own parts.
-_SITES = (Site, OperandQuantizer)
-
-# Python calls these without their name in the text: in a loop over a module, say.
-_IMPLICIT = frozenset({"__iter__", "__len__", "__getitem__", "__contains__", "__reversed__"})
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -131,8 +123,8 @@ class ClassRewriter:
         self._start()
 
     def _start(self) -> None:
-        self.rebuilder = Rebuilder(_SITES)
-        self.qualified = Rebuilder(_SITES, qualified=True)
+        self.rebuilder = Rebuilder(SITES)
+        self.qualified = Rebuilder(SITES, qualified=True)
         self.done: dict[Any, Rewritten] = {}
         self.chosen: dict[Any, _Choice] = {}
         self.read: dict[Any, set[str]] = {}
@@ -168,9 +160,9 @@ class ClassRewriter:
         like, whose arithmetic is none of ours.
         """
         self._renew()
-        classes = {cls for module in model.modules() for cls in original(module).__mro__ if _is_ours(cls)}
-        functions = [_functions(cls) for cls in classes]
-        names = {"forward", *_IMPLICIT, *kept} | {name for name in vars(original(model)) if not name.startswith("_")}
+        classes = {cls for module in model.modules() for cls in original(module).__mro__ if is_ours(cls)}
+        functions = [own_functions(cls) for cls in classes]
+        names = {"forward", *IMPLICIT, *kept} | {name for name in vars(original(model)) if not name.startswith("_")}
         reached: set[str] = set()
         while names - reached:
             name = (names - reached).pop()
@@ -181,7 +173,7 @@ class ClassRewriter:
 
     def _names_read(self, attribute: Any) -> set[str]:
         """Attribute names that a function mentions; a forward that is no function cannot be looked into."""
-        if not isinstance(attribute, _FUNCTIONS):
+        if not isinstance(attribute, FUNCTIONS):
             return set()
         if attribute not in self.read:
             self.read[attribute] = self.rebuilder.names_read(attribute)
@@ -200,9 +192,9 @@ class ClassRewriter:
         return rewritten
 
     def _key(self, cls: type, reachable: frozenset[str]) -> tuple[type, frozenset[str], tuple[Any, ...]]:
-        places = list(_places(cls, reachable))
+        places = list(reachable_attributes(cls, reachable))
         relevant = frozenset(name for _, name, _ in places)
-        return cls, relevant, tuple(attribute for *_, attribute in places if isinstance(attribute, _FUNCTIONS))
+        return cls, relevant, tuple(attribute for *_, attribute in places if isinstance(attribute, FUNCTIONS))
 
     def _choose(self, cls: type, reachable: frozenset[str]) -> _Choice:
         lent = self._lent(cls, reachable)
@@ -211,7 +203,7 @@ class ClassRewriter:
         left_out: set[_Place] = set()
         unused: set[_Place] = set()
         lends: set[str] = set()
-        for owner, name, attribute in _places(cls, reachable):
+        for owner, name, attribute in reachable_attributes(cls, reachable):
             rebuilt = self.rebuilder.rebuild(attribute, name, dict(lent))
             if _clash(rebuilt, taken):
                 if not self._is_mentioned(cls, owner, name):
@@ -245,14 +237,14 @@ class ClassRewriter:
 
     def _is_mentioned(self, cls: type, owner: type, name: str) -> bool:
         """Whether a function of a base may run: it is not overridden, or a subclass mentions its name."""
-        above = [base for base in cls.__mro__[: cls.__mro__.index(owner)] if _is_ours(base)]
+        above = [base for base in cls.__mro__[: cls.__mro__.index(owner)] if is_ours(base)]
         if not any(name in vars(base) for base in above):
             return True
-        return any(name in self._names_read(own) for base in above for own in _functions(base).values())
+        return any(name in self._names_read(own) for base in above for own in own_functions(base).values())
 
     def _lent(self, cls: type, reachable: frozenset[str]) -> tuple[tuple[str, tuple[types.FunctionType, ...]], ...]:
         candidates: dict[str, tuple[types.FunctionType, ...]] = {}
-        for _, name, attribute in _places(cls, reachable):
+        for _, name, attribute in reachable_attributes(cls, reachable):
             function = attribute.__func__ if isinstance(attribute, staticmethod | classmethod) else None
             if isinstance(function, types.FunctionType):
                 candidates[name] = (*candidates.get(name, ()), function)
@@ -270,7 +262,7 @@ class ClassRewriter:
         return self.done[key]
 
     def _make(self, cls: type[nn.Module], reachable: frozenset[str], choice: _Choice) -> Rewritten:
-        if not _is_ours(cls):
+        if not is_ours(cls):
             return Rewritten(cls=cls, original=cls, sites=(), keys=frozenset(), problems=())
         namespace: dict[str, Any] = {}
         sites: dict[SiteSource, None] = {}
@@ -280,7 +272,7 @@ class ClassRewriter:
         for name, attribute in vars(cls).items():
             if name not in reachable:
                 continue
-            if name == "forward" and not isinstance(attribute, _FUNCTIONS):
+            if name == "forward" and not isinstance(attribute, FUNCTIONS):
                 kind = type(attribute).__name__
                 problems[f"its forward is a {kind} and no function, so it stays as it is"] = None
             rebuilt = self._rebuild(cls, name, attribute, choice)
@@ -324,18 +316,6 @@ class ClassRewriter:
         return rebuilt
 
 
-def _functions(cls: type) -> dict[str, Any]:
-    """What a class itself defines and may run, by name; its forward too where that is no function."""
-    return {name: own for name, own in vars(cls).items() if name == "forward" or isinstance(own, _FUNCTIONS)}
-
-
-def _places(cls: type, reachable: frozenset[str]) -> Iterator[tuple[type, str, Any]]:
-    """Every reachable attribute of a class and its bases, the most derived first."""
-    for base in cls.__mro__:
-        if _is_ours(base):
-            yield from ((base, name, attribute) for name, attribute in vars(base).items() if name in reachable)
-
-
 def _clash(rebuilt: Rebuilt, taken: dict[str, SiteSource]) -> bool:
     """Whether two different sites would have one name."""
     names = dict(taken)
@@ -348,7 +328,3 @@ def _each_once(sites: Iterable[SiteSource]) -> tuple[SiteSource, ...]:
     sites = list(sites)
     names = {site.name for site in sites if site.reason is None}
     return tuple(site for site in sites if site.reason is None or site.name not in names)
-
-
-def _is_ours(cls: type) -> bool:
-    return cls is not object and cls not in _LEFT_ALONE and cls not in _SITES

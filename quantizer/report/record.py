@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
-from dataclasses import fields
 from typing import Any
 
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.inspection.inspection import Layer
 from quantizer.engines.inspection.inspection import PrecisionShare
+from quantizer.report.record_base import Record
+from quantizer.report.site_record import Histogram
+from quantizer.report.site_record import Operand
+from quantizer.report.site_record import RangeCandidate
+from quantizer.report.site_record import Site
+from quantizer.report.site_record import UnquantizedProduct
 
 __all__ = [
     "VERSION",
@@ -46,18 +51,8 @@ __all__ = [
 VERSION = 5
 
 
-class _Record:
-    """Base: lists given to a constructor become tuples, so that a record is hashable in parts and compares by value."""
-
-    def __post_init__(self) -> None:
-        for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            value = getattr(self, item.name)
-            if isinstance(value, list):
-                object.__setattr__(self, item.name, tuple(value))
-
-
 @dataclass(frozen=True, kw_only=True)
-class ModelInfo(_Record):
+class ModelInfo(Record):
     """The model that the run started from."""
 
     source: str
@@ -69,7 +64,7 @@ class ModelInfo(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score(_Record):
+class Score(Record):
     """The score of one form of the model on the evaluation data."""
 
     which: str
@@ -93,7 +88,7 @@ class Score(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatencyEntry(_Record):
+class LatencyEntry(Record):
     """How long one batch takes in one engine."""
 
     name: str
@@ -109,7 +104,7 @@ class LatencyEntry(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latency(_Record):
+class Latency(Record):
     """Latencies of all engines, measured interleaved in one run."""
 
     batch: int
@@ -123,7 +118,7 @@ class Latency(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeEntry(_Record):
+class SizeEntry(Record):
     """What one form of the model takes on disk."""
 
     name: str
@@ -135,7 +130,7 @@ class SizeEntry(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryEntry(_Record):
+class MemoryEntry(Record):
     """What one form of the model takes in memory while it runs."""
 
     name: str
@@ -148,126 +143,7 @@ class MemoryEntry(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operand(_Record):
-    """One operand of a site."""
-
-    name: str
-    """Name of the operand quantizer."""
-    role: str
-    """``activation`` or ``weight``."""
-    quantized: bool
-    """Whether this operand is in low precision."""
-    dtype: str = "int8"
-    """The format that it is held in where it is quantized: ``int8``, ``uint8``, ``fp8``, ``int4``."""
-    block_size: int | None = None
-    """How many neighbours along the input channels of a weight share a scale; null where there are no blocks."""
-    zero_point: int | None = None
-    """The step of 0.0 in an asymmetric format; null in a symmetric one."""
-    minimum: float | None = None
-    """Lowest value seen; null where none was."""
-    maximum: float | None = None
-    """Highest value seen; null where none was."""
-    amax: float | None = None
-    """Largest absolute value that is represented (of all channels); null where there is no range."""
-    scale: float | None = None
-    """Step between two neighbouring values (the largest of all channels); null where there is no range."""
-    channels: int = 1
-    """Number of ranges: 1 is per tensor, more is one for each output channel, or for each block."""
-    sqnr_db: float | None = None
-    """Signal to quantization noise of this operand in calibration, in dB; null where it was not measured."""
-    clipped: float | None = None
-    """Share of the values beyond the range in calibration, 0 to 1; null where it was not measured."""
-    estimate: str | None = None
-    """The calibrator that was chosen for the range among several; null where there was no choice."""
-    group: str | None = None
-    """The precision group: what goes back to float together; null where there is none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site(_Record):
-    """One call of a quantizable operation, quantized or not."""
-
-    name: str
-    """Full name: the path of the module and the operation in its function."""
-    kind: str
-    """Kind of operation: ``linear``, ``conv``, ``matmul``, ``residual_add``."""
-    host_type: str
-    """Type of the module that runs the operation."""
-    file: str
-    """Source file that holds the operation."""
-    line: int
-    """Line in that file, from 1."""
-    quantized: bool
-    """Whether the site runs in low precision."""
-    reason: str
-    """Why it is quantized, or why not."""
-    rule: str | None = None
-    """The rule of the configuration that decided, such as ``exclude.names: classifier``; null where none did."""
-    multiply_adds: int | None = None
-    """Multiply-adds of one call in calibration; null where they were not counted."""
-    operands: tuple[Operand, ...] = ()
-    """The operands that can be quantized."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RangeCandidate(_Record):
-    """A range that an operand might have."""
-
-    name: str
-    """How it is estimated: ``max``, ``percentile 99.9``, ``mse``, ``entropy``; ``chosen`` for a range that none of
-    them gives."""
-    amax: float
-    """Largest absolute value that it represents."""
-    clipped: float
-    """Share of the values beyond it, 0 to 1."""
-    sqnr_db: float
-    """Signal to quantization noise of the operand with this range, in dB."""
-    chosen: bool = False
-    """Whether this is the range that the operand has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Histogram(_Record):
-    """The absolute values that an operand took in calibration, and what ranges would make of them."""
-
-    name: str
-    """The operand, as ``SITE.OPERAND``."""
-    dtype: str
-    """The format that the candidates are judged by."""
-    minimum: float
-    """Lowest value seen."""
-    maximum: float
-    """Highest value seen."""
-    width: float
-    """Width of a bin."""
-    counts: tuple[int, ...]
-    """Number of values in each bin: bin i holds absolute values from i times the width up to the next bin."""
-    candidates: tuple[RangeCandidate, ...]
-    """Ranges to choose from, the largest first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnquantizedProduct(_Record):
-    """Matrix products or convolutions of one operation in one place that do not run in low precision."""
-
-    path: str
-    """Path of the innermost module that was running; empty for the model itself."""
-    site: str | None = None
-    """Name of the site; null where the product ran outside of any site."""
-    operation: str
-    """The operation as torch executed it, such as ``addmm``."""
-    multiply_adds: int
-    """Multiply-adds of all its calls in calibration."""
-    share: float
-    """Share of all multiply-adds, 0 to 1."""
-    reason: str
-    """Why; one of a closed list, such as ``excluded by rule``."""
-    detail: str = ""
-    """The evidence: the calling function and line, the type of the operands, or what the site says."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SensitivityRow(_Record):
+class SensitivityRow(Record):
     """What quantizing one group alone costs."""
 
     group: str
@@ -295,7 +171,7 @@ class SensitivityRow(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(_Record):
+class Evaluation(Record):
     """One score that a search for the groups to put back took."""
 
     groups: tuple[str, ...]
@@ -313,7 +189,7 @@ class Evaluation(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fallback(_Record):
+class Fallback(Record):
     """The groups that were put back to float."""
 
     groups: tuple[str, ...]
@@ -329,7 +205,7 @@ class Fallback(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingScore(_Record):
+class TrainingScore(Record):
     """A score on the tuning rows in the course of a training."""
 
     step: int
@@ -341,7 +217,7 @@ class TrainingScore(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRun(_Record):
+class TrainingRun(Record):
     """The training with rounded operands."""
 
     metric: str
@@ -363,7 +239,7 @@ class TrainingRun(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineFile(_Record):
+class EngineFile(Record):
     """The engine that was built."""
 
     backend: str
@@ -377,7 +253,7 @@ class EngineFile(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage(_Record):
+class Stage(Record):
     """One stage of the run."""
 
     name: str
@@ -387,7 +263,7 @@ class Stage(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord(_Record):
+class RunRecord(Record):
     """The whole run; the top object of ``report.json``."""
 
     version: int = VERSION

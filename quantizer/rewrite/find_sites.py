@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from quantizer.operations import einsum
 from quantizer.operations.catalogue import METHODS
 from quantizer.operations.catalogue import OPERATORS
@@ -25,10 +23,9 @@ from quantizer.rewrite.host_argument import hands_on
 from quantizer.rewrite.live_names import live_edits
 from quantizer.rewrite.live_names import why_not_live
 from quantizer.rewrite.names import FunctionNode
-from quantizer.rewrite.names import bound_names
-from quantizer.rewrite.names import constant_texts
-from quantizer.rewrite.names import dotted
+from quantizer.rewrite.names import Scope
 from quantizer.rewrite.names import functions_in
+from quantizer.rewrite.names import is_literal
 from quantizer.rewrite.names import is_own
 from quantizer.rewrite.source_sites import Form
 from quantizer.rewrite.source_sites import FunctionSource
@@ -83,7 +80,7 @@ class _Finder(ast.NodeVisitor):
         source: where sites and global names are recorded.
         owner: the name of the class around it (None: there is none).
         name: what the names of its sites begin with.
-        locals: names bound in the function; they hide globals of the same name.
+        scope: what names in it stand for.
         counts: how many sites of each operation were seen so far; gives the ordinal in a site's name.
         depth: nesting of the current expression; orders edits that fall on one place.
         blocked: why text at the current node cannot be rewritten (None: it can); set inside f-strings and where an
@@ -108,9 +105,8 @@ class _Finder(ast.NodeVisitor):
         self.name = name
         self.node = node
         self.index = index
-        self.namespace = namespace
+        self.scope = Scope(node, namespace)
         self.file = file
-        self.locals = bound_names(node)
         self.counts: dict[str, int] = {}
         self.depth = 0
         self.blocked: str | None = None
@@ -137,21 +133,14 @@ class _Finder(ast.NodeVisitor):
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_blocked(node, "inside a class defined in a function")
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._visit_inner(node)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        self._visit_inner(node)
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._visit_inner(node)
-
     def _visit_inner(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         if any(argument.arg == self.source.host for argument in arguments):
             self._visit_blocked(node, "an inner function hides the module argument")
         else:
             self.generic_visit(node)
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_inner
 
     def _visit_blocked(self, node: ast.AST, why: str) -> None:
         before, self.blocked = self.blocked, self.blocked or why
@@ -161,7 +150,7 @@ class _Finder(ast.NodeVisitor):
     # -- what is recorded ------------------------------------------------------------------------------------------
 
     def visit_Name(self, node: ast.Name) -> None:
-        if node.id not in self.locals:
+        if node.id not in self.scope.locals:
             self.source.globals_read.add(node.id)
             if id(node) not in self.known:
                 self.source.values_read.add((node.id,))
@@ -169,8 +158,7 @@ class _Finder(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.source.attributes_read.add(node.attr)
         if id(node) not in self.known:
-            names = dotted(node)
-            if names is not None and names[0] not in self.locals:
+            if (names := self.scope.global_name(node)) is not None:
                 self.source.values_read.add(names)
             if node.attr == "_modules" and isinstance(node.ctx, ast.Load):
                 self._hide_sites(node)
@@ -190,8 +178,9 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        entry = operation_of(self._resolve(node.func))
-        if self._asks_for_type(node):
+        called = self.scope.resolve(node.func)
+        entry = operation_of(called)
+        if self.scope.asks_for_type(node):
             self._name_written_class(node)
         if entry is not None:
             self._record_call(node, entry)
@@ -201,49 +190,40 @@ class _Finder(ast.NodeVisitor):
             if isinstance(node.func, ast.Attribute) and node.func.attr == "get":
                 self._note_item(node, node.func.value)
             self._note_helper(node.func)
-            if hands_on(self._resolve(node.func)) or (isinstance(node.func, ast.Name) and node.func.id == "map"):
+            if hands_on(called) or (isinstance(node.func, ast.Name) and node.func.id == "map"):
                 for argument in node.args:
                     self._note_helper(argument)
             if isinstance(node.func, ast.Attribute) and node.func.attr in _CHILDREN:
                 self._hide_sites(node)
-            elif self.source.is_method and is_fast_path_switch(self._resolve(node.func)):
+            elif self.source.is_method and is_fast_path_switch(called):
                 self._stay_in_python(node)
         self.generic_visit(node)
-
-    def _asks_for_type(self, node: ast.Call) -> bool:
-        """Whether a call is ``type(x)``."""
-        if not isinstance(node.func, ast.Name) or node.func.id != "type" or node.func.id in self.locals:
-            return False
-        return self.namespace.get("type", type) is type and len(node.args) == 1 and not node.keywords
 
     def _may_be_of_tensor(self, node: ast.Call, func: ast.Attribute) -> bool:
         """Whether a method of the catalogue is called, and not one of a module or a set by the same name."""
         if func.attr not in METHODS or id(node) in self.known or is_own(func.value, self._first):
             return False
-        return not isinstance(self._resolve(func.value), types.ModuleType)
+        return not isinstance(self.scope.resolve(func.value), types.ModuleType)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         called = node.value.func if isinstance(node.value, ast.Call) else None
-        if isinstance(called, ast.Attribute) and called.attr == "add" and operation_of(self._resolve(called)) is None:
+        is_add = isinstance(called, ast.Attribute) and called.attr == "add"
+        if called is not None and is_add and operation_of(self.scope.resolve(called)) is None:
             # A sum that nobody takes is none: something is added to a set.
             self.known.add(id(node.value))
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         operator = type(node.op).__name__
-        if operator in OPERATORS and not (_is_literal(node.left) or _is_literal(node.right)):
-            start, end = self.index.end(node.left), self.index.start(node.right)
-            symbol = _SYMBOLS[operator]
-            gap = find_symbol(self.index.data, symbol, start, end)
-            if gap is not None:
-                spaced = self.index.data[max(gap - 1, start) : min(gap + 2, end)] == b" " + symbol + b" "
-                comma = Edit.replacing(gap - 1, 3, ", ") if spaced else Edit.replacing(gap, len(symbol), ",")
+        if operator in OPERATORS and not (is_literal(node.left) or is_literal(node.right)):
+            comma = self.index.operator_as_comma(node, _SYMBOLS[operator])
+            if comma is not None:
                 self._record(OPERATORS[operator], "operator", node, (comma,))
         self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         operator = type(node.op).__name__
-        if operator in OPERATORS and not _is_literal(node.value):
+        if operator in OPERATORS and not is_literal(node.value):
             self._record_inplace(node, operator)
         self.generic_visit(node)
 
@@ -255,42 +235,38 @@ class _Finder(ast.NodeVisitor):
             target: tuple[str, ...] | None = (f"_{str(self.owner).lstrip('_')}{func.attr}" if private else func.attr,)
             of_class = True
         else:
-            target, of_class = dotted(func), False
-        if target is not None and (of_class or target[0] not in self.locals):
+            target, of_class = self.scope.global_name(func), False
+        if target is not None:
             self._note(func, func, self.depth + 1, target=target, of_class=of_class)
 
     def _note_item(self, node: ast.expr, registry: ast.expr) -> None:
         """``FUNCTIONS[name]`` may become ``_quantizer_lend(FUNCTIONS[name], host)``."""
-        target = dotted(registry)
-        if target is not None and target[0] not in self.locals:
+        if (target := self.scope.global_name(registry)) is not None:
             self._note(node, registry, self.depth, target=target, item=True)
 
     def _note(self, node: ast.expr, named: ast.expr, depth: int, **what: Any) -> None:
         if self.blocked is not None or self.source.host is None:
             return
         self.known.add(id(named))
-        opening = Edit.opening(self.index.start(node), f"{LEND}(", depth)
-        closing = Edit.closing(self.index.end(node), f", {self.source.host})", depth)
-        self.source.calls.append(HelperCall(edits=(opening, closing), **what))
+        edits = self.index.around(node, f"{LEND}(", f", {self.source.host})", depth)
+        self.source.calls.append(HelperCall(edits=edits, **what))
+
+    def _wrap_view(self, node: ast.expr, before: str, behind: str = ")") -> None:
+        if self.blocked is None:
+            self.source.views += self.index.around(node, before, behind, self.depth)
 
     def _hide_sites(self, node: ast.expr) -> None:
         """``self.children()`` becomes ``_quantizer_visible(self.children())``."""
-        if self.blocked is None:
-            opening = Edit.opening(self.index.start(node), f"{VISIBLE}(", self.depth)
-            self.source.views += [opening, Edit.closing(self.index.end(node), ")", self.depth)]
+        self._wrap_view(node, f"{VISIBLE}(")
 
     def _name_written_class(self, node: ast.expr) -> None:
         """``type(x)`` becomes ``_quantizer_written_class(type(x))``, and so does ``x.__class__``."""
-        if self.blocked is None and id(node) not in self.looked_into:
-            opening = Edit.opening(self.index.start(node), f"{WRITTEN_CLASS}(", self.depth)
-            self.source.views += [opening, Edit.closing(self.index.end(node), ")", self.depth)]
+        if id(node) not in self.looked_into:
+            self._wrap_view(node, f"{WRITTEN_CLASS}(")
 
     def _stay_in_python(self, node: ast.Call) -> None:
         """``get_fastpath_enabled()`` becomes ``(get_fastpath_enabled() and not _quantizer_takes_apart(self))``."""
-        if self.blocked is None:
-            behind = f" and not {TAKES_APART}({self.source.host}))"
-            self.source.views.append(Edit.opening(self.index.start(node), "(", self.depth))
-            self.source.views.append(Edit.closing(self.index.end(node), behind, self.depth))
+        self._wrap_view(node, "(", f" and not {TAKES_APART}({self.source.host}))")
 
     def _record_call(self, node: ast.Call, entry: Operation) -> None:
         """``f(a, b)`` becomes ``host.site(f, a, b)``."""
@@ -298,7 +274,7 @@ class _Finder(ast.NodeVisitor):
         if any(keyword.arg == "out" for keyword in node.keywords):
             reason = "out= writes into a tensor of the caller"
         elif entry.equation:
-            reason = einsum.problem(node, self._equation(node))
+            reason = einsum.problem(node, self.scope.text_of_first(node))
         opening = find_symbol(self.index.data, b"(", self.index.end(node.func), self.index.end(node))
         if opening is None or not (node.args or node.keywords):
             return
@@ -327,7 +303,7 @@ class _Finder(ast.NodeVisitor):
     def _record_inplace(self, node: ast.AugAssign, operator: str) -> None:
         """``x += y`` becomes ``x = host.site(x, y)``; the site applies the in-place operator, so aliases stay true."""
         entry = OPERATORS[operator]
-        if not isinstance(node.target, ast.Name) or node.target.id not in self.locals:
+        if not isinstance(node.target, ast.Name) or node.target.id not in self.scope.locals:
             owner = "a global" if isinstance(node.target, ast.Name) else "an attribute or an item"
             self._record(entry, "inplace", node, (), f"in-place on {owner}")
             return
@@ -339,10 +315,7 @@ class _Finder(ast.NodeVisitor):
         name = self._next_name(entry)
         site = self._site(name, entry, "inplace", node)
         text = f"= {self.source.host}.{site.attribute}({node.target.id},"
-        edits = (
-            Edit.replacing(place, len(symbol), text),
-            Edit.closing(self.index.end(node), ")", self.depth),
-        )
+        edits = (Edit.replacing(place, len(symbol), text), Edit.closing(self.index.end(node), ")", self.depth))
         self._append(site, edits, None)
 
     def _record(
@@ -369,36 +342,8 @@ class _Finder(ast.NodeVisitor):
     def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
         made = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno, called=called)
-        return replace(made, equation=self._equation(node)) if entry.equation else made
+        return replace(made, equation=self.scope.text_of_first(node)) if entry.equation else made
 
     def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
         reason = reason or self.blocked or self.source.why_no_host
         self.source.sites.append(replace(site, reason=reason, edits=() if reason else edits))
-
-    def _equation(self, node: ast.expr | ast.stmt) -> str:
-        """The text that a call's first argument is: one that stands there, or in a constant; empty where neither."""
-        first = node.args[0] if isinstance(node, ast.Call) and node.args else None
-        if isinstance(first, ast.Name):
-            texts: Mapping[str, Any] = constant_texts(self.node) if first.id in self.locals else self.namespace
-            value = texts.get(first.id)
-        else:
-            value = first.value if isinstance(first, ast.Constant) else None
-        return value if isinstance(value, str) else ""
-
-    def _resolve(self, node: ast.expr) -> object:
-        """The object that a dotted name stands for; None where that cannot be told from the text."""
-        if isinstance(node, ast.Name):
-            return None if node.id in self.locals else self.namespace.get(node.id)
-        if isinstance(node, ast.Attribute):
-            base = self._resolve(node.value)
-            if isinstance(base, type) and issubclass(base, Tensor):
-                return getattr(base, node.attr, None)
-            # The module's own dictionary: getattr on a lazy module would import half a library.
-            return base.__dict__.get(node.attr) if isinstance(base, types.ModuleType) else None
-        return None
-
-
-def _is_literal(node: ast.expr) -> bool:
-    """An operand that cannot be a tensor: then the ``+`` joins numbers, texts, tuples or lists."""
-    literals = (ast.Constant, ast.JoinedStr, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.Compare)
-    return isinstance(node, literals) or (isinstance(node, ast.UnaryOp) and _is_literal(node.operand))

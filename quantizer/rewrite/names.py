@@ -1,13 +1,18 @@
-"""Names in a syntax tree: of its functions, those that a function binds, and those that an expression spells."""
+"""Names in a syntax tree: of its functions, those that a function binds, and what those that it reads stand for."""
 
 from __future__ import annotations
 
 import ast
+import types
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 from typing import Literal
 
-__all__ = ["FunctionNode", "bound_names", "constant_texts", "dotted", "functions_in", "is_own"]
+from torch import Tensor
+
+__all__ = ["FunctionNode", "Scope", "bound_names", "dotted", "functions_in", "is_literal", "is_own"]
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -73,7 +78,7 @@ def _bound_by(node: ast.AST) -> list[str]:
     return []
 
 
-def constant_texts(node: FunctionNode) -> dict[str, str]:
+def _constant_texts(node: FunctionNode) -> dict[str, str]:
     """Local names that are bound once, to a text that stands there."""
     bindings: Counter[str] = Counter()
     texts: dict[str, str] = {}
@@ -97,3 +102,60 @@ def is_own(node: ast.expr, first: str | None) -> bool:
     if isinstance(node, ast.Attribute):
         return node.attr == "__class__" and is_own(node.value, first)
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type"
+
+
+def is_literal(node: ast.expr) -> bool:
+    """Return whether an operand cannot be a tensor: then a ``+`` joins numbers, texts, tuples or lists."""
+    literals = (ast.Constant, ast.JoinedStr, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.Compare)
+    return isinstance(node, literals) or (isinstance(node, ast.UnaryOp) and is_literal(node.operand))
+
+
+class Scope:
+    """The names that the text of one function can use.
+
+    Attributes:
+        locals: names bound in the function; they hide globals of the same name.
+    """
+
+    def __init__(self, node: FunctionNode, namespace: Mapping[str, Any]) -> None:
+        """
+        Args:
+            node: the function.
+            namespace: the globals that it runs in.
+        """
+        self.locals = bound_names(node)
+        self._node = node
+        self._namespace = namespace
+
+    def resolve(self, node: ast.expr) -> object:
+        """Return the object that a dotted name stands for; None where that cannot be told from the text."""
+        if isinstance(node, ast.Name):
+            return None if node.id in self.locals else self._namespace.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self.resolve(node.value)
+            if isinstance(base, type) and issubclass(base, Tensor):
+                return getattr(base, node.attr, None)
+            # The module's own dictionary: getattr on a lazy module would import half a library.
+            return base.__dict__.get(node.attr) if isinstance(base, types.ModuleType) else None
+        return None
+
+    def global_name(self, node: ast.expr) -> tuple[str, ...] | None:
+        """Return the names of ``a.b.c`` where ``a`` is no local name; None where the expression is anything else."""
+        names = dotted(node)
+        return None if names is None or names[0] in self.locals else names
+
+    def asks_for_type(self, node: ast.Call) -> bool:
+        """Return whether a call is ``type(x)``."""
+        if not isinstance(node.func, ast.Name) or node.func.id != "type" or node.func.id in self.locals:
+            return False
+        return self._namespace.get("type", type) is type and len(node.args) == 1 and not node.keywords
+
+    def text_of_first(self, node: ast.AST) -> str:
+        """Return the text that a call's first argument is, as a literal or a constant; empty where it is neither."""
+        first = node.args[0] if isinstance(node, ast.Call) and node.args else None
+        if isinstance(first, ast.Name):
+            texts: Mapping[str, Any] = _constant_texts(self._node) if first.id in self.locals else self._namespace
+            value = texts.get(first.id)
+        else:
+            value = first.value if isinstance(first, ast.Constant) else None
+        return value if isinstance(value, str) else ""

@@ -69,6 +69,19 @@ class LineIndex:
         assert node.end_col_offset is not None
         return self._starts[node.end_lineno - 1] + node.end_col_offset
 
+    def around(self, node: ast.expr, before: str, behind: str, depth: int) -> tuple[Edit, Edit]:
+        """Return the edits that put text before and behind an expression."""
+        return Edit.opening(self.start(node), before, depth), Edit.closing(self.end(node), behind, depth)
+
+    def operator_as_comma(self, node: ast.BinOp, symbol: bytes) -> Edit | None:
+        """Return the edit that puts a comma in the place of an operator; None where the operator is not found."""
+        start, end = self.end(node.left), self.start(node.right)
+        gap = find_symbol(self.data, symbol, start, end)
+        if gap is None:
+            return None
+        spaced = self.data[max(gap - 1, start) : min(gap + 2, end)] == b" " + symbol + b" "
+        return Edit.replacing(gap - 1, 3, ", ") if spaced else Edit.replacing(gap, len(symbol), ",")
+
 
 def first_line(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """The line on which a function begins, as its code object has it: that of its first decorator."""

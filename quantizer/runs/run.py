@@ -56,10 +56,10 @@ from quantizer.report import memory_entries
 from quantizer.report import print_record
 from quantizer.report import write_html
 from quantizer.report import write_record
-from quantizer.report.from_plan import escaped_records
-from quantizer.report.from_plan import site_records
 from quantizer.report.search_records import fallback_reason
 from quantizer.report.search_records import fallback_record
+from quantizer.runs.plan_records import escaped_records
+from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.stages import ResumeFiles

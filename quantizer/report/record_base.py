@@ -1,0 +1,17 @@
+"""The base of all records of a run."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+__all__ = ["Record"]
+
+
+class Record:
+    """Base: lists given to a constructor become tuples, so that a record is hashable in parts and compares by value."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            value = getattr(self, item.name)
+            if isinstance(value, list):
+                object.__setattr__(self, item.name, tuple(value))

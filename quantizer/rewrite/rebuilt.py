@@ -1,0 +1,93 @@
+"""What becomes of a function that is rewritten: the new function, its sites and those of the helpers it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from typing import Any
+
+from quantizer.rewrite.source_file import Key
+from quantizer.rewrite.source_sites import SiteSource
+
+__all__ = ["Rebuilt"]
+
+_NOT_LENT = "the function is passed on as a value here and not called, so no module can be lent to it"
+
+
+@dataclass(kw_only=True, slots=True)
+class Rebuilt:
+    """What became of one function.
+
+    Attributes:
+        function: replaces the original (None: it stays).
+        borrows: ``function`` needs a host that is lent, so it cannot stand in the original's place.
+        is_method: its text says that its first argument is the module.
+        own: the sites in the function itself.
+        helpers: what became of the functions that it calls.
+        passed_on: what became of those that it mentions, but that get no host here.
+        lends_to: names of static and class methods to which it lends its host.
+        key: which function of which file was rewritten.
+        problem: why it could not be rewritten.
+        refused: why operator patches were not applied to its file.
+    """
+
+    function: Any = None
+    borrows: bool = False
+    is_method: bool = False
+    own: list[SiteSource] = field(default_factory=list)
+    helpers: list[Rebuilt] = field(default_factory=list)
+    passed_on: list[Rebuilt] = field(default_factory=list)
+    lends_to: set[str] = field(default_factory=set)
+    key: tuple[str, Key] | None = None
+    problem: str | None = None
+    refused: list[str] = field(default_factory=list)
+
+    def reached(self) -> Iterator[Rebuilt]:
+        """This one and all helpers reached from it, each once; they may call each other in a circle."""
+        seen: set[int] = set()
+        waiting = [self]
+        while waiting:
+            current = waiting.pop(0)
+            if id(current) not in seen:
+                seen.add(id(current))
+                yield current
+                waiting += current.helpers
+
+    @property
+    def sites(self) -> list[SiteSource]:
+        """Every site reached, those of helpers included; then those of helpers that get no host, with the reason."""
+        found: dict[SiteSource, None] = {}
+        refused: dict[SiteSource, None] = {}
+        for rebuilt in self.reached():
+            found.update(dict.fromkeys(rebuilt.own))
+            for helper in rebuilt.passed_on:
+                refused.update({_not_lent(site): None for other in helper.reached() for site in other.own})
+        names = {site.name for site in found}
+        return [*found, *(site for site in refused if site.name not in names)]
+
+    @property
+    def keys(self) -> set[tuple[str, Key]]:
+        """Which functions of which files take part."""
+        return {rebuilt.key for rebuilt in self.reached() if rebuilt.key is not None}
+
+    @property
+    def problems(self) -> list[str]:
+        """Why functions could not be rewritten."""
+        return list(dict.fromkeys(rebuilt.problem for rebuilt in self.reached() if rebuilt.problem is not None))
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why operator patches were not applied to the files that take part."""
+        return list(dict.fromkeys(message for rebuilt in self.reached() for message in rebuilt.refused))
+
+    @property
+    def lends(self) -> set[str]:
+        """Names of static and class methods that get a host, from helpers too."""
+        return set().union(*(rebuilt.lends_to for rebuilt in self.reached()))
+
+
+def _not_lent(site: SiteSource) -> SiteSource:
+    """The same site, left out because no module is lent to its function."""
+    return replace(site, reason=site.reason or _NOT_LENT, edits=())
