@@ -13,16 +13,21 @@ __all__ = [
     "HALVES",
     "WIDTHS",
     "attribute",
+    "block_size",
     "constant",
     "element",
+    "floats",
     "format_name",
     "is_constant",
     "is_dequantize",
+    "is_dequantized",
     "is_quantize",
     "maker",
     "name_of",
+    "pair_before",
     "paired",
     "readers",
+    "scalar",
     "shape",
     "steps_type",
 ]
@@ -59,13 +64,45 @@ def is_dequantize(node: Any) -> bool:
     return node is not None and node.op_type == "DequantizeLinear"
 
 
+def is_dequantized(value: Any) -> bool:
+    """Return whether a value comes from a DequantizeLinear."""
+    return is_dequantize(maker(value))
+
+
+def pair_before(value: Any) -> tuple[Any, Any] | None:
+    """Return the Q and the DQ that an activation comes through; None for what comes from anything else."""
+    dequantize = maker(value)
+    quantize = maker(dequantize.inputs[0]) if is_dequantize(dequantize) else None
+    return (quantize, dequantize) if is_quantize(quantize) else None
+
+
 def attribute(node: Any, name: str, default: int) -> int:
     """An integer attribute."""
     return int(node.attributes[name].as_int()) if name in node.attributes else default
 
 
+def block_size(node: Any) -> int | None:
+    """Return how many values share a scale of a Q or DQ; None where its scale is not one of blocks."""
+    return attribute(node, "block_size", 0) or None
+
+
+def floats(value: Any) -> np.ndarray[Any, Any] | None:
+    """Return the array of a floating constant that this very value holds, so that it can be replaced there.
+
+    None for anything else, also for what an Identity or a Constant gives on: ``constant`` reads through those.
+    """
+    held = None if value is None else value.const_value
+    return held.numpy() if held is not None and held.dtype.is_floating_point() else None
+
+
+def scalar(value: Any) -> float | None:
+    """Return the number in a floating constant of one element that this very value holds; None for anything else."""
+    held = floats(value)
+    return None if held is None or held.size != 1 else float(held.reshape(()))
+
+
 def constant(value: Any) -> np.ndarray[Any, Any] | None:
-    """The array that a value holds for good; None where it is computed, or its data is not at hand."""
+    """The array that a value holds for good, however it is given; None where it is computed, or not at hand."""
     for _ in range(_DEEPEST):
         if value is None:
             return None

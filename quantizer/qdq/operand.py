@@ -11,9 +11,10 @@ from quantizer.qdq.graph import is_dequantize
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
 
-__all__ = ["MOVES", "PRODUCTS", "Operand", "operands"]
+__all__ = ["MATMULS", "MOVES", "PRODUCTS", "Operand", "operands"]
 
-PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
+MATMULS = ("MatMul", "Gemm")
+PRODUCTS = (*MATMULS, "Conv", "ConvTranspose")
 
 MOVES = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Identity", "Slice", "Split")
 """Operators that compute nothing: their output is their first input's values."""

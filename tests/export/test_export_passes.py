@@ -12,12 +12,12 @@ from quantizer.export.passes import PASSES
 from quantizer.export.passes import FoldChannelFactors
 from quantizer.export.passes import UnsignedActivations
 from quantizer.export.passes import run_passes
-from quantizer.export.passes.base import scalar
 from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.store_weights import StoreWeights
 from quantizer.export.passes.weights_as_read import WeightsAsRead
 from quantizer.numerics.float16 import FLOAT16_MASK
+from quantizer.qdq.graph import scalar
 
 ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
 

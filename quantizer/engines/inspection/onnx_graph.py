@@ -21,15 +21,13 @@ from quantizer.engines.inspection.multiply_adds import convolution_work
 from quantizer.engines.inspection.multiply_adds import matmul_work
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
+from quantizer.qdq.operand import MATMULS
+from quantizer.qdq.operand import MOVES
+from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.structure import structural_fault
 
-__all__ = ["MOVES", "graph_inspection", "precision_of", "read_graph"]
+__all__ = ["graph_inspection", "precision_of", "read_graph"]
 
-# Operators that give their values on as they are.
-MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand", "Slice", "Split"})
-
-_CONVOLUTIONS = ("Conv", "ConvTranspose")
-_MATMULS = ("MatMul", "Gemm")
 # Larger constants say nothing of shapes: only their own shape is kept.
 _SMALL = 1024
 _PRECISIONS = {
@@ -121,7 +119,7 @@ class _Graph:
         roles = {"QuantizeLinear": "quantizer", "DequantizeLinear": "quantizer", "Cast": "cast", "Softmax": "softmax"}
         for index, node in enumerate(self.nodes):
             name = node.name or f"{node.op_type} {index}"
-            if node.op_type in (*_MATMULS, *_CONVOLUTIONS):
+            if node.op_type in PRODUCTS:
                 yield Layer(
                     name=name,
                     type=node.op_type,
@@ -156,7 +154,7 @@ class _Graph:
         if any(name not in self.shapes for name in names):
             return None
         left, right, output = (self.shapes[name] for name in names)
-        if node.op_type in _MATMULS:
+        if node.op_type in MATMULS:
             return matmul_work(left, output)
         if len(right) < 3:
             return None

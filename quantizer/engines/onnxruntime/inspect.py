@@ -17,8 +17,8 @@ from quantizer.engines.inspection.from_layers import WARMUP
 from quantizer.engines.inspection.inspection import Layer
 from quantizer.engines.inspection.multiply_adds import convolution_work
 from quantizer.engines.inspection.multiply_adds import matmul_work
-from quantizer.engines.inspection.onnx_graph import MOVES
 from quantizer.engines.inspection.onnx_graph import read_graph
+from quantizer.qdq.operand import MOVES
 
 __all__ = ["observed_layers"]
 

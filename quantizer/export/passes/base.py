@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+from abc import ABC
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
+from typing import ClassVar
+from typing import Generic
 from typing import Protocol
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,19 +19,18 @@ from quantizer.errors import ExportError
 
 __all__ = [
     "GraphPass",
+    "MatchPass",
     "add_constant",
-    "block_size",
     "drop_unread",
-    "floats",
     "insert_before",
-    "is_dequantized",
-    "keeps_rank",
-    "quantize_of",
+    "insert_transpose",
     "replace_node",
     "run_passes",
-    "scalar",
     "smallest_normal",
+    "take_out",
 ]
+
+Match = TypeVar("Match")
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,43 @@ class GraphPass(Protocol):
 
     def ensures(self, model: Any) -> str | None:
         """What is still wrong after the pass; None: nothing."""
+
+
+class MatchPass(ABC, Generic[Match]):
+    """A pass that asks each node whether it is to be changed, and promises that no node is left that is.
+
+    Attributes:
+        left: what is wrong with a node that is left; its name stands behind it.
+        backwards: from the last node to the first.
+    """
+
+    left: ClassVar[str]
+    backwards: ClassVar[bool] = False
+
+    @abstractmethod
+    def match(self, node: Any) -> Match | None:
+        """Return what the change of a node needs to know; None for a node that stays as it is."""
+
+    @abstractmethod
+    def apply(self, model: Any, node: Any, found: Match) -> None:
+        """Change a node for which ``match`` gave ``found``."""
+
+    def requires(self, model: Any) -> str | None:
+        return None
+
+    def run(self, model: Any) -> int:
+        changed = 0
+        nodes = list(model.graph)
+        for node in reversed(nodes) if self.backwards else nodes:
+            found = self.match(node)
+            if found is not None:
+                self.apply(model, node, found)
+                changed += 1
+        return changed
+
+    def ensures(self, model: Any) -> str | None:
+        left = next((node.name for node in model.graph if self.match(node) is not None), None)
+        return None if left is None else f"{self.left}: {left}"
 
 
 def run_passes(model: Any, passes: Sequence[GraphPass]) -> None:
@@ -104,6 +145,26 @@ def insert_before(
     return made.outputs[0]
 
 
+def insert_transpose(model: Any, node: Any, value: Any, perm: Sequence[int], *, like: Any) -> Any:
+    """Return a value with its axes in another order, by a new Transpose before ``node``; itself for its own order."""
+    import onnx_ir
+
+    if list(perm) == list(range(len(perm))):
+        return value
+    shape = None if value.shape is None else onnx_ir.Shape([value.shape[axis] for axis in perm])
+    attributes = [onnx_ir.AttrInt64s("perm", perm)]
+    return insert_before(model, node, "Transpose", [value], like=like, shape=shape, attributes=attributes)
+
+
+def take_out(model: Any, node: Any, value: Any) -> None:
+    """Let those who read a node's output read ``value``; take the node out, and constants that nobody else reads."""
+    inputs = [given for given in node.inputs if given is not None]
+    node.outputs[0].replace_all_uses_with(value)
+    model.graph.remove(node, safe=True)
+    for given in inputs:
+        drop_unread(model, given)
+
+
 def replace_node(model: Any, node: Any, value: Any) -> None:
     """Let ``value`` stand for the one output of a node, under its name, and take the node out."""
     value.name = node.outputs[0].name
@@ -111,49 +172,8 @@ def replace_node(model: Any, node: Any, value: Any) -> None:
     model.graph.remove(node, safe=True)
 
 
-def scalar(value: Any) -> float | None:
-    """The number in a one-element floating constant; None for anything else."""
-    constant = getattr(value, "const_value", None)
-    if constant is None or constant.size != 1 or not constant.dtype.is_floating_point():
-        return None
-    return float(constant.numpy().reshape(()))
-
-
-def block_size(node: Any) -> int | None:
-    """How many values share a scale of a Q or DQ; None where its scale is not one of blocks."""
-    size = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
-    return size or None
-
-
-def floats(value: Any) -> np.ndarray[Any, Any] | None:
-    """The value of a floating constant that the graph holds; None for anything else."""
-    constant = None if value is None else value.const_value
-    return constant.numpy() if constant is not None and constant.dtype.is_floating_point() else None
-
-
 def smallest_normal(dtype: np.dtype[Any]) -> float:
     """The smallest number of a float type with its full precision; numpy itself does not know bfloat16."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
-
-
-def is_dequantized(value: Any) -> bool:
-    """Whether a value comes from a DequantizeLinear."""
-    producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type == "DequantizeLinear"
-
-
-def keeps_rank(value: Any, factor: Any) -> bool:
-    """Whether a value times a constant has the value's own rank: a factor [1, 1] gives a scalar two axes."""
-    held = floats(factor)
-    return held is not None and (held.ndim == 0 or (value.shape is not None and held.ndim <= len(value.shape)))
-
-
-def quantize_of(value: Any) -> tuple[Any, Any] | None:
-    """The Q and the DQ that an activation comes through; None for what comes from anything else."""
-    if not is_dequantized(value):
-        return None
-    dequantize = value.producer()
-    quantize = dequantize.inputs[0].producer()
-    return (quantize, dequantize) if quantize is not None and quantize.op_type == "QuantizeLinear" else None

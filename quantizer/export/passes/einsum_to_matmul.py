@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
+from quantizer.export.passes.base import MatchPass
 from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import is_dequantized
+from quantizer.export.passes.base import insert_transpose
 from quantizer.export.passes.base import replace_node
+from quantizer.qdq.graph import is_dequantized
 
 __all__ = ["EinsumToMatMul", "labels_of"]
 
@@ -30,56 +32,52 @@ class _Product:
     output: tuple[int, ...]
 
 
-class EinsumToMatMul:
+class EinsumToMatMul(MatchPass[_Product]):
     """``Einsum(DQ, DQ)`` becomes ``MatMul`` between the transpositions that it needs."""
 
-    def requires(self, model: Any) -> str | None:
-        return None
+    left = "a quantized product of matrices is still an Einsum"
 
-    def run(self, model: Any) -> int:
-        changed = 0
-        for node in list(model.graph):
-            product = _product(node)
-            if product is not None:
-                _carry_out(model, node, product)
-                changed += 1
-        return changed
+    def match(self, node: Any) -> _Product | None:
+        """Return the MatMul that an Einsum is; None for any other node."""
+        if node.op_type != "Einsum" or len(node.inputs) != 2 or not any(map(is_dequantized, node.inputs)):
+            return None
+        read = labels_of(node)
+        if read is None:
+            return None
+        (first, second), output = read
+        sides = [(node.inputs[0], first), (node.inputs[1], second)]
+        rows = [label for label in output if label in first and label not in second]
+        columns = [label for label in output if label in second and label not in first]
+        if len(columns) != 1 or (len(rows) == 1 and output[-1] in rows):
+            # A MatMul takes several labels on the left alone, and writes those of the right as the last axis.
+            sides, rows, columns = sides[::-1], columns, rows
+        (a, left), (b, right) = sides
+        batch = [label for label in output if label in left and label in right]
+        summed = [label for label in left if label in right and label not in output]
+        known = len(set(left)) == len(left) and len(set(right)) == len(right) and len(set(output)) == len(output)
+        if not known or {*left, *right} != {*output, *summed} or not _same_length(a, b, left, right, summed):
+            return None
+        if len(summed) != 1 or len(columns) != 1 or not rows or (len(rows) > 1 and batch):
+            return None
+        written = [*batch, *rows, *columns]
+        return _Product(
+            operands=(
+                (a, tuple(left.index(label) for label in [*batch, *rows, *summed])),
+                (b, tuple(right.index(label) for label in [*batch, *summed, *columns])),
+            ),
+            output=tuple(written.index(label) for label in output),
+        )
 
-    def ensures(self, model: Any) -> str | None:
-        left = [node.name for node in model.graph if _product(node) is not None]
-        return f"a quantized product of matrices is still an Einsum: {left[0]}" if left else None
+    def apply(self, model: Any, node: Any, found: _Product) -> None:
+        import onnx_ir
 
-
-def _product(node: Any) -> _Product | None:
-    """The MatMul that an Einsum is; None for any other node."""
-    if node.op_type != "Einsum" or len(node.inputs) != 2 or not any(map(is_dequantized, node.inputs)):
-        return None
-    read = labels_of(node)
-    if read is None:
-        return None
-    (first, second), output = read
-    sides = [(node.inputs[0], first), (node.inputs[1], second)]
-    rows = [label for label in output if label in first and label not in second]
-    columns = [label for label in output if label in second and label not in first]
-    if len(columns) != 1 or (len(rows) == 1 and output[-1] in rows):
-        # A MatMul takes several labels on the left alone, and writes those of the right as the last axis.
-        sides, rows, columns = sides[::-1], columns, rows
-    (a, left), (b, right) = sides
-    batch = [label for label in output if label in left and label in right]
-    summed = [label for label in left if label in right and label not in output]
-    known = len(set(left)) == len(left) and len(set(right)) == len(right) and len(set(output)) == len(output)
-    if not known or {*left, *right} != {*output, *summed} or not _same_length(a, b, left, right, summed):
-        return None
-    if len(summed) != 1 or len(columns) != 1 or not rows or (len(rows) > 1 and batch):
-        return None
-    written = [*batch, *rows, *columns]
-    return _Product(
-        operands=(
-            (a, tuple(left.index(label) for label in [*batch, *rows, *summed])),
-            (b, tuple(right.index(label) for label in [*batch, *summed, *columns])),
-        ),
-        output=tuple(written.index(label) for label in output),
-    )
+        last = node.outputs[0]
+        written: list[Any] = [None] * len(found.output)
+        for place, axis in enumerate(found.output):
+            written[axis] = last.shape[place] if last.shape is not None else None
+        operands = [insert_transpose(model, node, value, perm, like=last) for value, perm in found.operands]
+        result = insert_before(model, node, "MatMul", operands, like=last, shape=onnx_ir.Shape(written))
+        replace_node(model, node, insert_transpose(model, node, result, found.output, like=last))
 
 
 def labels_of(node: Any) -> tuple[list[str], str] | None:
@@ -103,23 +101,3 @@ def labels_of(node: Any) -> tuple[list[str], str] | None:
 
 def _same_length(a: Any, b: Any, left: str, right: str, labels: list[str]) -> bool:
     return all(a.shape[left.index(label)] == b.shape[right.index(label)] for label in labels)
-
-
-def _carry_out(model: Any, node: Any, product: _Product) -> None:
-    import onnx_ir
-
-    last = node.outputs[0]
-
-    def turned(value: Any, perm: tuple[int, ...]) -> Any:
-        if perm == tuple(range(len(perm))):
-            return value
-        shape = onnx_ir.Shape([value.shape[axis] for axis in perm])
-        attributes = [onnx_ir.AttrInt64s("perm", perm)]
-        return insert_before(model, node, "Transpose", [value], like=last, shape=shape, attributes=attributes)
-
-    written: list[Any] = [None] * len(product.output)
-    for place, axis in enumerate(product.output):
-        written[axis] = last.shape[place] if last.shape is not None else None
-    operands = [turned(value, perm) for value, perm in product.operands]
-    result = insert_before(model, node, "MatMul", operands, like=last, shape=onnx_ir.Shape(written))
-    replace_node(model, node, turned(result, product.output))

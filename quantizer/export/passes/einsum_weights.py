@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.export.passes.base import MatchPass
 from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import block_size
 from quantizer.export.passes.base import drop_unread
 from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import is_dequantized
+from quantizer.export.passes.base import insert_transpose
 from quantizer.export.passes.base import replace_node
 from quantizer.export.passes.einsum_to_matmul import labels_of
+from quantizer.qdq.graph import block_size
+from quantizer.qdq.graph import is_dequantized
 
 __all__ = ["EinsumWeights"]
 
@@ -48,44 +50,62 @@ class _Product:
         return [int(shape[self.of_weight.index(label)]) for label in labels]
 
 
-class EinsumWeights:
+class EinsumWeights(MatchPass[_Product]):
     """``Einsum(x, DQ(w))`` with a constant w of three or more axes becomes ``MatMul`` by ``DQ(w' [K, N], axis 1)``."""
 
-    def requires(self, model: Any) -> str | None:
+    left = "a product by a stored weight is still an Einsum"
+
+    def match(self, node: Any) -> _Product | None:
+        """Return the product by a matrix that an Einsum is; None for any other node."""
+        read = labels_of(node) if node.op_type == "Einsum" else None
+        if read is None:
+            return None
+        names, output = read
+        for place in (1, 0):
+            weight, x = node.inputs[place], node.inputs[1 - place]
+            of_weight, of_x = names[place], names[1 - place]
+            if not _is_stored(weight) or len(of_weight) <= _MATRIX:
+                continue
+            summed = "".join(label for label in of_weight if label in of_x and label not in output)
+            rows = "".join(label for label in output if label in of_x)
+            columns = "".join(label for label in of_weight if label in output and label not in of_x)
+            once = all(len(set(labels)) == len(labels) for labels in (of_weight, of_x, output))
+            whole = (
+                {*of_x} == {*rows, *summed} and {*of_weight} == {*summed, *columns} and {*rows, *columns} == {*output}
+            )
+            alike = all(x.shape[of_x.index(label)] == weight.shape[of_weight.index(label)] for label in summed)
+            scaled = _scaled_label(weight, of_weight)
+            if once and whole and alike and rows and summed and columns and (scaled is None or scaled in columns):
+                return _Product(x, weight, of_x, of_weight, summed, rows, columns, output)
         return None
 
-    def run(self, model: Any) -> int:
-        found = [(node, product) for node in model.graph if (product := _product(node)) is not None]
-        for node, product in found:
-            _carry_out(model, node, product)
-        return len(found)
+    def apply(self, model: Any, node: Any, found: _Product) -> None:
+        import onnx_ir
 
-    def ensures(self, model: Any) -> str | None:
-        left = [node.name for node in model.graph if _product(node) is not None]
-        return f"a product by a stored weight is still an Einsum: {left[0]}" if left else None
+        last = node.outputs[0]
+        weight = _as_matrix(model, node, found)
+        count = len(found.rows)
 
+        def turned(value: Any, given: str, wanted: str) -> Any:
+            perm = [given.index(label) for label in wanted]
+            return insert_transpose(model, node, value, perm, like=last)
 
-def _product(node: Any) -> _Product | None:
-    """The product by a matrix that an Einsum is; None for any other node."""
-    read = labels_of(node) if node.op_type == "Einsum" else None
-    if read is None:
-        return None
-    names, output = read
-    for place in (1, 0):
-        weight, x = node.inputs[place], node.inputs[1 - place]
-        of_weight, of_x = names[place], names[1 - place]
-        if not _is_stored(weight) or len(of_weight) <= _MATRIX:
-            continue
-        summed = "".join(label for label in of_weight if label in of_x and label not in output)
-        rows = "".join(label for label in output if label in of_x)
-        columns = "".join(label for label in of_weight if label in output and label not in of_x)
-        once = all(len(set(labels)) == len(labels) for labels in (of_weight, of_x, output))
-        whole = {*of_x} == {*rows, *summed} and {*of_weight} == {*summed, *columns} and {*rows, *columns} == {*output}
-        alike = all(x.shape[of_x.index(label)] == weight.shape[of_weight.index(label)] for label in summed)
-        scaled = _scaled_label(weight, of_weight)
-        if once and whole and alike and rows and summed and columns and (scaled is None or scaled in columns):
-            return _Product(x, weight, of_x, of_weight, summed, rows, columns, output)
-    return None
+        def reshaped(value: Any, sizes: list[int]) -> Any:
+            """The rows as they are, and what follows in other sizes."""
+            wanted = np.array([0] * count + sizes, np.int64)
+            to = add_constant(model, f"{last.name}_shape", wanted, onnx_ir.DataType.INT64)
+            shape = onnx_ir.Shape([*(value.shape[axis] for axis in range(count)), *sizes])
+            return insert_before(model, node, "Reshape", [value, to], like=last, shape=shape)
+
+        x = turned(found.x, found.of_x, found.rows + found.summed)
+        if len(found.summed) > 1:
+            x = reshaped(x, [int(weight.shape[0])])
+        shape = onnx_ir.Shape([*(x.shape[axis] for axis in range(count)), weight.shape[1]])
+        result = insert_before(model, node, "MatMul", [x, weight], like=last, shape=shape)
+        if len(found.columns) > 1:
+            result = reshaped(result, found.sizes(found.columns))
+        replace_node(model, node, turned(result, found.rows + found.columns, found.output))
+        _drop(model, found.weight)
 
 
 def _is_stored(value: Any) -> bool:
@@ -103,40 +123,6 @@ def _scaled_label(weight: Any, labels: str) -> str | None:
     if not len(dequantize.inputs[1].shape):
         return None
     return labels[dequantize.attributes["axis"].as_int()]
-
-
-def _carry_out(model: Any, node: Any, product: _Product) -> None:
-    import onnx_ir
-
-    last, x = node.outputs[0], product.x
-    weight = _as_matrix(model, node, product)
-    count = len(product.rows)
-
-    def turned(value: Any, given: str, wanted: str) -> Any:
-        if given == wanted:
-            return value
-        perm = [given.index(label) for label in wanted]
-        shape = None if value.shape is None else onnx_ir.Shape([value.shape[axis] for axis in perm])
-        attributes = [onnx_ir.AttrInt64s("perm", perm)]
-        return insert_before(model, node, "Transpose", [value], like=last, shape=shape, attributes=attributes)
-
-    def reshaped(value: Any, sizes: list[int]) -> Any:
-        """The rows as they are, and what follows in other sizes."""
-        wanted = np.array([0] * count + sizes, np.int64)
-        to = add_constant(model, f"{last.name}_shape", wanted, onnx_ir.DataType.INT64)
-        shape = onnx_ir.Shape([*(value.shape[axis] for axis in range(count)), *sizes])
-        return insert_before(model, node, "Reshape", [value, to], like=last, shape=shape)
-
-    x = turned(x, product.of_x, product.rows + product.summed)
-    if len(product.summed) > 1:
-        x = reshaped(x, [int(weight.shape[0])])
-    shape = onnx_ir.Shape([*(x.shape[axis] for axis in range(count)), weight.shape[1]])
-    result = insert_before(model, node, "MatMul", [x, weight], like=last, shape=shape)
-    if len(product.columns) > 1:
-        result = reshaped(result, product.sizes(product.columns))
-    former = product.weight
-    replace_node(model, node, turned(result, product.rows + product.columns, product.output))
-    _drop(model, former)
 
 
 def _as_matrix(model: Any, node: Any, product: _Product) -> Any:

@@ -15,10 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.export.passes.base import MatchPass
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import floats
 from quantizer.export.passes.base import smallest_normal
+from quantizer.export.passes.base import take_out
+from quantizer.qdq.graph import attribute
+from quantizer.qdq.graph import floats
+from quantizer.qdq.graph import is_dequantize
 
 __all__ = ["FoldBatchNorm"]
 
@@ -37,64 +41,60 @@ class _Folded:
     bias: np.ndarray[Any, Any]
 
 
-class FoldBatchNorm:
+class FoldBatchNorm(MatchPass[_Folded]):
     """``Conv(x, DQ(q, t), b) -> BatchNormalization`` becomes ``Conv(x, DQ(q', t'), b')``."""
 
-    def requires(self, model: Any) -> str | None:
-        return None
+    left = "a batch normalization could still be folded"
 
-    def run(self, model: Any) -> int:
-        changed = 0
-        for node in list(model.graph):
-            folded = _folded(node)
-            if folded is None:
-                continue
-            _carry_out(model, folded)
-            node.outputs[0].replace_all_uses_with(folded.convolution.outputs[0])
-            constants = node.inputs[1:]
-            model.graph.remove(node, safe=True)
-            for value in constants:
+    def match(self, node: Any) -> _Folded | None:
+        """Return what the convolution before a batch normalization becomes; None for a node that stays as it is."""
+        if node.op_type != "BatchNormalization" or node.outputs[0].is_graph_output():
+            return None
+        convolution = node.inputs[0].producer()
+        if convolution is None or convolution.op_type not in _CHANNELS or len(list(node.inputs[0].uses())) != 1:
+            return None
+        if node.inputs[0].is_graph_output():
+            return None
+        axis = _CHANNELS[convolution.op_type]
+        if axis == 1 and attribute(convolution, "group", 1) != 1:
+            return None
+        weight = _stored(convolution.inputs[1], axis)
+        statistics = [floats(value) for value in node.inputs[1:]]
+        given = convolution.inputs[2] if len(convolution.inputs) > 2 else None
+        before = np.zeros(()) if given is None else floats(given)
+        if weight is None or before is None or any(value is None for value in statistics):
+            return None
+        gain, shift, mean, variance = (value.astype(np.float64) for value in statistics if value is not None)
+        epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+        factors = gain / np.sqrt(variance + epsilon)
+        turned = _turned(*weight, axis, factors)
+        if turned is None:
+            return None
+        bias = (before.astype(np.float64) - mean) * factors + shift
+        return _Folded(convolution, axis, *turned, bias.astype(weight[1].dtype))
+
+    def apply(self, model: Any, node: Any, found: _Folded) -> None:
+        """Give the convolution constants of its own: others may read those that it has."""
+        import onnx_ir
+
+        convolution, dequantize = found.convolution, found.convolution.inputs[1].producer()
+        step, scale = dequantize.inputs[:2]
+        dequantize.replace_input_with(0, add_constant(model, f"{step.name}_folded", found.steps, step.dtype))
+        dequantize.replace_input_with(1, add_constant(model, f"{scale.name}_folded", found.scales, scale.dtype))
+        dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", found.axis)
+        old = convolution.inputs[2] if len(convolution.inputs) > 2 else None
+        convolution.resize_inputs(3)
+        convolution.replace_input_with(2, add_constant(model, f"{scale.name}_bias", found.bias, scale.dtype))
+        for value in (step, scale, old):
+            if value is not None:
                 drop_unread(model, value)
-            changed += 1
-        return changed
-
-    def ensures(self, model: Any) -> str | None:
-        left = [node.name for node in model.graph if _folded(node) is not None]
-        return f"a batch normalization could still be folded: {left[0]}" if left else None
-
-
-def _folded(node: Any) -> _Folded | None:
-    """What the convolution before a batch normalization becomes; None for any other node, or where it must stay."""
-    if node.op_type != "BatchNormalization" or node.outputs[0].is_graph_output():
-        return None
-    convolution = node.inputs[0].producer()
-    if convolution is None or convolution.op_type not in _CHANNELS or len(list(node.inputs[0].uses())) != 1:
-        return None
-    if node.inputs[0].is_graph_output():
-        return None
-    axis = _CHANNELS[convolution.op_type]
-    if axis == 1 and "group" in convolution.attributes and convolution.attributes["group"].as_int() != 1:
-        return None
-    weight = _stored(convolution.inputs[1], axis)
-    statistics = [floats(value) for value in node.inputs[1:]]
-    given = convolution.inputs[2] if len(convolution.inputs) > 2 else None
-    before = np.zeros(()) if given is None else floats(given)
-    if weight is None or before is None or any(value is None for value in statistics):
-        return None
-    gain, shift, mean, variance = (value.astype(np.float64) for value in statistics if value is not None)
-    epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
-    factors = gain / np.sqrt(variance + epsilon)
-    turned = _turned(*weight, axis, factors)
-    if turned is None:
-        return None
-    bias = (before.astype(np.float64) - mean) * factors + shift
-    return _Folded(convolution, axis, *turned, bias.astype(weight[1].dtype))
+        take_out(model, node, convolution.outputs[0])
 
 
 def _stored(value: Any, axis: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
     """Steps and scales of a weight that one convolution reads, with one scale or one for each output channel."""
     node = value.producer()
-    if node is None or node.op_type != "DequantizeLinear" or len(list(value.uses())) != 1:
+    if not is_dequantize(node) or len(list(value.uses())) != 1:
         return None
     steps, scales = node.inputs[0].const_value, floats(node.inputs[1])
     if steps is None or scales is None or scales.ndim > 1 or (len(node.inputs) > 2 and node.inputs[2] is not None):
@@ -117,20 +117,3 @@ def _turned(
     if not np.array_equal(stored.astype(np.float32), made) or (wanted < smallest_normal(scales.dtype)).any():
         return None
     return np.ascontiguousarray(np.moveaxis(stored, 0, axis)), multiplied
-
-
-def _carry_out(model: Any, folded: _Folded) -> None:
-    """Give the convolution constants of its own: others may read those that it has."""
-    import onnx_ir
-
-    convolution, dequantize = folded.convolution, folded.convolution.inputs[1].producer()
-    step, scale = dequantize.inputs[:2]
-    dequantize.replace_input_with(0, add_constant(model, f"{step.name}_folded", folded.steps, step.dtype))
-    dequantize.replace_input_with(1, add_constant(model, f"{scale.name}_folded", folded.scales, scale.dtype))
-    dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", folded.axis)
-    old = convolution.inputs[2] if len(convolution.inputs) > 2 else None
-    convolution.resize_inputs(3)
-    convolution.replace_input_with(2, add_constant(model, f"{scale.name}_bias", folded.bias, scale.dtype))
-    for value in (step, scale, old):
-        if value is not None:
-            drop_unread(model, value)

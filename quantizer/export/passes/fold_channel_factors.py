@@ -19,10 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.export.passes.base import MatchPass
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import floats
 from quantizer.export.passes.base import smallest_normal
+from quantizer.qdq.graph import attribute
+from quantizer.qdq.graph import floats
+from quantizer.qdq.graph import is_dequantize
 
 __all__ = ["FoldChannelFactors"]
 
@@ -41,31 +44,28 @@ class _Edit:
     array: np.ndarray[Any, Any]
 
 
-class FoldChannelFactors:
+class FoldChannelFactors(MatchPass[list[_Edit]]):
     """``LayerNorm(x, w, b) -> Mul(f) -> Q`` becomes ``LayerNorm(x, w * f, b * f) -> Q``, and so on."""
 
-    def requires(self, model: Any) -> str | None:
-        return None
+    left = "a multiplication could still be folded"
+    # Of two in a row, the first is read by quantizers alone once the second is gone.
+    backwards = True
 
-    def run(self, model: Any) -> int:
-        changed = 0
-        # From the end: of two in a row, the first is read by quantizers alone once the second is gone.
-        for multiply in reversed(list(model.graph)):
-            edits = _folded(multiply)
-            if edits is None:
-                continue
-            for edit in edits:
-                _carry_out(model, edit)
-            multiply.outputs[0].replace_all_uses_with(multiply.inputs[0])
-            factors = multiply.inputs[1]
-            model.graph.remove(multiply, safe=True)
-            _drop(model, factors)
-            changed += 1
-        return changed
+    def match(self, node: Any) -> list[_Edit] | None:
+        """Return what to change so that a multiplication by factors is no longer needed; None for all that stays."""
+        factors = _factors(node)
+        return None if factors is None else _edits(node.inputs[0], factors)
 
-    def ensures(self, model: Any) -> str | None:
-        left = [node.name for node in model.graph if _folded(node) is not None]
-        return f"a multiplication could still be folded: {left[0]}" if left else None
+    def apply(self, model: Any, node: Any, found: list[_Edit]) -> None:
+        for edit in found:
+            # A constant of its own: others may read the one that it has.
+            old = edit.node.inputs[edit.index]
+            edit.node.replace_input_with(edit.index, add_constant(model, f"{old.name}_folded", edit.array, old.dtype))
+            _drop(model, old)
+        node.outputs[0].replace_all_uses_with(node.inputs[0])
+        factors = node.inputs[1]
+        model.graph.remove(node, safe=True)
+        _drop(model, factors)
 
 
 def _factors(node: Any) -> np.ndarray[Any, Any] | None:
@@ -77,12 +77,6 @@ def _factors(node: Any) -> np.ndarray[Any, Any] | None:
     if array is None or array.ndim > 1 or not readers or set(readers) != {"QuantizeLinear"}:
         return None
     return None if node.outputs[0].is_graph_output() else array
-
-
-def _folded(node: Any) -> list[_Edit] | None:
-    """What to change so that a multiplication by factors is no longer needed; None for what is none, or must stay."""
-    factors = _factors(node)
-    return None if factors is None else _edits(node.inputs[0], factors)
 
 
 def _edits(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
@@ -114,7 +108,7 @@ def _of_sum(node: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
     if node.op_type == "MatMul":
         return _stored_weight(node.inputs[1], factors)
     if node.op_type == "Gemm":
-        turned = "transB" in node.attributes and bool(node.attributes["transB"].as_int())
+        turned = bool(attribute(node, "transB", 0))
         product = _stored_weight(node.inputs[1], factors, from_end=2 if turned else 1)
         bias = [2] if len(node.inputs) > 2 else []
     else:
@@ -130,7 +124,7 @@ def _stored_weight(value: Any, factors: np.ndarray[Any, Any], from_end: int = 1)
     A subnormal scale would lose its precision.
     """
     node = value.producer()
-    if node is None or node.op_type != "DequantizeLinear" or len(list(value.uses())) != 1:
+    if not is_dequantize(node) or len(list(value.uses())) != 1:
         return None
     stored, axis = node.inputs[0].const_value, node.attributes.get("axis")
     if stored is None:
@@ -151,13 +145,6 @@ def _scaled(node: Any, inputs: list[int], factors: np.ndarray[Any, Any]) -> list
             return None
         edits.append(_Edit(node, index, (array.astype(np.float64) * factors).astype(array.dtype)))
     return edits
-
-
-def _carry_out(model: Any, edit: _Edit) -> None:
-    """Give the node a constant of its own: others may read the one that it has."""
-    old = edit.node.inputs[edit.index]
-    edit.node.replace_input_with(edit.index, add_constant(model, f"{old.name}_folded", edit.array, old.dtype))
-    _drop(model, old)
 
 
 def _drop(model: Any, value: Any) -> None:

@@ -10,46 +10,59 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.export.passes.base import MatchPass
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import floats
-from quantizer.export.passes.base import quantize_of
+from quantizer.qdq.graph import floats
+from quantizer.qdq.graph import pair_before
 
 __all__ = ["LayoutBeforeQuantize"]
 
 _LAYOUT = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
-class LayoutBeforeQuantize:
+class LayoutBeforeQuantize(MatchPass[tuple[Any, Any]]):
     """``Q(x, s) -> DQ(s) -> Transpose`` becomes ``Transpose(x) -> Q(s) -> DQ(s)``; a Cast takes the scale along."""
 
-    def requires(self, model: Any) -> str | None:
-        return None
+    left = "a DQ is still not read directly"
 
     def run(self, model: Any) -> int:
-        changed = 0
-        while found := [node for node in model.graph if _pair_before(node) is not None]:
-            _swap(model, found[0])
-            changed += 1
+        # In the order of the graph: what stands behind a moved node reads the DQ when its turn comes.
+        changed = super().run(model)
         if changed:
             model.graph.sort()
         return changed
 
-    def ensures(self, model: Any) -> str | None:
-        left = [node.name for node in model.graph if _pair_before(node) is not None]
-        return f"a DQ is still not read directly: {left[0]}" if left else None
+    def match(self, node: Any) -> tuple[Any, Any] | None:
+        """Return the Q and the DQ that a node of layout could stand before; None for any other node."""
+        if node.op_type not in _LAYOUT and not _is_float_cast(node):
+            return None
+        pair = pair_before(node.inputs[0])
+        if pair is None or node.outputs[0].is_graph_output():
+            return None
+        alone = all(len(list(entry.outputs[0].uses())) == 1 for entry in pair)
+        scale = floats(pair[0].inputs[1])
+        return pair if alone and scale is not None and scale.ndim == 0 else None
 
+    def apply(self, model: Any, node: Any, found: tuple[Any, Any]) -> None:
+        import onnx_ir
 
-def _pair_before(node: Any) -> tuple[Any, Any] | None:
-    """The Q and the DQ that a node of layout could stand before; None for any other node."""
-    if node.op_type not in _LAYOUT and not _is_float_cast(node):
-        return None
-    pair = quantize_of(node.inputs[0])
-    if pair is None or node.outputs[0].is_graph_output():
-        return None
-    alone = all(len(list(entry.outputs[0].uses())) == 1 for entry in pair)
-    scale = floats(pair[0].inputs[1])
-    return pair if alone and scale is not None and scale.ndim == 0 else None
+        quantize, dequantize = found
+        moved, result = node.outputs[0], dequantize.outputs[0]
+        moved.replace_all_uses_with(result)
+        node.replace_input_with(0, quantize.inputs[0])
+        quantize.replace_input_with(0, moved)
+        quantize.outputs[0].shape = result.shape = moved.shape
+        if node.op_type != "Cast":
+            return
+        kind = onnx_ir.DataType(node.attributes["to"].as_int())
+        step, scale = quantize.inputs[1], floats(quantize.inputs[1])
+        assert scale is not None
+        made = add_constant(model, f"{step.name}_cast", np.asarray(scale, kind.numpy()), kind)
+        for entry in found:
+            entry.replace_input_with(1, made)
+        result.type = onnx_ir.TensorType(kind)
+        drop_unread(model, step)
 
 
 def _is_float_cast(node: Any) -> bool:
@@ -57,26 +70,3 @@ def _is_float_cast(node: Any) -> bool:
 
     kinds = (onnx_ir.DataType.FLOAT, onnx_ir.DataType.FLOAT16, onnx_ir.DataType.BFLOAT16)
     return node.op_type == "Cast" and node.attributes["to"].as_int() in kinds
-
-
-def _swap(model: Any, node: Any) -> None:
-    import onnx_ir
-
-    pair = _pair_before(node)
-    assert pair is not None
-    quantize, dequantize = pair
-    moved, result = node.outputs[0], dequantize.outputs[0]
-    moved.replace_all_uses_with(result)
-    node.replace_input_with(0, quantize.inputs[0])
-    quantize.replace_input_with(0, moved)
-    quantize.outputs[0].shape = result.shape = moved.shape
-    if node.op_type != "Cast":
-        return
-    kind = onnx_ir.DataType(node.attributes["to"].as_int())
-    step, scale = quantize.inputs[1], floats(quantize.inputs[1])
-    assert scale is not None
-    made = add_constant(model, f"{step.name}_cast", np.asarray(scale, kind.numpy()), kind)
-    for entry in pair:
-        entry.replace_input_with(1, made)
-    result.type = onnx_ir.TensorType(kind)
-    drop_unread(model, step)

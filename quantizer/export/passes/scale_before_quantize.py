@@ -16,52 +16,71 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.export.passes.base import MatchPass
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
-from quantizer.export.passes.base import floats
 from quantizer.export.passes.base import insert_before
-from quantizer.export.passes.base import keeps_rank
-from quantizer.export.passes.base import quantize_of
-from quantizer.export.passes.base import scalar
 from quantizer.export.passes.base import smallest_normal
+from quantizer.export.passes.base import take_out
+from quantizer.qdq.graph import floats
+from quantizer.qdq.graph import pair_before
+from quantizer.qdq.graph import scalar
 
 __all__ = ["ScaleBeforeQuantize"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """A factor that stands behind a product, and the Q/DQ pair before which it may stand."""
+    """A factor that stands behind a product, the product's output, and the Q/DQ pair before which it may stand."""
 
+    scores: Any
     quantize: Any
     dequantize: Any
     factor: float
 
 
-class ScaleBeforeQuantize:
+class ScaleBeforeQuantize(MatchPass[_Moved]):
     """``MatMul(DQ(Q(x, s)), DQ(Q(y))) -> Mul(c)`` becomes ``MatMul(DQ(Q(x * c, s * c)), DQ(Q(y)))``."""
 
-    def requires(self, model: Any) -> str | None:
+    left = "scores are still scaled behind their product"
+
+    def match(self, node: Any) -> _Moved | None:
+        """Return what to move; None for a node that is no scale of a quantized product, or that must stay."""
+        place = _product(node)
+        if place is None or node.outputs[0].is_graph_output():
+            return None
+        scores = node.inputs[place]
+        product = scores.producer()
+        if product is None or product.op_type != "MatMul" or len(list(scores.uses())) != 1 or scores.is_graph_output():
+            return None
+        constant = scalar(node.inputs[1 - place])
+        if not _keeps_rank(scores, node.inputs[1 - place]):
+            return None
+        pairs = [pair_before(value) for value in product.inputs]
+        if not constant or constant < 0 or any(pair is None for pair in pairs):
+            return None
+        factor = constant if node.op_type == "Mul" else 1 / constant
+        for pair in pairs:
+            if pair is not None and _may_take(*pair, factor):
+                return _Moved(scores, *pair, factor)
         return None
 
-    def run(self, model: Any) -> int:
-        changed = 0
-        for node in list(model.graph):
-            moved = _moved(node)
-            if moved is None:
-                continue
-            _carry_out(model, moved)
-            product = node.inputs[_product(node)]
-            node.outputs[0].replace_all_uses_with(product)
-            constants = [value for value in node.inputs if value is not product]
-            model.graph.remove(node, safe=True)
-            for value in constants:
-                drop_unread(model, value)
-            changed += 1
-        return changed
-
-    def ensures(self, model: Any) -> str | None:
-        left = [node.name for node in model.graph if _moved(node) is not None]
-        return f"scores are still scaled behind their product: {left[0]}" if left else None
+    def apply(self, model: Any, node: Any, found: _Moved) -> None:
+        """Multiply what the Q reads, and its scale."""
+        quantize, (source, step) = found.quantize, found.quantize.inputs[:2]
+        scale = floats(step)
+        assert scale is not None
+        name = f"{step.name}_factor"
+        factor = add_constant(model, name, np.array(found.factor, scale.dtype), step.dtype)
+        multiplied = np.array(float(scale) * found.factor, scale.dtype)
+        made = add_constant(model, f"{step.name}_scaled", multiplied, step.dtype)
+        applied = insert_before(model, quantize, "Mul", [source, factor], like=source, shape=source.shape)
+        applied.name = f"{name}_applied"
+        quantize.replace_input_with(0, applied)
+        for reader in (quantize, found.dequantize):
+            reader.replace_input_with(1, made)
+        drop_unread(model, step)
+        take_out(model, node, found.scores)
 
 
 def _product(node: Any) -> int | None:
@@ -70,26 +89,10 @@ def _product(node: Any) -> int | None:
     return next((place for place in places if scalar(node.inputs[1 - place]) is not None), None)
 
 
-def _moved(node: Any) -> _Moved | None:
-    """What to move; None for a node that is no scale of a quantized product, or that must stay."""
-    place = _product(node)
-    if place is None or node.outputs[0].is_graph_output():
-        return None
-    scores = node.inputs[place]
-    product = scores.producer()
-    if product is None or product.op_type != "MatMul" or len(list(scores.uses())) != 1 or scores.is_graph_output():
-        return None
-    constant = scalar(node.inputs[1 - place])
-    if not keeps_rank(scores, node.inputs[1 - place]):
-        return None
-    pairs = [quantize_of(value) for value in product.inputs]
-    if not constant or constant < 0 or any(pair is None for pair in pairs):
-        return None
-    factor = constant if node.op_type == "Mul" else 1 / constant
-    for pair in pairs:
-        if pair is not None and _may_take(*pair, factor):
-            return _Moved(*pair, factor)
-    return None
+def _keeps_rank(value: Any, factor: Any) -> bool:
+    """Whether a value times a constant has the value's own rank: a factor [1, 1] gives a scalar two axes."""
+    held = floats(factor)
+    return held is not None and (held.ndim == 0 or (value.shape is not None and held.ndim <= len(value.shape)))
 
 
 def _may_take(quantize: Any, dequantize: Any, factor: float) -> bool:
@@ -98,20 +101,3 @@ def _may_take(quantize: Any, dequantize: Any, factor: float) -> bool:
         return False
     scale = floats(quantize.inputs[1])
     return scale is not None and scale.ndim == 0 and float(scale) * factor >= smallest_normal(scale.dtype)
-
-
-def _carry_out(model: Any, moved: _Moved) -> None:
-    """Multiply what the Q reads, and its scale."""
-    quantize, source, step = moved.quantize, moved.quantize.inputs[0], moved.quantize.inputs[1]
-    scale = floats(step)
-    assert scale is not None
-    name = f"{step.name}_factor"
-    factor = add_constant(model, name, np.array(moved.factor, scale.dtype), step.dtype)
-    multiplied = np.array(float(scale) * moved.factor, scale.dtype)
-    made = add_constant(model, f"{step.name}_scaled", multiplied, step.dtype)
-    applied = insert_before(model, quantize, "Mul", [source, factor], like=source, shape=source.shape)
-    applied.name = f"{name}_applied"
-    quantize.replace_input_with(0, applied)
-    for node in (quantize, moved.dequantize):
-        node.replace_input_with(1, made)
-    drop_unread(model, step)

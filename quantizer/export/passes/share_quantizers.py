@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from quantizer.export.passes.base import drop_unread
+from quantizer.export.passes.base import take_out
 
 __all__ = ["ShareQuantizers"]
 
@@ -24,12 +24,7 @@ class ShareQuantizers:
         changed = 0
         for kind in ("QuantizeLinear", "DequantizeLinear"):
             for first, second in _alike(model, kind):
-                second.outputs[0].replace_all_uses_with(first.outputs[0])
-                constants = second.inputs[1:]
-                model.graph.remove(second, safe=True)
-                for value in constants:
-                    if value is not None:
-                        drop_unread(model, value)
+                take_out(model, second, first.outputs[0])
                 changed += 1
         return changed
 

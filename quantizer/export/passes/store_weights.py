@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from quantizer.export.passes.base import add_constant
-from quantizer.export.passes.base import block_size
 from quantizer.export.passes.base import drop_unread
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import QTYPES
 from quantizer.numerics.qtype import QType
+from quantizer.qdq.graph import block_size
 
 __all__ = ["StoreWeights"]
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from quantizer.export.passes.base import add_constant
 from quantizer.numerics.qtype import INT8
+from quantizer.qdq.graph import is_dequantized
 
 __all__ = ["UnsignedActivations"]
 
@@ -87,5 +88,4 @@ def _feeds_a_weighted_product(quantize: Any) -> bool:
 
 
 def _is_stored_weight(value: Any) -> bool:
-    producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type == "DequantizeLinear" and producer.inputs[0].is_initializer()
+    return is_dequantized(value) and bool(value.producer().inputs[0].is_initializer())

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from quantizer.qdq.graph import is_dequantize
+
 __all__ = ["WeightsAsRead"]
 
 
@@ -43,7 +45,7 @@ def _transposed_weights(model: Any) -> list[Any]:
         if node.op_type != "Transpose" or node.inputs[0] is None or node.attributes["perm"].as_ints() != (1, 0):
             continue
         dequantize = node.inputs[0].producer()
-        if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        if not is_dequantize(dequantize):
             continue
         if len(dequantize.inputs[0].shape) == 2 and all(map(_is_own, _matrices(dequantize))):
             found.append(node)
