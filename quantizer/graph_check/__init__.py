@@ -1,4 +1,4 @@
-"""Any Q/DQ file against the rules of a target: what would be refused, slow or inexact there, and what to change."""
+"""Check of any Q/DQ file against the rules of a target: what it refuses or runs slowly or inexactly, and the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ del _rules
 
 
 def check_file(path: str | os.PathLike[str], target: str) -> list[Finding]:
-    """Hold an ONNX file, of whatever tool, to the rules of a target.
+    """Check an ONNX file, whichever tool wrote it, against the rules of a target.
 
     Args:
         path: the file. External data is read from its own folder alone.

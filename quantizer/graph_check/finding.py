@@ -1,4 +1,4 @@
-"""What the check of a file says: one finding for each place where a rule is broken."""
+"""Findings of the check of a file: one for each place where a rule is broken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Fault", "Finding"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A place where a rule is broken, as the rule reports it.
+    """Place where a rule is broken, as the rule reports it.
 
     Attributes:
         node: the name of the node; empty where the file as a whole is meant.
@@ -26,7 +26,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A broken rule of a target.
+    """Broken rule of a target.
 
     Attributes:
         rule: its name, one of those in ``docs/check.md``.

@@ -1,4 +1,4 @@
-"""An ONNX file, read without trusting it: its external data is opened only inside its own folder."""
+"""Reader of ONNX files that are not trusted: external data is opened only inside the file's own folder."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def _proto(path: Path) -> Any:
 
 
 def _model(path: Path, proto: Any) -> Any:
-    """The graph with functions written out, and with the types and shapes that ONNX infers."""
+    """Return the graph with functions inlined, and with the types and shapes that ONNX infers."""
     import onnx
     import onnx_ir
     from onnx import inliner
 
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
-    # Rules that need a shape stay silent where there is none. What ONNX says of it may quote bytes that are no text.
+    # Rules that need a shape stay silent without one. ONNX's message may quote bytes that are no text.
     with suppress(onnx.shape_inference.InferenceError, UnicodeDecodeError):
         proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     try:
@@ -84,7 +84,7 @@ def _said_by_checker(path: Path, proto: Any) -> str:
     import onnx
 
     try:
-        # Given the file, the checker looks at external data as well; given the model, the file is not read twice.
+        # Given the path, the checker tests external data as well; given the model, the file is not read twice.
         onnx.checker.check_model(path if _has_external_data(proto) else proto)
     except onnx.checker.ValidationError as error:
         return _first_line(error)
@@ -103,7 +103,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _refused_data(model: Any, folder: Path) -> Iterator[tuple[str, str]]:
-    """The external tensors that will not be opened, by name, and why; all others can be read from here on."""
+    """Yield name and reason of each external tensor that is not opened; make all others readable."""
     for tensor in _external(model):
         tensor.base_dir = folder
         problem = _problem(tensor, folder)

@@ -1,7 +1,7 @@
-"""The registry of rules: ``@rules.add(name)`` above a function in a file of ``rules/`` adds one.
+"""Registry of rules: ``@rules.add(name)`` above a function in a file of ``rules/`` adds one.
 
-The function yields a ``Fault`` for each place where its rule is broken. Its docstring's first line is the rule. How
-much a rule matters on a target, and whether it applies there, is data: ``quantizer/targets/graph_rules.py``.
+The function yields a ``Fault`` for each place where its rule is broken; the first line of its docstring states the
+rule. Severity and applicability on each target are data: ``quantizer/targets/graph_rules.py``.
 """
 
 from __future__ import annotations

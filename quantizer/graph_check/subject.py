@@ -1,4 +1,4 @@
-"""What the rules look at: a graph, and the target that it is meant for."""
+"""Subject of the rules: a graph, and the target that it is meant for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Subject"]
 
 @dataclass(frozen=True)
 class Subject:
-    """A graph and its target.
+    """Graph and its target.
 
     Attributes:
         model: the ``onnx_ir.Model``, with the types and shapes that ONNX can infer.
@@ -38,12 +38,12 @@ class Subject:
 
     @property
     def limits(self) -> GraphRules:
-        """What graphs are held to there."""
+        """Limits of graphs on the target."""
         return self.target.graph_rules
 
     @property
     def opset(self) -> int:
-        """The version of ONNX's own operators; 0 where the file names none."""
+        """Version of ONNX's own operators; 0 if the file names none."""
         return int(self.model.opset_imports.get("", 0))
 
     @cached_property
@@ -63,12 +63,12 @@ class Subject:
 
     @cached_property
     def sources(self) -> list[Any]:
-        """Where steps come from: every QuantizeLinear, and every DequantizeLinear of steps that are stored."""
+        """Origins of codes: every QuantizeLinear, and every DequantizeLinear of stored codes."""
         return [*self.quantizes, *(node for node in self.dequantizes if not is_quantize(maker(node.inputs[0])))]
 
     @cached_property
     def products(self) -> list[tuple[Operand, Operand]]:
-        """The operands of every product that is spelled in ONNX's own operators."""
+        """Operands of every product that is written with ONNX's own operators."""
         return [operands(node) for node in self.nodes if node.op_type in PRODUCTS and node.domain == ""]
 
     @cached_property

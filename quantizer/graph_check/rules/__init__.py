@@ -1,4 +1,4 @@
-"""The rules, a family a file. Importing this package registers them."""
+"""Rules, one family a file. Importing this package registers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention: both products quantized or neither, in sizes that are fused."""
+"""Rules of attention: both products quantized or neither, in sizes that are fused."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["attention_operator", "attention_size", "half_attention"]
 
 @rules.add("half-attention")
 def half_attention(subject: Subject) -> Iterator[Fault]:
-    """Both products of an attention are quantized, or neither."""
+    """Quantize both products of an attention, or neither."""
     for entry in subject.attentions:
         scores = all(operand.quantized for operand in entry.operands[:2])
         context = all(operand.quantized for operand in entry.operands[2:])
         in_fp8 = any(operand.format == FP8.name for operand in entry.operands)
-        if scores != context and not in_fp8:  # for that there is a rule of its own
+        if scores != context and not in_fp8:  # fp8-attention reports it
             low, high = (entry.scores, entry.context) if scores else (entry.context, entry.scores)
             problem = f"{name_of(low)} is quantized and {name_of(high)}, the other product of the attention, is not"
             yield Fault(
@@ -32,7 +32,7 @@ def half_attention(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("attention-size")
 def attention_size(subject: Subject) -> Iterator[Fault]:
-    """Quantized attention has a head size and a sequence with which it is fused."""
+    """Quantize attention only with a head size and a sequence length with which it is fused."""
     for entry in subject.attentions:
         formats = {operand.format for operand in entry.operands}
         if len(formats) == 1:
@@ -42,20 +42,20 @@ def attention_size(subject: Subject) -> Iterator[Fault]:
 
 
 def _head_size(entry: Attention) -> int:
-    """0 where it is not known."""
+    """Return the size of a head; 0 if unknown."""
     queries = shape(entry.scores.inputs[0])
     return (queries[-1] or 0) if queries else 0
 
 
 def _sequence(entry: Attention) -> int:
-    """The longer of the two sequences that meet; 0 where it is not known."""
+    """Return the longer of the query and key sequences; 0 if unknown."""
     scores = shape(entry.softmax.inputs[0])
     return max((size or 0 for size in (scores or ())[-2:]), default=0)
 
 
 @rules.add("attention-operator")
 def attention_operator(subject: Subject) -> Iterator[Fault]:
-    """In a quantized graph attention is spelled out: the operator has no place for a quantizer behind its softmax."""
+    """Spell out attention in a quantized graph: the operator has no place for a quantizer behind its softmax."""
     if not subject.quantizes and not subject.dequantizes:
         return
     for node in subject.nodes:

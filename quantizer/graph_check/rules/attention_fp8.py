@@ -1,4 +1,4 @@
-"""Attention in FP8: all of it, and its probabilities with a fixed scale."""
+"""Rules of attention in FP8: all four operands, and a fixed scale for the probabilities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HALF_STEP = 2**-8
 
 @rules.add("fp8-attention")
 def fp8_attention(subject: Subject) -> Iterator[Fault]:
-    """Attention in FP8 has all four operands in FP8, and its probabilities the scale 1/448."""
+    """Quantize all four operands of attention in FP8, its probabilities with the scale 1/448."""
     for entry in subject.attentions:
         formats = [operand.format for operand in entry.operands]
         if FP8.name not in formats:
@@ -44,7 +44,7 @@ def fp8_attention(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("int8-with-fp8-attention")
 def int8_with_fp8_attention(subject: Subject) -> Iterator[Fault]:
-    """Products with INT8 do not stand beside attention in FP8: before Blackwell such an engine does not build."""
+    """Keep INT8 products out of a graph with attention in FP8: before Blackwell such an engine does not build."""
     if not any(operand.format == FP8.name for entry in subject.attentions for operand in entry.operands):
         return
     fused = {operand.product for entry in subject.attentions for operand in entry.operands}

@@ -1,4 +1,4 @@
-"""The float type of what is not quantized, which the graph decides alone."""
+"""Rule of the float type of everything that is not quantized: the graph alone decides it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["float32_rest"]
 
 @rules.add("float32-rest")
 def float32_rest(subject: Subject) -> Iterator[Fault]:
-    """The graph is in half precision where the target is strongly typed: FP32 tensors make an FP32 engine."""
+    """Use half precision where the target is strongly typed: FP32 tensors make an FP32 engine."""
     halves = {name for name, ours in WIDTHS.items() if name in HALVES and ours == subject.target.float_dtype}
     if not halves:
         return
@@ -31,7 +31,7 @@ def float32_rest(subject: Subject) -> Iterator[Fault]:
 
 
 def _float_type(operand: Operand) -> str:
-    """The float type that a product computes with, if its operands are no steps."""
+    """Return the float type in which a product computes if its operands are not quantized codes."""
     if operand.quantized and not operand.between:
         return element(operand.dequantize.inputs[1])
     return element(operand.product.inputs[operand.index])

@@ -1,4 +1,4 @@
-"""Formats: which the target computes with, with or without a zero point, signed or not."""
+"""Rules of formats: those that the target computes with, their zero points and their signedness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["format_taken", "saturating_weight", "signedness", "zero_point"]
 
 @rules.add("zero-point")
 def zero_point(subject: Subject) -> Iterator[Fault]:
-    """A zero point is left out, or all zeros."""
+    """Leave out zero points, or store zeros."""
     for node in subject.sources:
         if len(node.inputs) < 3 or node.inputs[2] is None:
             continue
@@ -41,7 +41,7 @@ def zero_point(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("format")
 def format_taken(subject: Subject) -> Iterator[Fault]:
-    """The target computes with the format of an activation, and takes that of a weight."""
+    """Use an activation format that the target computes with, and a weight format that it reads."""
     for node in subject.sources:
         weight = is_constant(node.inputs[0])
         taken = subject.target.weight_dtypes if weight else subject.target.activation_dtypes
@@ -56,7 +56,7 @@ def format_taken(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("signedness")
 def signedness(subject: Subject) -> Iterator[Fault]:
-    """Activations are unsigned where the target's byte product takes unsigned ones, and signed elsewhere."""
+    """Use unsigned activations where the target's byte product takes unsigned ones, and signed elsewhere."""
     where = subject.target.unsigned_activations
     for pair in subject.products:
         weighted = any(operand.is_weight for operand in pair)
@@ -77,7 +77,7 @@ def signedness(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("saturating-weight")
 def saturating_weight(subject: Subject) -> Iterator[Fault]:
-    """Weights keep to the steps that the target's byte product can add up."""
+    """Keep weights within the codes that the target's byte product can add up."""
     most = subject.target.weight_steps
     if most is None:
         return

@@ -1,4 +1,4 @@
-"""Mask constants that half precision can add to."""
+"""Rule of mask constants: half precision can add to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["mask_range"]
 
 @rules.add("mask-range")
 def mask_range(subject: Subject) -> Iterator[Fault]:
-    """A mask's constant fits FP16, with room for the scores that are added to it."""
+    """Keep a mask's constant within FP16, with room for the scores that are added to it."""
     for node in subject.nodes:
         for index, value in enumerate(node.inputs):
             held = constant(value)
@@ -41,7 +41,7 @@ _LOWEST = float(np.finfo(np.float16).min)
 
 
 def _becomes_half(node: Any) -> bool:
-    """It makes, or hands a Cast, what is then FP16."""
+    """Return whether a node's result is FP16, directly or behind a Cast."""
     if node.op_type == "Cast":
         return str(node.outputs[0].dtype) == "FLOAT16"
     casts = [reader for reader in readers(node.outputs[0]) if reader.op_type == "Cast"]

@@ -1,4 +1,4 @@
-"""Operators that compute in low precision by themselves, and quantizers that are not ONNX's."""
+"""Rules of operators that compute in low precision by themselves, and of quantizers that are not ONNX's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _WORDS = ("QLinear", "Integer", "Quantize", "QGemm", "QAttention")
 
 
 def is_quantized_operator(node: Any) -> bool:
-    """It computes with steps itself, or makes them in a way of its own."""
+    """Return whether a node computes with quantized codes, or quantizes with an operator other than ONNX's Q/DQ."""
     plain = is_quantize(node) or is_dequantize(node)  # com.microsoft's are read everywhere as ONNX's
     return not plain and any(word in node.op_type for word in _WORDS)
 
 
 @rules.add("foreign-operator")
 def foreign_operator(subject: Subject) -> Iterator[Fault]:
-    """What computes in low precision is said with ONNX's QuantizeLinear and DequantizeLinear, or the target runs it."""
+    """Express low precision with ONNX's QuantizeLinear and DequantizeLinear, or with operators that the target runs."""
     nodes: dict[tuple[str, str], list[Any]] = {}
     for node in filter(is_quantized_operator, subject.nodes):
         foreign = node.domain not in (*_ONNX, *subject.limits.own_domains)

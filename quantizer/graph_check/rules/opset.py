@@ -1,4 +1,4 @@
-"""The version of ONNX that a file is written in."""
+"""Rules of the opset in which a file is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HALF_SCALES, _BLOCKS = FP8.onnx_opset, INT4.onnx_opset
 
 @rules.add("opset-range")
 def opset_range(subject: Subject) -> Iterator[Fault]:
-    """The opset is one that the target's parser reads."""
+    """Use an opset that the target's parser reads."""
     if subject.limits.opsets is None:
         return
     first, last = subject.limits.opsets
@@ -35,7 +35,7 @@ def opset_range(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("opset-format")
 def opset_format(subject: Subject) -> Iterator[Fault]:
-    """Half scales and FP8 need opset 19; INT4 and blocks need 21."""
+    """Use opset 19 for half scales and FP8, and 21 for INT4 and blocks."""
     too_new: dict[tuple[str, int], list[Any]] = {}
     for node in subject.sources:
         for what, needed in _needs(node):
@@ -47,7 +47,7 @@ def opset_format(subject: Subject) -> Iterator[Fault]:
 
 
 def _needs(node: Any) -> Iterator[tuple[str, int]]:
-    """What a Q or DQ uses, and the first opset that has it."""
+    """Yield each feature that a Q or DQ uses, with the first opset that has it."""
     name = format_name(node)
     if name in QTYPES:
         yield name.upper(), QTYPES[name].onnx_opset

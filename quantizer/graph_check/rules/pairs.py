@@ -1,4 +1,4 @@
-"""Pairs of a QuantizeLinear and the DequantizeLinear behind it."""
+"""Rules of pairs: a QuantizeLinear and the DequantizeLinear that reads it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["dead_quantizer", "pair_differs", "quantize_alone", "shared_input"]
 
 @rules.add("dead-quantizer")
 def dead_quantizer(subject: Subject) -> Iterator[Fault]:
-    """Somebody reads what a quantizer gives."""
+    """Remove a quantizer whose result is not read."""
     for node in [*subject.quantizes, *subject.dequantizes]:
         if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
             yield Fault(name_of(node), "nobody reads its output", "remove it")
@@ -30,7 +30,7 @@ def dead_quantizer(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("quantize-alone")
 def quantize_alone(subject: Subject) -> Iterator[Fault]:
-    """A QuantizeLinear is read by DequantizeLinear alone."""
+    """Read a QuantizeLinear by DequantizeLinear only."""
     for node in subject.quantizes:
         others = [
             reader
@@ -48,7 +48,7 @@ def quantize_alone(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("pair-differs")
 def pair_differs(subject: Subject) -> Iterator[Fault]:
-    """A DequantizeLinear has the scale and zero point of its QuantizeLinear."""
+    """Give a DequantizeLinear the scale and zero point of its QuantizeLinear."""
     for node in subject.quantizes:
         for quantize, dequantize in paired(node):
             for index, what in ((1, "scale"), (2, "zero point")):
@@ -59,7 +59,7 @@ def pair_differs(subject: Subject) -> Iterator[Fault]:
 
 
 def _number(node: Any, index: int) -> np.ndarray[Any, Any] | None:
-    """A scale or zero point; a zero point that is left out is 0."""
+    """Return the array of a scale or zero point; 0 for a zero point that is left out."""
     if index >= len(node.inputs) or node.inputs[index] is None:
         return np.zeros(1, np.float32)
     held = constant(node.inputs[index])
@@ -74,7 +74,7 @@ def _equal(one: np.ndarray[Any, Any], two: np.ndarray[Any, Any]) -> bool:
 
 @rules.add("shared-input")
 def shared_input(subject: Subject) -> Iterator[Fault]:
-    """A tensor that several products read is quantized once."""
+    """Quantize a tensor that several products read only once."""
     by_tensor: dict[Any, list[Any]] = {}
     for node in subject.quantizes:
         by_tensor.setdefault(node.inputs[0], []).append(node)

@@ -1,4 +1,4 @@
-"""Which sites are quantized, and which of their operands."""
+"""Rules of placement: the sites that are quantized, and their operands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["gemm_bias", "half_site", "quantized_bias", "quantized_mask", "site_k
 
 @rules.add("half-site")
 def half_site(subject: Subject) -> Iterator[Fault]:
-    """Both operands of a product are quantized, or neither; weights alone only where that saves memory on purpose."""
+    """Quantize both operands of a product, or neither; weights alone only to save memory on purpose."""
     weights_alone = all(is_constant(node.inputs[0]) for node in subject.quantizes)
     for pair in subject.products:
         if pair[0].quantized == pair[1].quantized:
@@ -52,7 +52,7 @@ def _short(operand: Operand) -> str:
 
 @rules.add("site-kind")
 def site_kind(subject: Subject) -> Iterator[Fault]:
-    """Only what gains on the target is quantized there."""
+    """Quantize only kinds of sites that gain on the target."""
     advice = "leave it float"
     kinds = subject.target.site_kinds
     for pair in subject.products:
@@ -70,14 +70,14 @@ def site_kind(subject: Subject) -> Iterator[Fault]:
 
 
 def _rounded(value: Any) -> bool:
-    """It comes from a Q and its DQ: what a table of stored steps gives was never rounded on the way."""
+    """Return whether a value comes from a Q and its DQ; values of a table stored in codes are not rounded in a run."""
     node = maker(value)
     return is_dequantize(node) and is_quantize(maker(node.inputs[0]))
 
 
 @rules.add("quantized-bias")
 def quantized_bias(subject: Subject) -> Iterator[Fault]:
-    """A bias stays float."""
+    """Keep a bias in float."""
     for node in subject.nodes:
         for value in _biases(node):
             before = maker(value)
@@ -89,7 +89,7 @@ def quantized_bias(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("gemm-bias")
 def gemm_bias(subject: Subject) -> Iterator[Fault]:
-    """A quantized Gemm has no float bias."""
+    """Keep float biases out of a quantized Gemm."""
     advice = "write it as MatMul and Add, or give it an INT32 bias behind a DequantizeLinear"
     for pair in subject.products:
         node = pair[0].product
@@ -99,7 +99,7 @@ def gemm_bias(subject: Subject) -> Iterator[Fault]:
 
 
 def _biases(node: Any) -> list[Any]:
-    """What a node adds to a product for good."""
+    """Return the constants that a node adds to a product."""
     if node.op_type in PRODUCTS:
         return [value for value in node.inputs[2:] if value is not None]
     if node.op_type == "Add" and any(getattr(maker(value), "op_type", "") in PRODUCTS for value in node.inputs):
@@ -109,7 +109,7 @@ def _biases(node: Any) -> list[Any]:
 
 @rules.add("quantized-mask")
 def quantized_mask(subject: Subject) -> Iterator[Fault]:
-    """The add of an attention's mask stays float."""
+    """Keep the add of an attention's mask in float."""
     for add in mask_adds(subject.nodes):
         before = next((maker(value) for value in add.inputs if is_dequantize(maker(value))), None)
         if before is not None:

@@ -1,4 +1,4 @@
-"""Who reads a DequantizeLinear: only what computes with the steps, and directly."""
+"""Rules of the readers of a DequantizeLinear: only operators that compute with its codes, and directly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STEPS = (
 
 @rules.add("float-reader")
 def float_reader(subject: Subject) -> Iterator[Fault]:
-    """What a DequantizeLinear gives is read by operators that work on steps, and is no output of the model."""
+    """Read a DequantizeLinear only by operators that compute with codes; it is no output of the model."""
     advice = "read the tensor before its QuantizeLinear there, or leave it float"
     for node in subject.dequantizes:
         if is_constant(node.inputs[0]) and not node.outputs[0].is_graph_output():
@@ -46,7 +46,7 @@ def float_reader(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("cast-between")
 def cast_between(subject: Subject) -> Iterator[Fault]:
-    """No Cast stands between Q, DQ and the product."""
+    """Put no Cast between Q, DQ and the product."""
     advice = "store the scales in the float type of the product, so that no Cast is needed"
     for pair in subject.products:
         for operand in pair:
@@ -62,7 +62,7 @@ def cast_between(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("scaled-operand")
 def scaled_operand(subject: Subject) -> Iterator[Fault]:
-    """Nothing scales an activation between its DequantizeLinear and the product."""
+    """Scale no activation between its DequantizeLinear and the product."""
     for operand, nodes in _behind(subject):
         scaling = [node for node in nodes if node.op_type in ("Mul", "Div")]
         if scaling:
@@ -73,7 +73,7 @@ def scaled_operand(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("moved-operand")
 def moved_operand(subject: Subject) -> Iterator[Fault]:
-    """Nothing moves an activation between its DequantizeLinear and the product."""
+    """Move no activation between its DequantizeLinear and the product."""
     for operand, nodes in _behind(subject):
         moves = [node for node in reversed(nodes) if node.op_type in MOVES]
         if moves:
@@ -83,7 +83,7 @@ def moved_operand(subject: Subject) -> Iterator[Fault]:
 
 
 def _behind(subject: Subject) -> Iterator[tuple[Operand, list[Any]]]:
-    """The operands with nodes between a DQ and a product, those nodes, and each such place once."""
+    """Yield each operand with nodes between its DQ and its product, and those nodes; each place once."""
     seen: set[Any] = set()
     for pair in subject.products:
         for operand in pair:

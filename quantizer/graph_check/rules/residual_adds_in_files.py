@@ -1,4 +1,4 @@
-"""Residual adds: the operand that skips a block is the one whose reading costs."""
+"""Rule of residual adds: reading the operand that skips the block is what costs time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["residual_side"]
 
 @rules.add("residual-side")
 def residual_side(subject: Subject) -> Iterator[Fault]:
-    """Where one operand of a residual add is quantized, it is the one that skips the block."""
+    """Quantize the operand that skips the block if only one operand of a residual add is quantized."""
     masks = set(mask_adds(subject.nodes))
     for node in subject.nodes:
         if node.op_type != "Add" or node in masks or any(is_constant(value) for value in node.inputs):
@@ -39,7 +39,7 @@ def residual_side(subject: Subject) -> Iterator[Fault]:
 
 
 def _from_product(value: Any) -> bool:
-    """It is what a product gives, with its bias, and rounded or not."""
+    """Return whether a value is the result of a product, with its bias, requantized or not."""
     node = maker(value)
     while node is not None:
         if node.op_type in PRODUCTS:

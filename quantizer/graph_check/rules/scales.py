@@ -1,4 +1,4 @@
-"""Scales: constants, positive, of the tensor's own float type."""
+"""Rules of scales: constants, positive, of the float type of the quantized tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["scale_constant", "scale_type", "scale_value"]
 
 @rules.add("scale-constant")
 def scale_constant(subject: Subject) -> Iterator[Fault]:
-    """A scale is a constant of the file."""
+    """Store scales as constants of the file."""
     for node in subject.sources:
         if not is_constant(node.inputs[1]):
             problem = f"its scale {node.inputs[1].name} is computed when the model runs"
@@ -28,7 +28,7 @@ def scale_constant(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("scale-value")
 def scale_value(subject: Subject) -> Iterator[Fault]:
-    """A scale is a number above 0."""
+    """Use finite scales above 0."""
     for node in subject.sources:
         held = constant(node.inputs[1])
         if held is None:
@@ -45,7 +45,7 @@ def scale_value(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("scale-type")
 def scale_type(subject: Subject) -> Iterator[Fault]:
-    """A scale has the float type of the tensor that is quantized."""
+    """Give a scale the float type of the tensor that is quantized."""
     for node in subject.quantizes:
         scale, tensor = element(node.inputs[1]), element(node.inputs[0])
         if scale and tensor and scale != tensor:

@@ -1,4 +1,4 @@
-"""Products that are slower in low precision: small ones, and those of a matrix and a vector."""
+"""Rules of products that are slower in low precision: small ones, and those of a matrix and a vector."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _Size = int | None
 
 @rules.add("small-product")
 def small_product(subject: Subject) -> Iterator[Fault]:
-    """A product whose K or N is small stays float."""
-    enough = subject.target.min_gemm_dim or 1  # what is not known is taken for large enough
+    """Keep a product with a small K or N in float."""
+    enough = subject.target.min_gemm_dim or 1  # an unknown size counts as large enough
     for pair in _quantized(subject):
         _, k, n = _sizes(pair)
         reason = subject.target.gemm_reason(enough if k is None else k, enough if n is None else n)
@@ -32,7 +32,7 @@ def small_product(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("matrix-vector")
 def matrix_vector(subject: Subject) -> Iterator[Fault]:
-    """A product of a matrix and a vector stays float."""
+    """Keep a product of a matrix and a vector in float."""
     enough = subject.target.min_gemm_dim or 1
     for pair in _quantized(subject):
         m, _, _ = _sizes(pair)
@@ -46,7 +46,7 @@ def _quantized(subject: Subject) -> Iterator[tuple[Operand, Operand]]:
 
 
 def _sizes(pair: tuple[Operand, Operand]) -> tuple[_Size, _Size, _Size]:
-    """M, K and N of a product [M, K] by [K, N]; None for what is not known."""
+    """Return M, K and N of a product [M, K] by [K, N]; None for an unknown size."""
     node = pair[0].product
     left, right = (shape(node.inputs[operand.index]) for operand in pair)
     if node.op_type == "Conv":
@@ -55,7 +55,7 @@ def _sizes(pair: tuple[Operand, Operand]) -> tuple[_Size, _Size, _Size]:
         return None, right[0] if right else None, _product(right[1:]) if right else None
     left = left[::-1] if left and attribute(node, "transA", 0) else left
     right = right[::-1] if right and attribute(node, "transB", 0) else right
-    # A weight meets all rows of all batches; two activations meet batch by batch.
+    # A weight multiplies the rows of all batches in one GEMM; two activations are multiplied batch by batch.
     m = _product(left[:-1]) if left and pair[1].is_weight else (left[-2] if left and len(left) > 1 else None)
     k = left[-1] if left and left[-1] is not None else (right[-2] if right and len(right) > 1 else None)
     return m, k, right[-1] if right and len(right) > 1 else None

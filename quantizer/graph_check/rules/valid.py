@@ -1,4 +1,4 @@
-"""What must hold before anything else: ONNX's own rules, and data that is where the file says."""
+"""Rules that come before all others: ONNX's own checker, and external data that is complete."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["external_data", "onnx_checker"]
 
 @rules.add("onnx-checker")
 def onnx_checker(subject: Subject) -> Iterator[Fault]:
-    """ONNX's own checker takes the file."""
+    """Pass ONNX's own checker."""
     if not subject.refused_by_checker or any(opset_format(subject)):
-        return  # an opset that is too low is said in better words by its own rule
+        return  # the rule opset-range reports it more clearly
     yield Fault("", f"onnx.checker refuses the file: {subject.refused_by_checker}", "export it again")
 
 
 @rules.add("external-data")
 def external_data(subject: Subject) -> Iterator[Fault]:
-    """External data lies in the model's folder, complete; what lies elsewhere is not opened."""
+    """Keep external data complete in the model's folder; data elsewhere is not opened."""
     for name, problem in subject.refused_data:
         yield Fault(name, problem, "put the data file beside the model under that name, or export both again")

@@ -1,4 +1,4 @@
-"""Weights: stored in steps, as the product reads them, with a scale for each output channel."""
+"""Rules of weights: stored in codes, as the product reads them, with a scale for each output channel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["activation_channels", "float_weight", "turned_weight", "weight_axis"
 
 
 def _weights(subject: Subject) -> Iterator[Operand]:
-    """The quantized weights of products, each once."""
+    """Yield the quantized weights of products, each once."""
     seen = set()
     for pair in subject.products:
         for operand in pair:
@@ -27,7 +27,7 @@ def _weights(subject: Subject) -> Iterator[Operand]:
 
 @rules.add("float-weight")
 def float_weight(subject: Subject) -> Iterator[Fault]:
-    """A weight is stored in steps."""
+    """Store weights in codes."""
     for weight in _weights(subject):
         if weight.quantize is not None:
             problem = (
@@ -38,7 +38,7 @@ def float_weight(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("turned-weight")
 def turned_weight(subject: Subject) -> Iterator[Fault]:
-    """A weight is stored as the product reads it."""
+    """Store a weight as the product reads it."""
     for weight in _weights(subject):
         moved = [node for node in weight.between if node.op_type != "Cast"]
         if moved:
@@ -48,7 +48,7 @@ def turned_weight(subject: Subject) -> Iterator[Fault]:
 
 @rules.add("weight-axis")
 def weight_axis(subject: Subject) -> Iterator[Fault]:
-    """A weight's scales belong to its output channels: axis 1 for MatMul, 0 for Gemm with transB and for Conv."""
+    """Give a weight one scale for each output channel: axis 1 for MatMul, 0 for Gemm with transB and for Conv."""
     for weight in _weights(subject):
         scale, held = shape(weight.dequantize.inputs[1]), shape(weight.dequantize.inputs[0])
         if scale is None or held is None or scale in ((), (1,)) or attribute(weight.dequantize, "block_size", 0):
@@ -70,7 +70,7 @@ def _index(axis: int) -> str:
 
 
 def _channels(weight: Operand, rank: int) -> int | None:
-    """The axis of the stored weight with the output channels; None where nodes in between make it hard to tell."""
+    """Return the axis of the output channels in the stored weight; None if nodes in between hide it."""
     moves = [node for node in weight.between if node.op_type not in ("Cast", "Identity")]
     turned = len(moves) == 1 and moves[0].op_type == "Transpose" and rank == 2
     if moves and not turned:
@@ -91,7 +91,7 @@ def _channels(weight: Operand, rank: int) -> int | None:
 
 @rules.add("activation-channels")
 def activation_channels(subject: Subject) -> Iterator[Fault]:
-    """An activation has one scale."""
+    """Give an activation one scale."""
     for pair in subject.products:
         for operand in pair:
             if operand.is_weight or not operand.quantized:
