@@ -1,4 +1,4 @@
-"""Engines: build one from an ONNX file, load it, run it on numpy arrays, time it."""
+"""Engines: build from an ONNX file, load, run on numpy arrays, measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backends by name, and the two things one does with them: build an engine, load an engine.
+"""Registry of backends by name; functions that build, load and inspect an engine of one.
 
 ``backends.add("name")(SomeBackend())`` in a file of its own adds one.
 """
@@ -21,7 +21,7 @@ backends: Registry[Backend] = Registry("backend")
 
 
 def backend(name: str) -> Backend:
-    """The backend ``name``.
+    """Return the backend ``name``.
 
     Raises:
         EngineError: no such backend; the message lists those there are.
@@ -34,7 +34,7 @@ def backend(name: str) -> Backend:
 def build_engine(
     name: str, onnx_path: str | Path, engine_path: str | Path, options: BuildOptions | None = None
 ) -> BuildResult:
-    """Build the ONNX file into one engine file for the backend ``name``.
+    """Build the ONNX file into one engine file of the backend ``name``.
 
     Args:
         name: a name from ``backends``.
@@ -71,7 +71,7 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
 def inspect_engine(
     name: str, path: str | Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
 ) -> Inspection:
-    """What runs in which precision, as the backend ``name`` itself reports it.
+    """Report the precision of every layer, as the backend ``name`` itself states it.
 
     Args:
         name: a name from ``backends``.

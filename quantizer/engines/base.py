@@ -1,7 +1,7 @@
-"""The contract of an engine: numpy arrays in by name, numpy arrays out by name.
+"""Contract of an engine: numpy arrays in by name, numpy arrays out by name.
 
-A backend makes engines. It builds an engine file from an ONNX file and loads it; it knows paths and arrays, and nothing
-of proxies or PyTorch modules.
+A backend builds an engine file from an ONNX file and loads it. It knows paths and arrays, and nothing of proxies or
+PyTorch modules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input of an engine: its name, its type and its shape, with None for a dynamic dimension.
+    """Input of an engine: its name, type and shape, with None for a dynamic dimension.
 
     Attributes:
         dimensions: the name of each axis in the ONNX file, empty where it has none; none at all: they are not known.
@@ -59,15 +59,15 @@ class TensorSpec:
 
 
 class Engine(Protocol):
-    """A model that is ready to run. Not for use from two threads at once."""
+    """Model that is ready to run. Not for use from two threads at once."""
 
     @property
     def name(self) -> str:
-        """The backend that made it, as a configuration names it."""
+        """Name of its backend, as a configuration spells it."""
 
     @property
     def device(self) -> str:
-        """Where it runs: ``cpu`` or ``cuda``."""
+        """Device on which it runs: ``cpu`` or ``cuda``."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -75,11 +75,11 @@ class Engine(Protocol):
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The names of the inputs, all of them required."""
+        """Names of the inputs, all of them required."""
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """The names of the outputs, in the order of the ONNX file."""
+        """Names of the outputs, in the order of the ONNX file."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Run it once.
@@ -96,20 +96,20 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """How to build.
+    """Options of a build.
 
     Attributes:
-        dynamic: smallest, usual and largest size of each dynamic dimension, by the name that it has in the ONNX file
+        dynamic: smallest, usual and largest size of each dynamic dimension, by its name in the ONNX file
             (``{"batch": (1, 8, 32)}``). TensorRT needs it; engines on a CPU take any size and ignore it.
-        compute_capability: the GPU generations to build for ahead of time (``sm89``, or several of them in one
-            engine), with TensorRT-RTX; None builds one engine for all from compute capability 8.0 on.
-        inference_precision: what OpenVINO computes in where nothing is quantized, ``float32`` or ``bfloat16``; None:
-            float32. The types of other engines are those of the file.
-        strip_weights: write an engine of TensorRT without its weights, which it takes when it is loaded from the ONNX
-            file. That has to be in the engine's folder, at either time.
-        timing_cache: a file in which TensorRT keeps how fast kernels are on this GPU: read where it exists, written
+        compute_capability: with TensorRT-RTX, the GPU generations to build for ahead of time (``sm89``, or several in
+            one engine); None builds one engine for all from compute capability 8.0 on.
+        inference_precision: the type in which OpenVINO computes what is not quantized, ``float32`` or ``bfloat16``;
+            None: float32. Other engines take their types from the file.
+        strip_weights: write a TensorRT engine without its weights. Loading takes them from the ONNX file, which must be
+            in the engine's folder at both times.
+        timing_cache: file in which TensorRT keeps its measured kernel times on this GPU: read if it exists, written
             after the build. TensorRT-RTX has no such times.
-        progress: told how far the build is.
+        progress: called with the progress of the build.
 
     Raises:
         EngineError: a range that is not ``1 <= smallest <= usual <= largest``; an empty list of compute capabilities.
@@ -133,10 +133,10 @@ class BuildOptions:
             raise EngineError("compute_capability is an empty list: name at least one, such as sm89, or leave it out")
 
     def check_for(self, name: str) -> None:
-        """Refuse what the backend ``name`` cannot be told.
+        """Raise if an option does not apply to the backend ``name``.
 
         Raises:
-            EngineError: an ``inference_precision`` that it has not, or ``strip_weights`` where it keeps them.
+            EngineError: an ``inference_precision`` that it lacks, or ``strip_weights`` where it cannot strip them.
         """
         target = profile(name)
         reason = None if self.inference_precision is None else target.precision_reason(self.inference_precision)
@@ -147,14 +147,14 @@ class BuildOptions:
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """The compute capabilities, each once, in lower case; empty where none is named."""
+        """Compute capabilities, each once, in lower case; empty if none is named."""
         named = self.compute_capability or ()
         return tuple(dict.fromkeys(name.lower() for name in ((named,) if isinstance(named, str) else named)))
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """A finished build: the engine file, its size in bytes, the time it took, and what the builder warned of."""
+    """Finished build: the engine file, its size in bytes, the build time, and the builder's warnings."""
 
     path: Path
     size_bytes: int
@@ -163,18 +163,18 @@ class BuildResult:
 
 
 class Backend(Protocol):
-    """Builds, loads and inspects the engines of one library. No method imports the library before it needs it."""
+    """Builder, loader and inspector of one library's engines. Methods import the library only when they need it."""
 
     @property
     def name(self) -> str:
-        """The name that a configuration gives it."""
+        """Name of the backend in a configuration."""
 
     @property
     def device(self) -> str:
-        """Where its engines run: ``cpu`` or ``cuda``."""
+        """Device on which its engines run: ``cpu`` or ``cuda``."""
 
     def check(self, options: BuildOptions) -> None:
-        """Refuse what ``build`` would refuse whatever the ONNX file is: a build may come after an hour of work.
+        """Raise if ``build`` would fail whatever the ONNX file is; call it before hours of work that lead to a build.
 
         Raises:
             EngineError: the options are not for this backend, or nothing can be built on this machine.
@@ -182,7 +182,7 @@ class Backend(Protocol):
         """
 
     def build(self, onnx_path: Path, engine_path: Path, options: BuildOptions) -> BuildResult:
-        """Write ``engine_path``, whole or not at all; without ``strip_weights`` it needs the ONNX file no more.
+        """Write ``engine_path``, whole or not at all; without ``strip_weights`` the ONNX file is not needed later.
 
         Raises:
             EngineError: the ONNX file is missing, broken or refused, or the engine cannot be written.
@@ -205,7 +205,7 @@ class Backend(Protocol):
     def inspect(
         self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
     ) -> Inspection:
-        """Run an engine file on made-up inputs and ask the library what runs in which precision.
+        """Run an engine file on made-up inputs and report the precision of its layers.
 
         Args:
             path: what ``load`` takes.
@@ -220,7 +220,7 @@ class Backend(Protocol):
 
 
 def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str, Any]) -> dict[str, Array]:
-    """``inputs``, arrays or tensors, in the order of ``specs`` as contiguous arrays.
+    """Return ``inputs``, arrays or tensors, as contiguous arrays in the order of ``specs``.
 
     Raises:
         EngineError: one is missing or unknown, is no array, or has another type or shape than its spec; or two of them
@@ -249,10 +249,10 @@ def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str
 
 def _array(engine: str, spec: TensorSpec, value: Any) -> Array:
     try:
-        # A tensor may be on another device, or ask for gradients; torch itself is not needed to ask it.
+        # A tensor may be on another device or require gradients; duck typing avoids an import of torch.
         return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value, order="C")
     except (RuntimeError, TypeError, ValueError) as error:
-        # A type that numpy has not, such as bfloat16; rows of several lengths; a tensor without values.
+        # A type that numpy lacks, such as bfloat16; rows of several lengths; a tensor without values.
         held = getattr(value, "dtype", None)
         what = type(value).__name__ if held is None else f"{type(value).__name__} of {held}"
         raise EngineError(
@@ -261,10 +261,10 @@ def _array(engine: str, spec: TensorSpec, value: Any) -> Array:
 
 
 def _check_shared(engine: str, specs: Sequence[TensorSpec], arrays: Mapping[str, Array]) -> None:
-    """Hold inputs to the dimensions that they share by name: libraries do not, and one returns a former call's result.
+    """Raise if inputs differ in a dimension of one name.
 
-    A size of 1 that would broadcast is another size too: the file says that the two are equal, and what else goes by
-    them is not known here.
+    The libraries do not check this, and one of them returns the result of an earlier call. A size of 1, which would
+    broadcast, is an error too: the file states that the two dimensions are equal.
     """
     first: dict[str, tuple[int, str, int]] = {}
     for spec in specs:

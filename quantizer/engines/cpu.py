@@ -1,4 +1,4 @@
-"""What the system says of this machine's CPU."""
+"""Facts about this machine's CPU, from the system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_info() -> dict[str, str]:
-    """First block of /proc/cpuinfo, keys in lower case; empty on other systems."""
+    """Return the first block of /proc/cpuinfo, keys in lower case; empty on other systems."""
     try:
         text = _CPU_INFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -21,6 +21,6 @@ def cpu_info() -> dict[str, str]:
 
 
 def cpu_flags() -> set[str]:
-    """Names of its instruction sets, in /proc/cpuinfo's spelling; empty on other systems."""
+    """Return the names of the CPU's instruction sets as /proc/cpuinfo spells them; empty on other systems."""
     info = cpu_info()
     return set(info.get("flags", info.get("features", "")).split())

@@ -1,4 +1,4 @@
-"""Which backend an engine file belongs to, told by how it begins."""
+"""Detection of an engine file's backend by its first bytes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HEAD = 256
 
 
 def detect_backend(path: Path) -> str | None:
-    """The backend that an engine file was built by; None for an ONNX file, which belongs to none.
+    """Return the backend that built an engine file; None for an ONNX file.
 
     Raises:
-        EngineError: the file is missing, empty, or not known for an engine or an ONNX file by how it begins. The form
-            of TensorRT's own files is not known here.
+        EngineError: the file is missing or empty, or its first bytes are not those of a known engine or of an ONNX
+            file. The format of TensorRT's own files is not recognized.
     """
     try:
         with checked_engine(path).open("rb") as stream:

@@ -1,7 +1,7 @@
-"""The names of dimensions: axes of one name have one size, in every input and in every call.
+"""Names of dimensions: axes of one name have one size, in every input and in every call.
 
-An ONNX file says so, and its libraries do not hold to it. OpenVINO, given two sizes, may return what it computed in a
-call before, and go on doing so; an engine file of it has no names left.
+An ONNX file states the names, and its libraries do not enforce them. OpenVINO, given two sizes, may return the result
+of an earlier call, and go on doing so; its engine files do not keep the names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantizer.engines.engine_file import read_varint
 
 __all__ = ["dimension_sizes", "input_dimensions"]
 
-# Numbers of fields in ONNX's protobuf messages: graph of a model; inputs of a graph; name and type of an input; tensor
+# Field numbers in ONNX's protobuf messages: graph of a model; inputs of a graph; name and type of an input; tensor
 # of a type; its shape; dimensions of a shape; the name of a dimension.
 _GRAPH = 7
 _INPUT = 11
@@ -26,7 +26,7 @@ _TENSOR = 1
 _SHAPE = 2
 _DIMENSION = 1
 _DIMENSION_NAME = 2
-# How a field is written: a number of any length, a message or string after its length, or so many bytes.
+# Wire types of a field: a varint, a message or string after its length, or a fixed number of bytes.
 _NUMBER, _MESSAGE = 0, 2
 _FIXED = {1: 8, 5: 4}
 
@@ -35,9 +35,10 @@ Place: TypeAlias = tuple[int, int]
 
 
 def input_dimensions(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return the name of each axis of each input of an ONNX file; an empty one where it has none.
+    """Return the name of each axis of each input of an ONNX file; empty for an axis without a name.
 
-    Only frames are read, without the package onnx: a large file costs nothing, and a builder does not need it.
+    Only message frames are read, without the package onnx: reading a large file is quick, and a builder does not need
+    onnx.
 
     Raises:
         ValueError: the file is damaged.
@@ -50,8 +51,8 @@ def input_dimensions(path: Path) -> dict[str, tuple[str, ...]]:
 def dimension_sizes(shapes: Iterable[Sequence[str]], batch: int, sequence: int) -> dict[str, int]:
     """Return a size for each name of a dimension, for made-up inputs.
 
-    What is not called ``batch`` or ``sequence`` is taken for a batch where it is the first axis of every input that
-    has it: [b, s] gives b the batch's size and s the sequence's.
+    A name other than ``batch`` or ``sequence`` gets the batch's size if it is the first axis of every input that has
+    it, else the sequence's: [b, s] gives b the batch's size and s the sequence's.
     """
     sizes: dict[str, int] = {}
     for names in shapes:
@@ -73,7 +74,7 @@ def _text(stream: BinaryIO, places: Iterable[Place]) -> str:
 
 
 def _below(stream: BinaryIO, places: Iterable[Place], *numbers: int) -> Iterator[Place]:
-    """Where the messages or strings lie that a way of field numbers leads to."""
+    """Yield the positions of the messages or strings that a path of field numbers leads to."""
     if not numbers:
         yield from places
         return

@@ -1,4 +1,4 @@
-"""Files in and out: an ONNX file is looked at before a library reads it, and an engine file is whole or absent."""
+"""Files: an ONNX file is validated before a library reads it; an engine file is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GRAPH_FIELD = 7
 
 
 def checked_engine(path: Path, what: str = "engine") -> Path:
-    """``path``, when it is a file with something in it.
+    """Return ``path`` if it is a file with content.
 
     Raises:
         EngineError: it is missing, a folder, or empty.
@@ -55,9 +55,9 @@ def checked_engine(path: Path, what: str = "engine") -> Path:
 
 
 def checked_onnx(path: Path) -> Path:
-    """``path``, when it is a whole ONNX file; only the frame is read, so a large file costs nothing.
+    """Return ``path`` if it is a complete ONNX file; only the frame is read, so a large file takes no longer.
 
-    The libraries' own words for a broken file range from a failed assertion to an attempt to read another format.
+    The libraries' own messages for a broken file range from a failed assertion to an attempt to read another format.
 
     Raises:
         EngineError: it is missing, empty, cut short, or no ONNX file.
@@ -83,7 +83,7 @@ def checked_onnx(path: Path) -> Path:
 
 
 def _skip_field(stream: BinaryIO) -> int:
-    """Move past one top-level protobuf field; its number."""
+    """Move past one top-level protobuf field and return its number."""
     position = stream.tell()
     tag = read_varint(stream)
     number, wire = tag >> 3, tag & 7
@@ -96,7 +96,7 @@ def _skip_field(stream: BinaryIO) -> int:
 
 
 def read_varint(stream: BinaryIO) -> int:
-    """Read a number as protobuf writes it: seven bits a byte, the lowest first.
+    """Read a protobuf varint: seven bits a byte, the lowest first.
 
     Raises:
         ValueError: the file ends within it, or it is longer than 64 bits take.
@@ -113,7 +113,7 @@ def read_varint(stream: BinaryIO) -> int:
 
 
 def checked_output(path: Path, source: Path | None = None) -> Path:
-    """``path``, when a file can be written there; asked before a build, so that no build is lost to a bad path.
+    """Return ``path`` if a file can be written there; call it before a build, so that no build is lost to a bad path.
 
     Args:
         path: the file to write.
@@ -129,7 +129,7 @@ def checked_output(path: Path, source: Path | None = None) -> Path:
 
 
 def whole_file(path: Path) -> AbstractContextManager[Path]:
-    """``quantizer.files.whole_file`` in the words of engines.
+    """Return ``quantizer.files.whole_file``, which raises ``EngineError`` here.
 
     Raises:
         EngineError: the system refused to write.
@@ -138,7 +138,7 @@ def whole_file(path: Path) -> AbstractContextManager[Path]:
 
 
 def write_engine(path: Path, content: memoryview, note: str = "") -> None:
-    """Write what a library built, and after it a line with its SHA-256: it would run a damaged one too.
+    """Write what a library built, and after it a line with its SHA-256: the library would run a damaged file too.
 
     Args:
         path: the engine file.
@@ -157,7 +157,7 @@ def write_engine(path: Path, content: memoryview, note: str = "") -> None:
 
 
 def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
-    """What a library built, and the note after it; an empty one where there is none, or no whole one.
+    """Return what a library built, and the note after it; an empty note if there is none, or no complete one.
 
     Args:
         path: the engine file. One from before there was a checksum in it is not checked.
@@ -185,7 +185,7 @@ def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
 
 
 def sign_onnx(path: Path) -> None:
-    """Add the SHA-256 of an ONNX file to its own metadata, as its last bytes: whatever reads ONNX reads it as before.
+    """Append the SHA-256 of an ONNX file to its own metadata, as its last bytes; ONNX readers still read the file.
 
     Raises:
         OSError: the system refused to write.
@@ -197,7 +197,7 @@ def sign_onnx(path: Path) -> None:
 
 
 def check_signature(path: Path) -> None:
-    """Compare the SHA-256 that ``sign_onnx`` added; a file without one is taken as it is.
+    """Raise if an ONNX file does not match the SHA-256 that ``sign_onnx`` appended; a file without one passes.
 
     Raises:
         EngineError: the file is not as it was written.
@@ -227,7 +227,7 @@ def _compare(path: Path, found: str, told: str) -> None:
 
 
 def _signature(digest: str) -> bytes:
-    """An entry of the metadata (field 14 of a model: key and value), as protobuf writes it."""
+    """Return an entry of the metadata (field 14 of a model: key and value) in protobuf's encoding."""
     key, value = _SUM_KEY.encode(), digest.encode()
     entry = b"\x0a" + bytes([len(key)]) + key + b"\x12" + bytes([len(value)]) + value
     return b"\x72" + bytes([len(entry)]) + entry

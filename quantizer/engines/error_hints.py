@@ -1,4 +1,4 @@
-"""What a library said when it refused a file, with the node it means, the module that node came from, and a hint."""
+"""Explanation of a library's error: the node it names, the module that the node came from, and a hint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quantizer.errors import QuantizerError
 __all__ = ["hint_for", "named_node", "explain_error"]
 
 _SHOWN = 3
-# What a library's message has in it, and what helps; the first that fits is told.
+# Fragments of libraries' messages and the remedy for each; the first match counts.
 _HINTS = (
     (
         r"plugin not found|no conversion rule|no op registered|neither an operator",
@@ -29,21 +29,21 @@ _HINTS = (
 
 
 def named_node(name: str, operator: str) -> str:
-    """A node as messages name it: with its operator, and with the module that it came from.
+    """Return a node as messages name it: with its operator and its module.
 
-    Names begin with the module, as the export wrote them: ``encoder.layer.0.output.dense.site/MatMul``.
+    Node names begin with the module, as the export wrote them: ``encoder.layer.0.output.dense.site/MatMul``.
     """
     module = name.rpartition("/")[0]
     return f"node {name!r} ({operator})" + (f" of module {module!r}" if module else "")
 
 
 def hint_for(text: str) -> str:
-    """What helps against a library's message, as ``; do this``; empty where nothing is known."""
+    """Return a remedy for a library's message, as ``; do this``; empty if none is known."""
     return next((f"; {hint}" for words, hint in _HINTS if re.search(words, text, re.IGNORECASE)), "")
 
 
 def explain_error(onnx_path: Path, text: str) -> str:
-    """``text``, the nodes of the file that it names, and a hint."""
+    """Return ``text``, the nodes of the file that it names, and a hint."""
     found = _nodes(onnx_path, text)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     where = f" [{', '.join(found[:_SHOWN])}{more}]" if found else ""
@@ -51,11 +51,11 @@ def explain_error(onnx_path: Path, text: str) -> str:
 
 
 def _nodes(onnx_path: Path, text: str) -> list[str]:
-    """The nodes whose names stand in ``text``; else those whose operator does."""
+    """Return the nodes whose names occur in ``text``; else those whose operators do."""
     try:
         nodes = list(read_graph(onnx_path).graph.node)
     except QuantizerError:
-        # A damaged file, or no onnx here: the library's own words have to do.
+        # A damaged file, or onnx is not installed: the library's own message has to do.
         return []
     by_name = [node for node in nodes if node.name and _stands_in(text, node.name)]
     operators = {node.op_type for node in nodes if _stands_in(text, node.op_type)}

@@ -1,4 +1,4 @@
-"""Products of bytes on a CPU that adds them in 16 bits."""
+"""Saturation of byte products on CPUs that accumulate them in 16 bits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["saturates", "saturation_warnings"]
 
 
 def saturates() -> bool:
-    """Whether this is an x86 CPU without VNNI; False where the system does not tell.
+    """Return whether this is an x86 CPU without VNNI; False if the system does not tell.
 
-    OpenVINO and ONNX Runtime multiply bytes by VPMADDUBSW there, which adds two products in 16 bits and saturates: of a
-    linear with full ranges 19 dB were left.
+    OpenVINO and ONNX Runtime multiply bytes by VPMADDUBSW there, which adds two products in 16 bits and saturates: a
+    linear with full ranges kept an SQNR of 19 dB.
     """
     flags = cpu_flags()
     return "avx2" in flags and not any("vnni" in flag for flag in flags)
 
 
 def saturation_warnings(backend: str, onnx_path: Path) -> tuple[str, ...]:
-    """What to say of a quantized file that is built for ``backend`` on this CPU; nothing without the package onnx."""
+    """Return the warnings for a quantized file built for ``backend`` on this CPU; none without the package onnx."""
     exact = profile(backend).exact_variant
     if exact is None or not saturates() or find_spec("onnx") is None:
         return ()

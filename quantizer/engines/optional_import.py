@@ -1,4 +1,4 @@
-"""Import a library that an extra installs, when it is first needed."""
+"""Import of a library that an extra installs, when it is first needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["import_library"]
 
 
 def import_library(extra: str, *names: str) -> ModuleType:
-    """The first of the modules ``names`` that is installed.
+    """Return the first of the modules ``names`` that is installed.
 
     Raises:
         MissingDependencyError: none of them is; the message names ``extra``.

@@ -1,1 +1,1 @@
-"""What an engine runs: its layers, their formats and their multiply-adds."""
+"""Contents of an engine: its layers, their formats and their multiply-adds."""

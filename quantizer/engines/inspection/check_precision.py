@@ -1,4 +1,4 @@
-"""Whether an engine runs what its graph asked for: the rule, and the error."""
+"""Check that an engine runs in the precision that its graph asks for."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SHOWN = 10
 
 
 def check_precision(observed: Inspection, graph: Inspection) -> None:
-    """Refuse an engine that does less than ``LEAST_SHARE`` of what its graph asks for in low precision.
+    """Raise if an engine does less than ``LEAST_SHARE`` of what its graph asks for in low precision.
 
-    What is compared are shares of multiply-adds; of products, where an engine does not tell all multiply-adds. An
-    engine that could not be observed passes: nothing is known of it.
+    Shares of multiply-adds are compared; shares of products if an engine does not state all multiply-adds. An engine
+    that could not be observed passes.
 
     Args:
         observed: of the engine.
         graph: of the ONNX file that it was built from, at the same sizes.
 
     Raises:
-        EngineError: it lacks the precision; the message says which products, and what the engine makes of them.
+        EngineError: it lacks the precision; the message names the products and what the engine makes of them.
     """
     asked, got = graph.low_share(), observed.low_share()
     if not observed.verified or not asked or got is None or got >= LEAST_SHARE * asked:

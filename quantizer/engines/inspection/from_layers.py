@@ -1,4 +1,4 @@
-"""From layers to what they say: shares, counts, and reasons in words. The same for every library."""
+"""Facts derived from layers: shares, counts, and reasons in words. The same for every library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARMUP = 2
 
 _FLOATS = ("fp16", "bf16", "fp32", "fp64")
 _BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?:[./]|$)")
-# What a value passes through unchanged, as far as its precision goes.
+# Roles that leave the precision of a value unchanged.
 _TRANSPARENT = ("move", "reformat")
 _STEPS = 4
 _SHOWN = 4
@@ -41,29 +41,29 @@ _READERS = {
 
 
 def run_note(batch: int, sequence: int, threads: int) -> str:
-    """How an engine was observed, in words."""
+    """Return in words how an engine was observed."""
     where = "1 thread" if threads == 1 else f"{threads} threads"
     return f"seen in a run at {batch} x {sequence} with {where}; times are the median of {RUNS} runs"
 
 
 def is_product(layer: Layer) -> bool:
-    """Whether matrices are multiplied in it."""
+    """Return whether a layer multiplies matrices."""
     return layer.role in ("product", "attention")
 
 
 def named(precision: str) -> str:
-    """A precision as a reader knows it: ``INT8``; ``index`` and ``unknown`` stay as they are."""
+    """Return a precision as readers know it: ``INT8``; ``index`` and ``unknown`` stay as they are."""
     return precision if precision in ("index", "unknown") else precision.upper()
 
 
 def block_of(name: str) -> str:
-    """The path of a module up to its first number: ``encoder.layer.3`` for all of that layer; else up to the ``/``."""
+    """Return a module's path up to its first number, ``encoder.layer.3`` for all of that layer, or up to the ``/``."""
     match = _BLOCK.match(name)
     return match[1] if match else name.partition("/")[0]
 
 
 def inspection_from_layers(backend: str, layers: Sequence[Layer], *, verified: bool, note: str) -> Inspection:
-    """The facts of an engine whose layers are ``layers``, in the order in which they run."""
+    """Return the facts of an engine whose layers are ``layers``, in the order in which they run."""
     roles = Counter(layer.role for layer in layers)
     products = [layer for layer in layers if is_product(layer)]
     writing = [layer for layer in products if layer.precision in LOW_PRECISIONS and layer.writes in _FLOATS]
@@ -105,7 +105,7 @@ def _shares(layers: Sequence[Layer]) -> tuple[PrecisionShare, ...]:
 
 
 class _Readers:
-    """The layers by name, and who reads whom.
+    """Layers by name, and the readers of each.
 
     Attributes:
         layers: every layer, by name.
@@ -115,11 +115,11 @@ class _Readers:
         self.layers: Mapping[str, Layer] = {layer.name: layer for layer in layers}
 
     def of(self, layer: Layer) -> list[Layer]:
-        """The layers that do something with what ``layer`` writes: behind moves, reformats and its own bias."""
+        """Return the layers that compute with what ``layer`` writes, behind moves, reformats and its own bias."""
         return self._search(layer, lambda reader: not self._passes(layer, reader))
 
     def meets_product(self, layer: Layer) -> bool:
-        """Whether a product reads it within a few steps."""
+        """Return whether a product reads it within a few nodes."""
         return any(is_product(reader) for reader in self._search(layer, is_product))
 
     def _passes(self, layer: Layer, reader: Layer) -> bool:
@@ -141,7 +141,7 @@ def _module(name: str) -> str:
 
 
 def _written_reasons(writing: Sequence[Layer], after: _Readers) -> list[str]:
-    """Why products in low precision write floats: what reads them, by block."""
+    """Return the reasons why low-precision products write floats: the operators that read them, by block."""
     blocks: dict[tuple[str, str, str, str], Counter[str]] = defaultdict(Counter)
     for layer in writing:
         readers = after.of(layer)
@@ -159,7 +159,7 @@ def _written_reasons(writing: Sequence[Layer], after: _Readers) -> list[str]:
 
 
 def _float_reasons(products: Sequence[Layer], layers: Sequence[Layer]) -> list[str]:
-    """Which products run in floats, and whether the graph had asked for more."""
+    """Return the products that run in floats, and whether the graph asked for more."""
     sources = defaultdict(set)
     for layer in layers:
         for reader in layer.readers:
@@ -182,7 +182,7 @@ def _float_reasons(products: Sequence[Layer], layers: Sequence[Layer]) -> list[s
 
 
 def _listed(blocks: Sequence[str]) -> str:
-    """The blocks, those that differ in their last number as one: ``encoder.layer.0 to 5, pooler``."""
+    """Return the blocks as a text, merging those that differ in the last number: ``encoder.layer.0 to 5, pooler``."""
     stems: dict[str, list[int]] = {}
     for block in blocks:
         stem, _, number = block.rpartition(".")

@@ -1,4 +1,4 @@
-"""An engine as it is seen here; or, where it cannot run here, what its graph asks for, marked as not verified."""
+"""Inspection of an engine; if it cannot run here, of what its graph asks for, marked as not verified."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["inspect_file", "observe_engine", "runs_here"]
 
 
 def runs_here(name: str) -> bool:
-    """Whether this machine has what the engines of the backend ``name`` run on.
+    """Return whether this machine has the device that engines of the backend ``name`` run on.
 
     Raises:
         EngineError: unknown backend.
@@ -31,7 +31,7 @@ def runs_here(name: str) -> bool:
 def observe_engine(
     name: str, path: Path, onnx_path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128
 ) -> Inspection:
-    """Inspect an engine that was just built, and refuse one that lacks the precision that was asked for.
+    """Inspect an engine that was just built, and raise if it lacks the precision that was asked for.
 
     Args:
         name: its backend.
@@ -56,17 +56,17 @@ def observe_engine(
 def inspect_file(
     path: Path, name: str | None = None, *, threads: int = 1, batch: int = 8, sequence: int = 128
 ) -> Inspection:
-    """What an engine or an ONNX file is made of, whatever it is.
+    """Inspect an engine or ONNX file of any backend.
 
     Args:
         path: the file.
-        name: its backend; None: what the file itself says. An ONNX file that belongs to none is not run.
+        name: its backend; None: detected from the file. An ONNX file that belongs to none is not run.
         threads: threads of the CPU.
         batch: size of the first dimension of an input, where it is dynamic.
         sequence: size of its other dynamic dimensions.
 
     Raises:
-        EngineError: the file is missing, damaged, or of another backend; or nothing can be told of it here.
+        EngineError: the file is missing, damaged, or of another backend; or it cannot be inspected here.
         MissingDependencyError: a library is not installed.
     """
     name = name or detect_backend(path)

@@ -1,4 +1,4 @@
-"""What an engine is made of, as frozen data: its layers, and the facts that follow from them."""
+"""Contents of an engine as frozen data: its layers, and the facts that follow from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOW_PRECISIONS = ("int8", "fp8", "int4", "fp4")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of an engine, or one node of a graph that no engine could be asked about."""
+    """Layer of an engine, or node of a graph that was not run by an engine."""
 
     name: str
     """Its name in the engine."""
@@ -39,7 +39,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionShare:
-    """What runs in one precision."""
+    """Share of one precision in the layers, products, multiply-adds and time of an engine."""
 
     precision: str
     """The precision, in the words of ``Layer.precision``."""
@@ -57,7 +57,7 @@ class PrecisionShare:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What runs in which precision, as the engine itself reports it."""
+    """Precision of an engine's layers, as the engine itself reports it."""
 
     backend: str
     """The backend that was asked, such as ``openvino``; ``onnx`` where only a file was read."""
@@ -87,7 +87,7 @@ class Inspection:
     """The layers in the order in which they run, constants left out."""
 
     def low_share(self) -> float | None:
-        """The share of multiply-adds in low precision, else of products; None where there is no product."""
+        """Return the share of multiply-adds in low precision, else of products; None if there is no product."""
         products = sum(share.products for share in self.shares)
         if products == 0:
             return None

@@ -1,4 +1,4 @@
-"""Multiply-adds of one layer from the shapes of its tensors; None where the shapes do not tell them."""
+"""Multiply-adds of one layer from the shapes of its tensors; None if the shapes do not determine them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Shape = Sequence[int]
 
 
 def matmul_work(left: Shape, output: Shape) -> int | None:
-    """Of [.., M, K] times [.., K, N], either of them transposed: what is multiplied for each of ``output`` [.., M, N].
+    """Return the multiply-adds of [.., M, K] times [.., K, N], either transposed, from the left operand and the output.
 
-    Only the size of the left operand's last two axes counts, so that its orientation does not.
+    Only the product of the left operand's last two sizes counts, so its orientation does not matter.
     """
     if len(left) < 2 or len(output) < 2:
         return None
@@ -24,9 +24,9 @@ def matmul_work(left: Shape, output: Shape) -> int | None:
 
 
 def convolution_work(weight: Shape, channels: int, output: Shape) -> int | None:
-    """Of a convolution whose ``weight`` makes ``channels`` channels, in any layout and with any groups.
+    """Return the multiply-adds of a convolution whose ``weight`` makes ``channels`` channels, in any layout.
 
-    A transposed convolution reads what another writes: give it its input's channels, and its input as ``output``.
+    A transposed convolution swaps input and output: pass its input's channels, and its input as ``output``.
     """
     if channels == 0 or prod(weight) % channels:
         return None
@@ -34,7 +34,7 @@ def convolution_work(weight: Shape, channels: int, output: Shape) -> int | None:
 
 
 def attention_work(query: Shape, key: Shape, value: Shape, output: Shape) -> int | None:
-    """Of both products of a fused attention whose output is [.., S, D]: the operands may be turned in any way."""
+    """Return the multiply-adds of both products of a fused attention with output [.., S, D], in any orientation."""
     if len(output) < 2 or min(output) == 0:
         return None
     heads, rows, width = prod(output[:-2]), output[-2], output[-1]

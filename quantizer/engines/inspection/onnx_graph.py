@@ -1,6 +1,6 @@
-"""What the Q/DQ of an ONNX file asks for: its products, in which precision, with their multiply-adds.
+"""Products that the Q/DQ of an ONNX file asks for, each with its precision and its multiply-adds.
 
-It says what an engine should do, never what one does: that is for the engine to say.
+This is what an engine should do; what it does only the engine itself can state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quantizer.qdq.structure import structural_fault
 
 __all__ = ["graph_inspection", "precision_of", "read_graph"]
 
-# Larger constants say nothing of shapes: only their own shape is kept.
+# Larger constants do not determine shapes: only their own shape is kept.
 _SMALL = 1024
 _PRECISIONS = {
     "FLOAT": "fp32",
@@ -46,7 +46,7 @@ _PRECISIONS = {
 
 
 def graph_inspection(path: Path, why: str, *, batch: int = 8, sequence: int = 128) -> Inspection:
-    """The products of an ONNX file: in low precision are those of which every operand is dequantized.
+    """Return the products of an ONNX file; one is in low precision if all its operands are dequantized.
 
     Args:
         path: the file.
@@ -64,7 +64,7 @@ def graph_inspection(path: Path, why: str, *, batch: int = 8, sequence: int = 12
 
 
 def read_graph(path: Path) -> Any:
-    """The ``onnx.ModelProto``, its external data left where it is.
+    """Read the ``onnx.ModelProto`` without its external data.
 
     Raises:
         EngineError: the file is missing, broken, or no ONNX file.
@@ -76,7 +76,7 @@ def read_graph(path: Path) -> Any:
         model = onnx.load(str(path), load_external_data=False)
         fault = structural_fault(onnx, model)
     except Exception as error:
-        # protobuf's error is of a class that depends on which of its implementations is installed.
+        # The class of protobuf's error depends on the implementation that is installed.
         raise EngineError(f"{path} is damaged: {error}; export it again") from error
     if fault is not None:
         raise EngineError(f"{path} is damaged, or was written wrongly: {fault}; export it again")
@@ -84,18 +84,18 @@ def read_graph(path: Path) -> Any:
 
 
 def precision_of(element_type: int) -> str:
-    """The precision of an ONNX element type; ``index`` for whole numbers and truth values."""
+    """Return the precision of an ONNX element type; ``index`` for integers and booleans."""
     onnx = import_library("onnx", "onnx")
     return _PRECISIONS.get(onnx.TensorProto.DataType.Name(element_type), "index") if element_type else "unknown"
 
 
 class _Graph:
-    """One ONNX graph with the shapes that it has at given sizes.
+    """ONNX graph with the shapes that it has at given sizes.
 
     Attributes:
         nodes: the nodes, in the file's order.
-        precisions: what each tensor is made of, as far as it can be told.
-        shapes: the shape of each tensor, where it can be told.
+        precisions: precision of each tensor, if known.
+        shapes: shape of each tensor, if known.
         made_by: the node that writes a tensor.
     """
 
@@ -115,7 +115,7 @@ class _Graph:
                 self.shapes[value.name] = tuple(size.dim_value for size in told.shape.dim)
 
     def layers(self) -> Iterator[Layer]:
-        """The products, and what only converts."""
+        """Yield the products, and the nodes that only convert."""
         roles = {"QuantizeLinear": "quantizer", "DequantizeLinear": "quantizer", "Cast": "cast", "Softmax": "softmax"}
         for index, node in enumerate(self.nodes):
             name = node.name or f"{node.op_type} {index}"
@@ -139,7 +139,7 @@ class _Graph:
         return max(low, key=("fp4", "int4", "fp8", "int8").index) if len(low) == 2 else self._type(node.output[0])
 
     def _stored(self, name: str) -> str:
-        """The type behind the DequantizeLinear that makes a tensor, through what moves it only; empty for none."""
+        """Return the type before the DequantizeLinear that makes a tensor, also through moves; empty if none does."""
         while (node := self.made_by.get(name)) is not None and node.op_type in MOVES:
             name = node.input[0]
         if node is None or node.op_type != "DequantizeLinear":
@@ -162,7 +162,7 @@ class _Graph:
 
 
 def _shaped(model: Any, sizes: Mapping[str, int]) -> Any:
-    """A copy of the model in which inputs have sizes, large constants none of their values, and shapes are inferred."""
+    """Return a copy of the model with sized inputs, inferred shapes, and large constants without their values."""
     onnx = import_library("onnx", "onnx")
     small = onnx.ModelProto()
     small.CopyFrom(_without_data(model))
@@ -173,7 +173,7 @@ def _shaped(model: Any, sizes: Mapping[str, int]) -> Any:
         for place, axis in enumerate(shape):
             if not axis.HasField("dim_value"):
                 axis.dim_value = named.get(axis.dim_param, sizes["sequence"] if place > 0 else sizes["batch"])
-    # Shapes that the file states for other sizes would only contradict.
+    # Shapes that the file states hold for other sizes.
     del graph.value_info[:]
     for value in graph.output:
         value.type.tensor_type.ClearField("shape")

@@ -1,4 +1,4 @@
-"""Latency of several engines in one run, taken in turns, and the peak memory of one in a process of its own."""
+"""Latency of several engines, timed in turns, and the peak memory of one in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["PeakMemory", "interleaved_latency", "medians", "peak_memory_mib"]
 def interleaved_latency(
     callables: Mapping[str, Callable[[], object]], rounds: int = 20, warmup: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds of each call of each callable; sample i of all of them is from round i, so that ratios can be paired.
+    """Return the seconds of each call of each callable; sample i of all is from round i, so that ratios can be paired.
 
-    They take turns, and each round starts with the next one: what slows the machine for a while slows all of them, and
-    none always runs after the same neighbour.
+    Callables take turns, and each round starts with the next one. So a slow phase of the machine slows all of them, and
+    none always follows the same neighbour.
 
     Args:
         callables: what to time, by name.
@@ -54,7 +54,7 @@ def interleaved_latency(
 
 
 def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each list of samples, in the samples' unit."""
+    """Return the median of each list of samples, in the samples' unit."""
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
@@ -74,7 +74,7 @@ class PeakMemory:
 def peak_memory_mib(
     path: str | Path, backend: str, batch: int = 8, sequence: int = 128, threads: int = 1, timeout_s: float = 600.0
 ) -> PeakMemory:
-    """Load an engine in a fresh process, run it a few times on made-up inputs, and report its peak resident memory.
+    """Load an engine in a fresh process, run it a few times on made-up inputs, and return its peak resident memory.
 
     Args:
         path: the engine file, or an ONNX file for an engine on a CPU.
@@ -89,7 +89,7 @@ def peak_memory_mib(
     """
     command = [
         sys.executable,
-        # Without it modules of the current folder would be imported in the place of installed ones.
+        # Without it, modules of the current folder would shadow installed ones.
         "-P",
         "-m",
         "quantizer.engines.measure.memory",

@@ -16,7 +16,7 @@ __all__ = ["made_up_inputs", "working_inputs"]
 
 
 def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int, whole: int = 1) -> dict[str, Array]:
-    """An array for each input: ones for integers (a valid token id and mask), small random numbers for floats.
+    """Return an array for each input: ones for integers (a valid token id and mask), small random numbers for floats.
 
     Shapes: [None, 384] gives [batch, 384], [None, None] gives [batch, sequence]; axes of one name get one size.
 
@@ -24,7 +24,7 @@ def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int, whole
         specs: the inputs.
         batch: size of the first dimension, where it is dynamic.
         sequence: size of the other dynamic dimensions.
-        whole: what integers are.
+        whole: value of integer inputs.
     """
     random = np.random.default_rng(0)
     sizes = dimension_sizes([spec.dimensions for spec in specs], batch, sequence)
@@ -41,7 +41,7 @@ def made_up_inputs(specs: Sequence[TensorSpec], batch: int, sequence: int, whole
 
 
 def working_inputs(engine: Engine, batch: int, sequence: int) -> dict[str, Array]:
-    """Return made-up inputs that the engine runs with: where ones do not, as in a table of one row, zeros may.
+    """Return made-up inputs that the engine runs with: ones, or zeros if ones fail, as in a table of one row.
 
     Raises:
         EngineError: it runs with neither.

@@ -1,4 +1,4 @@
-"""An engine's peak memory, as JSON.
+"""Peak memory of an engine, as JSON.
 
 ``python -m quantizer.engines.measure.memory PATH MODULE BACKEND BATCH SEQUENCE THREADS`` is run by
 ``peak_memory_mib`` in a process of its own: a peak never falls, so one process measures one engine.
@@ -28,7 +28,7 @@ _RUNS = 3
 
 
 def peak_rss_mib() -> float:
-    """Peak resident memory of this process so far."""
+    """Return the peak resident memory of this process so far."""
     status = Path("/proc/self/status")
     if status.exists() and (match := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
         # Not ru_maxrss: on Linux a new program starts with the peak of the process that started it.
@@ -39,16 +39,16 @@ def peak_rss_mib() -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print one line of JSON; 1 after a message when the engine does not load or run."""
+    """Print one line of JSON; return 1 after a message if the engine does not load or run."""
     path, module, backend, batch, sequence, threads = arguments
     try:
-        # A backend from elsewhere is registered where its class is.
+        # Importing the module of the backend's class registers a backend from outside the package.
         import_module(module)
         library = profile(backend).library
         if library is not None:
             import_library(backend, library)
         baseline_mib = peak_rss_mib()
-        # Reading the file for its checksum is no part of what the engine takes.
+        # The memory for computing the checksum is not the engine's.
         engine = load_engine(backend, path, threads=int(threads), verify=False)
         inputs = working_inputs(engine, int(batch), int(sequence))
         for _ in range(_RUNS):

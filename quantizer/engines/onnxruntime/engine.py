@@ -1,8 +1,8 @@
 """ONNX Runtime on the CPU.
 
-An engine file is an ONNX file with the optimizations that hold on every machine already done; ONNX Runtime adds those
-of the machine at hand when it loads the file. Some of its fusions are left out, because they make a model slower, and
-one is added (``biases.py``).
+An engine file is an ONNX file that already has the optimizations that hold on every machine; ONNX Runtime adds those of
+the present machine when it loads the file. Some of its fusions are left out, because they make a model slower, and one
+is added (``biases.py``).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _ONLY_ERRORS = 3
 # 2.9 ms where two Adds and a LayerNormalization take 1.2; without BiasGelu the model takes 4% less time. A product of
 # matrices becomes a Gemm with its bias, which is computed with floats.
 _SLOW_FUSIONS = ["SkipLayerNormFusion", "BiasGeluFusion", "MatMulAddFusion"]
-# How a tensor's entry that names another file begins: its key and the tag of its value, as protobuf writes them.
+# First bytes of a tensor's entry that names another file: its key and the tag of its value in protobuf's encoding.
 _EXTERNAL_WEIGHTS = b"\n\x08location\x12"
 
 
 class ONNXRuntimeEngine:
-    """An ONNX Runtime session on the CPU.
+    """ONNX Runtime session on the CPU.
 
     Args:
         session: an ``onnxruntime.InferenceSession``.
@@ -80,7 +80,7 @@ class ONNXRuntimeEngine:
         self._session = session
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Run it once; the arrays that come back are the caller's own."""
+        """Run it once; the returned arrays belong to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         try:
             results = self._session.run(list(self.output_names), arrays)
@@ -91,7 +91,7 @@ class ONNXRuntimeEngine:
 
 
 class ONNXRuntimeBackend:
-    """Builds and loads ONNX Runtime engines for the CPU.
+    """Backend of ONNX Runtime for the CPU.
 
     Args:
         name: the backend's name; what an engine computes depends on the file and the machine alone.
@@ -103,7 +103,7 @@ class ONNXRuntimeBackend:
         self.name = name
 
     def check(self, options: BuildOptions) -> None:
-        """Refuse options that are for a GPU; look for the library."""
+        """Raise for options that are for a GPU, or if the library is missing."""
         self._check_options(options)
         import_library("onnxruntime", "onnxruntime")
 
@@ -123,7 +123,7 @@ class ONNXRuntimeBackend:
             try:
                 _session(ort, onnx_path, settings)
             except EngineError as error:
-                # The library says of a full disk that serialization failed.
+                # With a full disk the library only reports that serialization failed.
                 if part.exists() and shutil.disk_usage(part.parent).free < onnx_path.stat().st_size:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
                 raise
@@ -132,7 +132,7 @@ class ONNXRuntimeBackend:
                     f"{onnx_path} keeps weights in another file, and an ONNX Runtime engine would go on needing it: "
                     "save the model as one file, or load the ONNX file itself"
                 )
-            # It saves time alone, so an engine is built without the package too.
+            # It only makes the engine faster, so the engine is built without the package too.
             if find_spec("onnx") is not None:
                 fuse_biases(part)
             sign_onnx(part)
@@ -146,7 +146,7 @@ class ONNXRuntimeBackend:
         )
 
     def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> ONNXRuntimeEngine:
-        """Load an engine file or any other ONNX file; ``verify`` compares it with its checksum, where it has one."""
+        """Load an engine file or any other ONNX file; ``verify`` compares it with its checksum, if it has one."""
         checked_onnx(path)
         if verify:
             check_signature(path)

@@ -1,4 +1,4 @@
-"""What ONNX Runtime made of a model: its optimized graph, with types, shapes and times from its own profile."""
+"""Layers of an ONNX Runtime session: its optimized graph, with types, shapes and times from its own profile."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ROLES = {
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), "quantizer"),
     **dict.fromkeys(("ReorderInput", "ReorderOutput"), "reformat"),
     **dict.fromkeys(MOVES, "move"),
-    # A residual add that was fused with what comes after it is one still.
+    # A residual add that was fused with its successor still counts as one.
     **dict.fromkeys(("Add", "QLinearAdd", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), "addition"),
     **dict.fromkeys(("LayerNormalization", "SimplifiedLayerNormalization"), "normalization"),
     "Cast": "cast",
@@ -67,12 +67,12 @@ _PRECISIONS = {
 def observed_layers(
     session_from: Callable[[Any], Any], settings: Any, prepared: Callable[[Any], Callable[[], object]]
 ) -> list[Layer]:
-    """The nodes of the optimized graph, with what profiled runs say of them.
+    """Return the nodes of the optimized graph, with the facts from profiled runs.
 
     Args:
         session_from: makes a session from settings.
         settings: ``onnxruntime.SessionOptions`` to add profiling to.
-        prepared: gives what runs a session once.
+        prepared: returns a function that runs a session once.
 
     Raises:
         EngineError: it does not run.
@@ -80,7 +80,7 @@ def observed_layers(
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
         settings.optimized_model_filepath = str(optimized)
-        # Beside it, so that the graph stays below the 2 GB that a protobuf may have, and is quick to read.
+        # In a file beside it: the graph stays below protobuf's limit of 2 GB and is quick to read.
         settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.bin")
         settings.enable_profiling = True
         settings.profile_file_prefix = str(Path(folder) / "profile")
@@ -93,7 +93,7 @@ def observed_layers(
 
 
 def _by_node(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The events of each node, one for each run."""
+    """Group the events by node; a node has one for each run."""
     found = defaultdict(list)
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
@@ -126,7 +126,7 @@ def _layers(model: Any, profile: Mapping[str, list[dict[str, Any]]]) -> Iterator
 
 
 def _tensors(args: Mapping[str, Any], key: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Precision and shape of each tensor, as the profile has them: ``[{"float": [8, 128]}]``."""
+    """Return precision and shape of each tensor in the profile's notation: ``[{"float": [8, 128]}]``."""
     return [
         (_PRECISIONS.get(kind, "index"), tuple(shape)) for entry in args.get(key, []) for kind, shape in entry.items()
     ]

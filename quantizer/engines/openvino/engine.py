@@ -2,8 +2,9 @@
 
 An engine file is OpenVINO's own export of the compiled model: one file, which loads faster than the ONNX file compiles.
 Like a TensorRT engine it belongs to the release and the kind of processor that made it; OpenVINO checks both when it
-loads one. (Its portable form, IR, is two files.) The export does not say for which inference precision it was compiled,
-and has to be loaded with the same; nor does it keep the names of dimensions. A line at the file's end says both.
+loads one. (Its portable form, IR, is two files.) The export does not state the inference precision for which it was
+compiled, and has to be loaded with the same; nor does it keep the names of dimensions. A line at the file's end holds
+both.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ Dimensions: TypeAlias = Mapping[str, Sequence[str]]
 
 
 class OpenVINOEngine:
-    """A compiled OpenVINO model with one inference request.
+    """Compiled OpenVINO model with one inference request.
 
     Args:
         compiled: an ``openvino.CompiledModel``.
-        dimensions: the name of each axis of each input, as far as they are known.
+        dimensions: the name of each axis of each input, if known.
     """
 
     name = "openvino"
@@ -69,7 +70,7 @@ class OpenVINOEngine:
         self._request = compiled.create_infer_request()
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Run it once; the arrays that come back are the caller's own."""
+        """Run it once; the returned arrays belong to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         try:
             # By position: a port may carry other names beside its own.
@@ -80,7 +81,7 @@ class OpenVINOEngine:
 
 
 class OpenVINOBackend:
-    """Builds and loads OpenVINO engines for the CPU.
+    """Backend of OpenVINO for the CPU.
 
     Args:
         name: the backend's name; what an engine computes depends on the file and the machine alone.
@@ -92,7 +93,7 @@ class OpenVINOBackend:
         self.name = name
 
     def check(self, options: BuildOptions) -> None:
-        """Refuse options that are for a GPU; look for the library."""
+        """Raise for options that are for a GPU, or if the library is missing."""
         self._check_options(options)
         import_library("openvino", "openvino")
 
@@ -119,7 +120,7 @@ class OpenVINOBackend:
         )
 
     def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> OpenVINOEngine:
-        """Load an engine file in the precision that it was built for, or compile an ``.onnx`` file for float32.
+        """Load an engine file in its own inference precision, or compile an ``.onnx`` file for float32.
 
         Args:
             path: a file that ``build`` wrote, or one whose name ends in ``.onnx``.
@@ -131,7 +132,7 @@ class OpenVINOBackend:
     def inspect(
         self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
     ) -> Inspection:
-        """Run an engine file, or an ``.onnx`` file, with its counters on."""
+        """Run an engine file, or an ``.onnx`` file, with performance counters on."""
         compiled, dimensions = _loaded(path, threads, {"PERF_COUNT": True})
         inputs = made_up_inputs(OpenVINOEngine(compiled, dimensions).inputs, batch, sequence)
         try:
@@ -159,7 +160,7 @@ def _settings(threads: int, precision: str) -> dict[str, object]:
 def _loaded(
     path: Path, threads: int, more: Mapping[str, object] = MappingProxyType({}), *, verify: bool = True
 ) -> tuple[Any, dict[str, tuple[str, ...]]]:
-    """The compiled model of an engine file, or of one whose name ends in ``.onnx``, and the names of its dimensions.
+    """Return the compiled model of an engine file or ``.onnx`` file, and the names of its dimensions.
 
     ``more``: settings.
     """
@@ -190,7 +191,7 @@ def _loaded(
 
 
 def _dimensions(onnx_path: Path) -> dict[str, tuple[str, ...]]:
-    """The names of dimensions in an ONNX file.
+    """Return the names of dimensions in an ONNX file.
 
     Raises:
         EngineError: it is damaged.
@@ -202,7 +203,7 @@ def _dimensions(onnx_path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def _told_dimensions(path: Path, names: str) -> dict[str, tuple[str, ...]]:
-    """The same as an engine file tells them; one from before they were kept tells nothing.
+    """Return the names of dimensions in an engine file's note; empty for a file that predates them.
 
     Raises:
         EngineError: the file is damaged.
@@ -233,7 +234,7 @@ def _compile(ov: Any, onnx_path: Path, settings: Mapping[str, object]) -> Any:
 
 
 def _check_outputs(model: Any, compiled: Any, path: Path) -> None:
-    """Refuse an engine whose outputs have other shapes than the file's: a fusion has lost or added an axis."""
+    """Raise if an engine's outputs have other shapes than the file's: a fusion has lost or added an axis."""
     for asked, got in zip(model.outputs, compiled.outputs, strict=True):
         if not asked.partial_shape.compatible(got.partial_shape):
             raise EngineError(
@@ -243,10 +244,10 @@ def _check_outputs(model: Any, compiled: Any, path: Path) -> None:
 
 
 def _checked_precision(compiled: Any, path: Path, settings: Mapping[str, object]) -> Any:
-    """``compiled``, when it computes in the precision that was asked for.
+    """Return ``compiled`` if it computes in the precision that was asked for.
 
     Raises:
-        EngineError: the CPU has none of it, for which OpenVINO takes another one without a word.
+        EngineError: the CPU lacks it; OpenVINO silently takes another one.
     """
     asked, got = settings["INFERENCE_PRECISION_HINT"], compiled.get_property("INFERENCE_PRECISION_HINT")
     if got.get_type_name() != asked:
@@ -265,13 +266,13 @@ def _spec(port: Any, dimensions: Dimensions) -> TensorSpec:
 
 
 def _port_name(port: Any) -> str:
-    """The name in the ONNX file, where removed nodes have left theirs on the port as well."""
+    """Return the port's name in the ONNX file; removed nodes may have left theirs on the port as well."""
     own = str(port.node.friendly_name).partition("/sink_port_")[0]
     return own if own in port.names else str(port.any_name)
 
 
 def _reason(error: RuntimeError) -> str:
-    """An OpenVINO message without the lines that say where in its own source it was raised."""
+    """Return an OpenVINO message without the lines that name places in its own source."""
     lines = [line.strip() for line in str(error).splitlines()]
     kept = [line for line in lines if line and not line.startswith(("Exception from ", "Check '", "Summary:"))]
     return " ".join(kept) or str(error)

@@ -1,4 +1,4 @@
-"""What OpenVINO made of a model: its runtime model after a run, with types, shapes and times."""
+"""Layers of an OpenVINO model: its runtime model after a run, with types, shapes and times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNIT = 1e6
 
 
 def observed_layers(compiled: Any, inputs: Mapping[str, Array]) -> list[Layer]:
-    """The layers of a compiled model, with what counted runs say of them.
+    """Return the layers of a compiled model, with the counters of its runs.
 
     Args:
         compiled: an ``openvino.CompiledModel`` with PERF_COUNT on.
@@ -51,23 +51,23 @@ def observed_layers(compiled: Any, inputs: Mapping[str, Array]) -> list[Layer]:
         if run >= WARMUP:
             for counted in request.get_profiling_info():
                 times[counted.node_name].append(counted.real_time.total_seconds() * _UNIT)
-    # Only after a run does it know the shapes.
+    # Shapes are known only after a run.
     operations = [_Operation(node) for node in compiled.get_runtime_model().get_ordered_ops()]
     return list(_layers(operations, {name: statistics.median(taken) for name, taken in times.items()}))
 
 
 class _Operation:
-    """One operation of a runtime model.
+    """Operation of a runtime model.
 
     Attributes:
         name: its name, which is that of one of the ONNX nodes it was made of.
-        type: OpenVINO's word for its kind.
+        type: OpenVINO's name of its kind.
         nodes: names of the operations it was made of.
         inputs: type and shape of each input.
         outputs: type and shape of each output.
         sources: names of the operations that write its inputs.
         order: its place in the order of execution.
-        computes: the type that it says it computes in.
+        computes: the type in which it computes, as it states.
     """
 
     def __init__(self, node: Any) -> None:
@@ -83,7 +83,7 @@ class _Operation:
 
     @property
     def role(self) -> str:
-        """In the words of ``Layer.role``."""
+        """Role of the operation, one of ``Layer.role``."""
         if self.type == "Subgraph" and any(_operator(node) == "MatMul" for node in self.nodes):
             return "attention"
         if self.type == "Eltwise":
@@ -91,10 +91,10 @@ class _Operation:
         return _ROLES.get(self.type, "")
 
     def work(self) -> int | None:
-        """Multiply-adds of the last run."""
+        """Return the multiply-adds of the last run."""
         shapes = [shape for _, shape in self.inputs]
         if self.role == "attention":
-            # Query, key, perhaps a mask and a scale, and the value: at the end where it is a Subgraph.
+            # Query, key, an optional mask and scale, and the value, which comes last in a Subgraph.
             value = shapes[-1 if self.type == "Subgraph" else 2] if len(shapes) > 2 else ()
             return attention_work(shapes[0], shapes[1], value, self.outputs[0][1]) if value else None
         if self.type in ("FullyConnected", "MatMul"):
@@ -111,7 +111,7 @@ def _tensor(port: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _operator(node: str) -> str:
-    """The operator in a name that ends like ``module/MatMul`` or ``module/MatMul_3``."""
+    """Return the operator in a name that ends like ``module/MatMul`` or ``module/MatMul_3``."""
     return node.rpartition("/")[2].partition("_")[0]
 
 
@@ -128,7 +128,7 @@ def _layers(operations: Sequence[_Operation], times: Mapping[str, float]) -> Ite
             continue
         precision, writes = operation.computes, _PRECISIONS.get(operation.outputs[0][0], "index")
         if operation.name not in quantized:
-            # Bytes that no quantizer made are truth values.
+            # Bytes that no quantizer made are booleans.
             precision, writes = ("index" if kind == "int8" else kind for kind in (precision, writes))
         yield Layer(
             name=operation.name,
@@ -144,7 +144,7 @@ def _layers(operations: Sequence[_Operation], times: Mapping[str, float]) -> Ite
 
 
 def _constant(operations: Sequence[_Operation]) -> set[str]:
-    """Operations on constants alone: done once, when the model is compiled."""
+    """Return the operations on constants only: they run once, when the model is compiled."""
     found: set[str] = set()
     for operation in operations:
         if operation.type == "Const" or (operation.sources and found.issuperset(operation.sources)):
@@ -153,7 +153,7 @@ def _constant(operations: Sequence[_Operation]) -> set[str]:
 
 
 def _quantized(operations: Sequence[_Operation]) -> set[str]:
-    """Operations whose bytes are steps of a quantized value: they come from a quantizer, a product or stored steps."""
+    """Return the operations whose bytes are codes: results of a quantizer or a product, or stored codes."""
     found: set[str] = set()
     steps: set[str] = set()
     for operation in operations:

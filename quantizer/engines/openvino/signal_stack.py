@@ -1,4 +1,4 @@
-"""The alternate stack on which a thread's signals are handled, kept from a library that takes it."""
+"""Restoration of the alternate signal stack of a thread, which OpenVINO replaces."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class _Stack(ctypes.Structure):
 
 @contextmanager
 def kept_signal_stack() -> Iterator[None]:
-    """Give this thread its signal stack back at the end of the block.
+    """Restore this thread's alternate signal stack at the end of the block.
 
-    The CPU plugin of OpenVINO 2026.4 maps a larger one when it is loaded and unmaps it with its core. Of two cores that
-    are deleted in the order in which they were made the thread keeps the first one's, which is gone: the next signal
-    that Python handles, Ctrl-C among them, ends the process by SIGSEGV.
+    The CPU plugin of OpenVINO 2026.4 maps a larger one when it is loaded and unmaps it with its core. If two cores are
+    deleted in the order in which they were made, the thread keeps the stack of the first, which is unmapped: the next
+    signal that Python handles, such as Ctrl-C, ends the process by SIGSEGV.
     """
     if sys.platform != "linux":
         yield

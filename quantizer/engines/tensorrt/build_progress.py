@@ -1,4 +1,4 @@
-"""A long build in another thread: progress from its phases, and an end soon after Ctrl-C."""
+"""Long build in another thread: progress from its phases, and an end soon after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class _Phase:
 
 
 class BuildMonitor:
-    """What a builder has told of its phases; written by the builder's thread, read by the one that waits.
+    """Progress of a builder's phases; written by the builder's thread, read by the waiting one.
 
     Attributes:
         latest: the share that is done, in [0, 1] and never falling, and the name of the phase that moved last. One
             tuple, replaced as a whole, so that a reader needs no lock.
-        cancelled: set it, and the builder stops at its next step.
+        cancelled: if set, the builder stops at its next step.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class BuildMonitor:
         self._phases: dict[str, _Phase] = {}
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-        """A phase of ``steps`` steps begins inside the current step of ``parent``."""
+        """Begin a phase of ``steps`` steps inside the current step of ``parent``."""
         self._phases[name] = _Phase(parent, max(steps, 1))
         self._update(name)
 
     def step_complete(self, name: str, step: int) -> bool:
-        """Step ``step`` of a phase, counted from 0, is done; False asks the builder to stop."""
+        """Count step ``step`` of a phase, from 0, as done; return False to stop the builder."""
         if name in self._phases:
             phase = self._phases[name]
             phase.done = max(phase.done, min(step + 1, phase.steps))
@@ -52,7 +52,7 @@ class BuildMonitor:
         return not self.cancelled
 
     def phase_finish(self, name: str) -> None:
-        """A phase is over, all of its steps done or not."""
+        """End a phase, whether all of its steps are done or not."""
         if name in self._phases:
             self._phases[name].done = self._phases[name].steps
             self._update(name)
@@ -70,7 +70,7 @@ class BuildMonitor:
 
 
 def trt_monitor(trt: Any, state: BuildMonitor) -> Any:
-    """``state`` as the ``IProgressMonitor`` of the module ``trt``, whose class only exists once that is imported."""
+    """Return ``state`` as an ``IProgressMonitor`` of the module ``trt``, whose class only exists after its import."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
@@ -86,15 +86,15 @@ def trt_monitor(trt: Any, state: BuildMonitor) -> Any:
 
 
 def run_monitored(build: Callable[[], T], state: BuildMonitor, progress: Progress | None) -> T:
-    """Run ``build`` in a thread and wait for it here, telling ``progress`` how far ``state`` says it is.
+    """Run ``build`` in a thread and wait for it here, reporting the progress of ``state`` to ``progress``.
 
-    A builder that holds this thread in native code would keep Ctrl-C waiting until its end. After an exception here,
-    Ctrl-C or one of ``progress``, the builder is asked to stop, waited for, and the exception goes on; a second Ctrl-C
+    A builder that holds this thread in native code would delay Ctrl-C until its end. After an exception here, Ctrl-C or
+    one of ``progress``, the builder is asked to stop and waited for, and the exception is raised again; a second Ctrl-C
     does not wait.
     """
     results: list[T] = []
     errors: list[BaseException] = []
-    # Not Thread.join: one that Ctrl-C interrupts marks the thread as ended while it runs on (CPython 3.11).
+    # Not Thread.join: if Ctrl-C interrupts it, the thread is marked as ended while it still runs (CPython 3.11).
     finished = threading.Event()
 
     def work() -> None:

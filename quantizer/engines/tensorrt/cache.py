@@ -1,4 +1,4 @@
-"""TensorRT's timing cache: how fast each kernel is on this GPU, kept in a file from one build to the next.
+"""Timing cache of TensorRT: kernel times on this GPU, kept in a file from one build to the next.
 
 Untested on a GPU.
 """
@@ -15,19 +15,19 @@ __all__ = ["save_cache", "use_cache"]
 
 
 def use_cache(config: Any, path: Path) -> None:
-    """Give the cache in ``path`` to a builder's configuration; an empty one where there is no such file.
+    """Give the cache in ``path`` to a builder's configuration; an empty one if there is no such file.
 
     Raises:
         EngineError: the file is not a cache of this release and GPU.
     """
     cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
-    # A cache of another GPU would be taken with ignore_mismatch, and its times be wrong.
+    # With ignore_mismatch a cache of another GPU would be accepted, with wrong times.
     if cache is None or not config.set_timing_cache(cache, False):
         raise EngineError(f"{path} is no timing cache of this TensorRT and this GPU: delete it, or name another file")
 
 
 def save_cache(config: Any, path: Path) -> None:
-    """Write what a configuration knows after a build, whole or not at all.
+    """Write the cache of a configuration after a build, whole or not at all.
 
     Raises:
         EngineError: the file cannot be written.

@@ -48,11 +48,11 @@ _HEAD = 24
 
 
 class TensorRTBackend:
-    """Builds engines with one module of the TensorRT family.
+    """Backend for one module of the TensorRT family.
 
     Args:
         name: the backend's name, which is also that of the extra.
-        modules: where its Python API may be found, best first.
+        modules: names of modules with its Python API, best first.
     """
 
     device = "cuda"
@@ -62,7 +62,7 @@ class TensorRTBackend:
         self._modules = tuple(modules)
 
     def check(self, options: BuildOptions) -> None:
-        """Refuse GPUs that it does not know; look for the library, and for a GPU where its builder needs one."""
+        """Raise for an unknown GPU generation, a missing library, or a missing GPU where the builder needs one."""
         options.check_for(self.name)
         trt = self._import()
         for name in options.capabilities:
@@ -85,7 +85,7 @@ class TensorRTBackend:
         # Strong typing is the only mode of newer releases, which accept the flag and ignore it.
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         config = builder.create_builder_config()
-        # Without it the inspector tells names and no types.
+        # Without it the inspector reports names and no types.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         if capabilities:
             config.num_compute_capabilities = len(capabilities)
@@ -120,7 +120,7 @@ class TensorRTBackend:
         )
 
     def load(self, path: Path, *, threads: int = 1, verify: bool = True) -> TensorRTEngine:
-        """Load an engine onto the GPU; ``threads`` has no meaning there, ``verify`` compares the file's checksum.
+        """Load an engine onto the GPU; ``threads`` is ignored, ``verify`` compares the file's checksum.
 
         Raises:
             EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
@@ -132,7 +132,7 @@ class TensorRTBackend:
     def inspect(
         self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
     ) -> Inspection:
-        """Run an engine on the GPU under a profiler and ask its inspector.
+        """Run an engine on the GPU under a profiler and read its inspector.
 
         Raises:
             EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
@@ -148,7 +148,7 @@ class TensorRTBackend:
         try:
             return trt.Builder(trt_log(trt, log))
         except TypeError as error:
-            # What the bindings make of a null pointer: TensorRT needs a GPU for its builder already.
+            # The bindings' error for a null pointer: TensorRT needs a GPU for its builder already.
             raise EngineError(
                 f"{self.name} cannot build on this machine: {log.reason()}; backend tensorrt-rtx builds without a GPU"
             ) from error
@@ -174,7 +174,7 @@ class TensorRTBackend:
 
 
 def _read_rtx(path: Path, verify: bool) -> tuple[bytes, str]:
-    """An engine of TensorRT-RTX and its note; what is none, or not whole, is refused before it is handed to a GPU.
+    """Read an engine of TensorRT-RTX and its note; raise before a GPU gets anything else.
 
     As 1.7 writes it, an engine begins with four letters, twelve bytes and its own size in eight more.
 
@@ -198,7 +198,7 @@ def _read_rtx(path: Path, verify: bool) -> tuple[bytes, str]:
 
 
 def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> Any:
-    """Fill ``network``; the parser, which owns its weights.
+    """Fill ``network`` and return the parser, which owns its weights.
 
     Raises:
         EngineError: the parser refused nodes, all of which are named.
@@ -210,14 +210,14 @@ def _parse(name: str, trt: Any, network: Any, log: TrtLog, onnx_path: Path) -> A
     for index in range(parser.num_errors):
         error = parser.get_error(index)
         where = f"{named_node(error.node_name(), error.node_operator())}: " if error.node_operator() else ""
-        # An operator that it does not know is looked for among the plugins, and that is all that it tells.
+        # For an unknown operator the parser only reports that no plugin of that name was found.
         told = "neither an operator of it nor a plugin" if "Plugin not found" in error.desc() else error.desc()
         problems.append(f"  - {where}{told}{hint_for(error.desc())}")
     raise EngineError(f"{name} refused {onnx_path}:\n" + "\n".join(problems or [f"  - {log.reason()}"]))
 
 
 def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, Sequence[int]]) -> None:
-    """Give each dynamic dimension of each input its range, found by its name in the ONNX file.
+    """Set the range of each dynamic dimension of each input, found by its name in the ONNX file.
 
     Raises:
         EngineError: a dimension has no range; all such are named.
@@ -248,7 +248,7 @@ def _add_ranges(builder: Any, config: Any, network: Any, dynamic: Mapping[str, S
 
 
 def _refuse_fp8(name: str, capability: str, onnx_path: Path, nodes: Sequence[str]) -> None:
-    """Refuse FP8 for a GPU generation from before it."""
+    """Raise if FP8 is asked for on a GPU generation that lacks it."""
     first = profile(name).fp8_from
     if nodes and first is not None and int(capability.lower().removeprefix("sm")) < first:
         more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
@@ -259,7 +259,7 @@ def _refuse_fp8(name: str, capability: str, onnx_path: Path, nodes: Sequence[str
 
 
 def _narrow_nodes(trt: Any, network: Any) -> list[str]:
-    """Names of the nodes that make FP8 or FP4."""
+    """Return the names of the nodes that make FP8 or FP4."""
     narrow = {getattr(trt, name) for name in ("fp8", "fp4") if hasattr(trt, name)}
     layers = (network.get_layer(index) for index in range(network.num_layers))
     return [
@@ -270,7 +270,7 @@ def _narrow_nodes(trt: Any, network: Any) -> list[str]:
 
 
 def _named(trt: Any, network: Any, log: TrtLog) -> str:
-    """Those nodes in words, where the builder complained of types that a GPU generation lacks."""
+    """Return those nodes in words, if the builder complained of types that a GPU generation lacks."""
     names = _narrow_nodes(trt, network) if "datatypes" in log.reason() else []
     return f"; nodes with such types: {', '.join(names)}" if names else ""
 

@@ -1,6 +1,6 @@
-"""What TensorRT made of a model: its inspector's JSON, for engines built with detailed profiling verbosity.
+"""Layers of a TensorRT engine: its inspector's JSON, for engines built with detailed profiling verbosity.
 
-The words of the JSON are not documented as a format; what is not recognized here is ``unknown``, never guessed.
+The JSON is not documented as a format; what is not recognized here is ``unknown``, never guessed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ONNX_LAYER = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
 
 def layers_from_json(text: str, times_us: Mapping[str, float] | None = None) -> list[Layer]:
-    """The layers in what ``EngineInspector.get_engine_information`` returned for ``LayerInformationFormat.JSON``.
+    """Return the layers in ``EngineInspector.get_engine_information``'s result for ``LayerInformationFormat.JSON``.
 
     Args:
         text: the JSON.
@@ -119,7 +119,7 @@ def _role(entry: Mapping[str, Any]) -> str:
 
 
 def _tensor(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Precision and shape; some releases write type and layout in one field, some in two."""
+    """Return precision and shape; some releases write type and layout in one field, some in two."""
     words = f"{entry.get('Format/Datatype', '')} {entry.get('Datatype', '')} {entry.get('Format', '')}".lower()
     precision = next((precision for word, precision in _PRECISIONS if word in words), "unknown")
     return precision, tuple(int(size) for size in entry.get("Dimensions", []))
@@ -130,7 +130,7 @@ def _work(
     inputs: Sequence[tuple[str, tuple[int, ...]]],
     outputs: Sequence[tuple[str, tuple[int, ...]]],
 ) -> int | None:
-    """Multiply-adds at the shapes of the execution context; None without one, where sizes are -1."""
+    """Return the multiply-adds at the shapes of the execution context; None without one, where sizes are -1."""
     if not inputs or not outputs or min((*inputs[0][1], *outputs[0][1]), default=-1) < 0:
         return None
     count = entry.get("Weights", {}).get("Count") if isinstance(entry.get("Weights"), Mapping) else None

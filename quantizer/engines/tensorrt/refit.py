@@ -1,7 +1,7 @@
 """TensorRT engines without weights: smaller files, which take them from the ONNX file when they are loaded.
 
-The engine file says which ONNX file, by name and SHA-256: TensorRT checks names and sizes of weights, and with other
-values in them an engine's results mean nothing. Untested without a GPU: TensorRT-RTX 1.7 strips no weights without one.
+The engine file holds the name and SHA-256 of that ONNX file: TensorRT checks only names and sizes of weights, and with
+other values an engine's results mean nothing. Untested without a GPU: TensorRT-RTX 1.7 strips no weights without one.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _NOTE = "weights"
 
 
 def strip_weights(trt: Any, config: Any) -> None:
-    """Tell a builder's configuration to leave them out."""
+    """Set a builder's configuration to leave the weights out."""
     config.set_flag(trt.BuilderFlag.STRIP_PLAN)
-    # The same ones come back, so kernels may be chosen for their values, as without stripping.
+    # Refitting restores the same weights, so kernels may be chosen for their values, as without stripping.
     config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)
 
 
 def stripping_hint(reason: str) -> str:
-    """What to do where a builder that was to strip weights gave ``reason``; empty where that is not why."""
+    """Return a remedy if ``reason`` is a builder's refusal to strip weights; empty for any other reason."""
     if "CUDA_SUCCESS" not in reason:
         return ""
     return "; without a GPU it strips no weights: leave out strip_weights, or build where there is an NVIDIA GPU"
 
 
 def weights_note(onnx_path: Path, engine_path: Path) -> str:
-    """What an engine file says of the ONNX file that it takes its weights from.
+    """Return an engine file's note on the ONNX file that holds its weights.
 
     Raises:
         EngineError: they are in different folders.

@@ -1,4 +1,4 @@
-"""Running a TensorRT engine on a GPU, with PyTorch for the GPU's memory. Untested without one."""
+"""Execution of a TensorRT engine on a GPU, with PyTorch for the GPU's memory. Untested without one."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from quantizer.errors import EngineError
 
 __all__ = ["TensorRTEngine", "TrtLog", "trt_log", "trt_profiler"]
 
-# Said after every other message where there is no driver, also when all goes well.
+# Logged after every other message if there is no driver, also when all goes well.
 _NOISE = "catchCudaError"
 
 
 class TrtLog:
-    """What a library of the TensorRT family logged, errors and warnings apart; nothing is printed."""
+    """Log of a library of the TensorRT family, errors and warnings apart; nothing is printed."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
 
     def reason(self) -> str:
-        """The errors as one line."""
+        """Return the errors as one line."""
         told = [message for message in self.errors if _NOISE not in message] or self.errors
         return " ".join(dict.fromkeys(told)) or "no reason given"
 
 
 def trt_log(trt: Any, log: TrtLog) -> Any:
-    """``log`` as the ``ILogger`` of the module ``trt``, whose class only exists once that is imported."""
+    """Return ``log`` as an ``ILogger`` of the module ``trt``, whose class only exists after its import."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def log(self, severity: Any, message: str) -> None:
@@ -53,7 +53,7 @@ def trt_log(trt: Any, log: TrtLog) -> Any:
 
 
 def trt_profiler(trt: Any, times_ms: dict[str, list[float]]) -> Any:
-    """An ``IProfiler`` of the module ``trt`` that adds the time of each layer to ``times_ms``."""
+    """Return an ``IProfiler`` of the module ``trt`` that adds the time of each layer to ``times_ms``."""
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -66,7 +66,7 @@ def trt_profiler(trt: Any, times_ms: dict[str, list[float]]) -> Any:
 
 
 class TensorRTEngine:
-    """A deserialized engine with one execution context on the current GPU. Untested without a GPU.
+    """Deserialized engine with one execution context on the current GPU. Untested without a GPU.
 
     Args:
         name: the backend's name.
@@ -119,7 +119,7 @@ class TensorRTEngine:
         import torch
 
         arrays = checked_inputs(self.name, self.inputs, inputs)
-        # Kept in a dictionary until the run is over: the context holds bare addresses.
+        # The dictionary keeps the tensors alive until the run is over: the context holds bare addresses.
         tensors = {name: torch.from_numpy(array).cuda() for name, array in arrays.items()}
         for name, tensor in tensors.items():
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
@@ -138,7 +138,7 @@ class TensorRTEngine:
         return {name: tensors[name].cpu().numpy() for name in self.output_names}
 
     def observed_layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
-        """The layers as the engine's inspector tells them at the shapes of ``inputs``, with the times of a profiler."""
+        """Return the layers that the inspector reports at the shapes of ``inputs``, with the times of a profiler."""
         for _ in range(WARMUP):
             self(inputs)
         times: dict[str, list[float]] = defaultdict(list)
