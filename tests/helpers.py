@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import sys
 import types
-from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ import yaml
 from torch import Tensor
 from torch import nn
 from torch.utils import _pytree as pytree
-
-from quantizer import Quantizer
 
 ARCHITECTURES = ("bert", "bert-classification", "roberta", "distilbert", "mpnet", "vit", "dinov2")
 EAGER_ONLY = ("mpnet",)  # its attention stands inside the class, with no other implementation
@@ -108,13 +105,6 @@ def batch(
             mask[row, length - 2 * row :] = 0
         ids = torch.where(mask.bool(), ids, torch.full_like(ids, 1))
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def make_calibrated(model: nn.Module, batches: Iterable[Any], **config: Any) -> Quantizer:
-    """A quantizer of this configuration, calibrated with the batches."""
-    quantizer = Quantizer(**config)
-    quantizer.calibrate(model, batches, progress=False)
-    return quantizer
 
 
 def cast(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

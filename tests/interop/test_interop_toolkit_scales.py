@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_calibrated
+from calibrated import make_calibrated
 from safetensors.torch import save_file
 from torch import Tensor
 from torch import nn

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_calibrated
+from calibrated import make_calibrated
 from safetensors import safe_open
 from torch import Tensor
 from torch import nn

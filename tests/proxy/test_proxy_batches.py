@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import make_calibrated
 from helpers import Mlp
 from helpers import assert_same
-from helpers import make_calibrated
 from torch import Tensor
 from torch import nn
 from torch.nn.modules import module as torch_modules

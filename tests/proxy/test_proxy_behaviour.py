@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import make_calibrated
 from helpers import ConvNet
 from helpers import Mlp
 from helpers import Snapshot
 from helpers import assert_same
 from helpers import batch
-from helpers import make_calibrated
 from helpers import tiny
 from torch import Tensor
 from torch import nn

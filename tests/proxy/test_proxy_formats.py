@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_calibrated
+from calibrated import make_calibrated
 from helpers import needs_exact_byte_products
 from torch import Tensor
 from torch import nn

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from calibrated import make_calibrated
 from helpers import batch
-from helpers import make_calibrated
 from helpers import tiny
 from torch import Tensor
 from torch import nn

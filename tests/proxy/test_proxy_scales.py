@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_calibrated
+from calibrated import make_calibrated
 from torch import Tensor
 from torch import nn
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import make_calibrated
 from helpers import Mlp
 from helpers import assert_same
-from helpers import make_calibrated
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import make_calibrated
 from helpers import Mlp
 from helpers import forget_checksums
-from helpers import make_calibrated
 from safetensors.torch import load_file
 from safetensors.torch import save_file
 from torch import Tensor

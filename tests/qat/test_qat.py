@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import make_calibrated
 from helpers import ConvNet
-from helpers import make_calibrated
 from torch import Tensor
 from torch import nn
 

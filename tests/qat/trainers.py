@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import transformers
+from calibrated import make_calibrated
 from helpers import batch
-from helpers import make_calibrated
 from helpers import tiny
 from torch import Tensor
 from torch import nn

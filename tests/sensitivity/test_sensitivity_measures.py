@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import make_calibrated
 from helpers import Mlp
 from helpers import batch
-from helpers import make_calibrated
 from helpers import tiny
 from torch import Tensor
 from torch import nn

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from helpers import make_calibrated
+from calibrated import make_calibrated
 from torch import nn
 
 from quantizer import Quantizer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import make_calibrated
 from helpers import Mlp
-from helpers import make_calibrated
 
 from quantizer import Quantizer
 from quantizer.plan.site_plan import OperandPlan
