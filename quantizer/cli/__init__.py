@@ -1,4 +1,4 @@
-"""The command line: one small class per verb, and the function that picks one."""
+"""Command line: one small class per verb, and the function that picks one."""
 
 from __future__ import annotations
 

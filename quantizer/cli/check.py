@@ -1,4 +1,4 @@
-"""``quantizer check``: a Q/DQ file against the rules of a target."""
+"""``quantizer check``: check of a Q/DQ file against the rules of a target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 3
 
 
 class Check:
-    """Say what a target would refuse, or run slower or less exactly than it could, and what to change."""
+    """Verb that reports what a target would refuse, or run slower or less exactly than it could, and what to change."""
 
     name = "check"
     help = "hold a quantized ONNX file, of any tool, to a target's rules"
@@ -44,7 +44,7 @@ The exit code is 1 where there is an error, and 0 where there are warnings at mo
         parser.add_argument("--all", action="store_true", help=f"list every place, not the first {_SHOWN} of a rule")
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        # Only now: the other verbs need no numpy.
+        # Imported here because the other verbs need no numpy.
         from quantizer.graph_check import check_file
 
         findings = check_file(args.file, args.target)
@@ -59,13 +59,13 @@ The exit code is 1 where there is an error, and 0 where there are warnings at mo
 
 
 def _print(findings: list[Finding], every: bool, console: Console) -> None:
-    """One rule: its name, and the places where it is broken."""
+    """Print one rule: its name, and the places where it is broken."""
     first = findings[0]
     style = "red" if first.severity == "error" else "yellow"
     head = f"{first.severity} [{first.rule}] {_counted(len(findings), 'place')}"
     console.print(head, style=style, markup=False, highlight=False)
     shown = findings if every else findings[:_SHOWN]
-    # One advice for all is said once.
+    # Advice that all findings share is printed once.
     advices = list(dict.fromkeys(finding.advice for finding in shown))
     for finding in shown:
         if finding.node:
@@ -80,7 +80,7 @@ def _print(findings: list[Finding], every: bool, console: Console) -> None:
 
 
 def _say(text: str, indent: int, console: Console) -> None:
-    """Lines of the terminal's width; a name that is longer than a line stays whole, so that it can be copied."""
+    """Print lines of the terminal's width; a name longer than a line stays whole, so that it can be copied."""
     space = " " * indent
     lines = textwrap.wrap(
         text,

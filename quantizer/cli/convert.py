@@ -1,4 +1,4 @@
-"""``quantizer convert``: a checkpoint in; checked engines, in folders that a server takes, out."""
+"""``quantizer convert``: from a checkpoint to checked engines, in folders that a server reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _THREE = ("LEAST", "USUAL", "MOST")
 
 
 class Convert:
-    """Calibrate, quantize, export, build, check against PyTorch and time, in one command."""
+    """Verb that calibrates, quantizes, exports, builds, checks against PyTorch and times, in one command."""
 
     name = "convert"
     help = "turn a checkpoint into ONNX and engines, quantized if you like, checked against PyTorch"
@@ -76,7 +76,7 @@ complete when the command ends well, and absent otherwise."""
         parser.add_argument("--force", action="store_true", help="replace the folder of a conversion that stands there")
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        # Only now: a wrong word on the command line should be told before the seconds that these imports take.
+        # Imported here: a wrong word on the command line is reported before the seconds that these imports take.
         from quantizer.runs.convert import ConversionRequest
         from quantizer.runs.convert import convert
         from quantizer.runs.convert import data_source

@@ -1,4 +1,4 @@
-"""``quantizer inspect``: what would be quantized, before any calibration."""
+"""``quantizer inspect``: the sites that would be quantized, before any calibration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Inspect"]
 
 
 class Inspect:
-    """Load the model of a run and show its sites."""
+    """Verb that loads the model of a run and shows its sites."""
 
     name = "inspect"
     help = "show which sites of the model a YAML file would quantize, and why not the others"
@@ -30,7 +30,7 @@ example:
 
     def __call__(self, args: Namespace, console: Console) -> int:
         config = load_run(args.config, args.overrides)
-        # Only now: a mistake in the file should be told before the seconds that these imports take.
+        # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
         from quantizer.runs.run import inspect
 
         inspect(config, args.diff, console)

@@ -1,7 +1,7 @@
-"""The entry point of the command line.
+"""Entry point of the command line.
 
-Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 interrupted; 143 ended by SIGTERM, 129 by
-SIGHUP, both of which leave what Ctrl-C leaves.
+Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 interrupted; 143 ended by SIGTERM; 129 by
+SIGHUP. Both signals clean up as Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt as stop:
         name, number = ("terminated", stop.number) if isinstance(stop, Terminated) else ("interrupted", signal.SIGINT)
-        # A terminal that is gone cannot be told.
+        # A terminal that is gone cannot show the message.
         with suppress(OSError):
             what = stop.args[0] if stop.args else "nothing was written"
             print(f"{name}: {what}", file=sys.stderr)
@@ -92,7 +92,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Verb, Namespace]:
         below.set_defaults(verb=verb, parser=below)
     args, more = parser.parse_known_args(argv)
     chosen: Verb = args.verb
-    # argparse closes a list of words at the first option; what follows the option belongs to the list all the same.
+    # argparse closes a list of words at the first option; words after the option belong to the list all the same.
     if more and (chosen.rest is None or any(word.startswith("-") for word in more)):
         args.parser.error(f"unrecognized arguments: {' '.join(more)}")
     if more and chosen.rest is not None:

@@ -1,4 +1,4 @@
-"""How the command line speaks of errors."""
+"""Output of errors on the command line."""
 
 from __future__ import annotations
 

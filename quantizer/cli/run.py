@@ -1,4 +1,4 @@
-"""``quantizer run``: a YAML file in; a calibrated engine and a report out."""
+"""``quantizer run``: from a YAML file to a calibrated engine and a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Run"]
 
 
 class Run:
-    """Calibrate, quantize, export, build, measure and report, as the file says."""
+    """Verb that calibrates, quantizes, exports, builds, measures and reports, as the file says."""
 
     name = "run"
     help = "make the engine and the report that a YAML file describes"
@@ -35,7 +35,7 @@ kept, with --force too."""
 
     def __call__(self, args: Namespace, console: Console) -> int:
         config = load_run(args.config, args.overrides)
-        # Only now: a mistake in the file should be told before the seconds that these imports take.
+        # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
         from quantizer.runs.run import run
 
         run(config, args.output, args.force, console)

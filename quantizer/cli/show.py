@@ -1,4 +1,4 @@
-"""``quantizer show``: the result of a finished run, or what an engine runs in which precision."""
+"""``quantizer show``: the result of a finished run, or the precision of an engine's layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Show"]
 
 
 class Show:
-    """Print the summary of the report in a run folder, or what an engine or ONNX file is made of."""
+    """Verb that prints the summary of the report in a run folder, or the contents of an engine or ONNX file."""
 
     name = "show"
     help = "print the result of a finished run, or what an engine runs in which precision"

@@ -1,4 +1,4 @@
-"""A command that the system tells to end ends as it does on Ctrl-C, and leaves as little."""
+"""Signals that end the process, handled as Ctrl-C is, with the same cleanup."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["HungUp", "Terminated", "end_as_on_ctrl_c"]
 
 
 class Terminated(KeyboardInterrupt):
-    """A supervisor or a shutdown ends the process."""
+    """Request to end the process, from a supervisor or a shutdown."""
 
     number = signal.SIGTERM
 
 
 class HungUp(Terminated):
-    """The terminal of the process is gone."""
+    """Loss of the terminal of the process."""
 
     number = signal.SIGHUP
 
@@ -29,16 +29,16 @@ _KINDS = {kind.number: kind for kind in (Terminated, HungUp)}
 
 @contextmanager
 def end_as_on_ctrl_c() -> Iterator[None]:
-    """In the block, the first signal to end raises ``Terminated``; later ones do not disturb what is cleaned up then.
+    """Raise ``Terminated`` on the first signal to end; ignore later ones, which would stop the cleanup.
 
-    Signals that somebody else handles or ignores, as ``nohup`` does, are left to him.
+    Signals that have another handler, or are ignored, as under ``nohup``, stay as they are.
     """
     process, told = os.getpid(), False
 
     def end(number: int, _: FrameType | None) -> None:
         nonlocal told
         if os.getpid() != process:
-            # A worker that was forked: who ends it so expects it to be gone.
+            # In a forked worker the signal keeps its default action: its sender expects the process to end.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not told:

@@ -17,7 +17,7 @@ __all__ = ["Validate"]
 
 
 class Validate:
-    """Check files without running anything: keys, types, names, and values that do not fit together."""
+    """Verb that checks files without running anything: keys, types, names, and values that do not fit together."""
 
     name = "validate"
     help = "check YAML files; lists every problem with its line"

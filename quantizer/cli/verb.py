@@ -1,4 +1,4 @@
-"""What a verb of the command line is."""
+"""Interface of a verb of the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OVERRIDES_HELP = (
 
 
 class Verb(Protocol):
-    """One verb: ``quantizer NAME ...``."""
+    """Verb: ``quantizer NAME ...``."""
 
     name: str
     """The word on the command line."""
@@ -34,7 +34,7 @@ class Verb(Protocol):
         """Declare the arguments of the verb."""
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        """Do it.
+        """Run the verb.
 
         Args:
             args: the parsed arguments.
