@@ -94,7 +94,7 @@ class Bench:
                 tell=lambda line: print(f"  {line}", file=sys.stderr),
             )
             start = time.perf_counter()
-            training.carry_out(self.model, quantizer.qat(self.model, scales="learned", copy=True))
+            training.run(self.model, quantizer.qat(self.model, scales="learned", copy=True))
             seconds = time.perf_counter() - start
             frozen = quantizer.quantize(self.model)
             scores = {"proxy": self.row(f"{name}: QAT, seed {seed}", frozen, seconds)}

@@ -7,6 +7,7 @@ from quantizer.config.schema import RunConfig
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import qtype
 from quantizer.reasons import RuleKind
+from quantizer.targets.feasibility import engine_problems
 from quantizer.targets.formats import Format
 from quantizer.targets.formats import impossible
 from quantizer.targets.formats import least_opset_of
@@ -44,14 +45,14 @@ def check_run(config: RunConfig) -> None:
         )
     names = {dtype.name for entry in formats for dtype in (entry.activations, entry.weights) if dtype is not None}
     wanted = config.engine.compute_capability or ()
-    for capability in [wanted] if isinstance(wanted, str) else wanted:
-        reason = target.capability_reason(capability, names)
-        problems += [] if reason is None else [f"engine.compute_capability: {reason}"]
-    if config.engine.inference_precision is not None:
-        reason = target.precision_reason(config.engine.inference_precision)
-        problems += [] if reason is None else [f"engine.inference_precision: {reason}"]
-    if config.engine.strip_weights and (reason := target.stripping_reason()) is not None:
-        problems.append(f"engine.strip_weights: {reason}")
+    found = engine_problems(
+        [target],
+        formats=names,
+        capabilities=[wanted] if isinstance(wanted, str) else wanted,
+        precision=config.engine.inference_precision,
+        strip_weights=config.engine.strip_weights,
+    )
+    problems += [f"engine.{problem.place}: {problem.text}" for problem in found]
     if problems:
         raise ConfigError(problems)
 

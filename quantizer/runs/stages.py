@@ -1,4 +1,4 @@
-"""What commands that take minutes share: timed stages, progress bars, one way to call models and engines."""
+"""What commands that take minutes share: timed stages on one context, and one way to call models and engines."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import fields
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
 from quantizer.engines import Array
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import build_engine
+from quantizer.files import require_room
 from quantizer.files import said_complete
 from quantizer.qat.checkpoint import check_checkpoints
 from quantizer.qat.checkpoint import remove_checkpoints
@@ -37,6 +41,9 @@ from quantizer.tasks import Batch
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
+from quantizer.tasks import build_task
+from quantizer.tasks import load_model
+from quantizer.tasks import load_processor
 from quantizer.tasks import load_rows
 
 if TYPE_CHECKING:
@@ -44,11 +51,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ResumeFiles",
+    "RunContext",
+    "RunRows",
     "StageTimer",
     "bar",
     "engine_inputs",
-    "parameter_bytes",
-    "rows_of",
+    "load_context",
+    "predict",
     "as_predictor",
     "score_record",
     "sizes_of",
@@ -83,6 +92,11 @@ class StageTimer:
         with tqdm.external_write_mode():
             self.console.print(f"  {score:.5f} on the tuning rows, {seconds:.1f} s", highlight=False)
 
+    def say(self, line: str) -> None:
+        """Print a line as it is, however long."""
+        with tqdm.external_write_mode():
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     def build(self, backend: str, onnx: Path, engine: Path, options: BuildOptions) -> BuildResult:
         """Build an engine, with a bar in a terminal that shows how far the builder is, and say what it warned of."""
         with tqdm(total=100, desc=engine.name, unit="%", leave=False, disable=None) as shown:
@@ -114,11 +128,6 @@ def as_predictor(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]
     if isinstance(model, nn.Module):
         return lambda batch: model(**batch)
     return lambda batch: model(engine_inputs(model, batch))
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """What the parameters of a model take."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def engine_inputs(engine: Engine, batch: Batch) -> dict[str, Array]:
@@ -207,3 +216,80 @@ def rows_of(dataset: DatasetConfig | None) -> list[Row]:
 def sizes_of(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:
     """Return the size of each engine file, and its ratio to the first."""
     return size_entries({name: os.path.getsize(result.path) for name, result in built.items()})
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The rows of a run, by what they are for; empty for what the configuration does not name."""
+
+    calibration: list[Row]
+    evaluation: list[Row]
+    head: list[Row]
+    tuning: list[Row]
+    training: list[Row]
+
+    @classmethod
+    def of(cls, config: DataConfig) -> RunRows:
+        """Read all that a configuration names."""
+        return cls(**{field.name: rows_of(getattr(config, field.name)) for field in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What the stages of one command work on.
+
+    Attributes:
+        timer: announces stages and times them.
+        resume: where a search and a training keep what they have.
+        model: the float model.
+        processor: its tokenizer or image processor.
+        task: makes batches of rows, and scores what comes of them.
+    """
+
+    timer: StageTimer
+    resume: ResumeFiles
+    model: nn.Module
+    processor: Any
+    task: Task
+
+
+def load_context(
+    timer: StageTimer,
+    resume: ResumeFiles,
+    folder: Path,
+    source: str,
+    task: str,
+    *,
+    copies: float,
+    needed_for: str,
+    sizes: Mapping[str, int],
+    attention: str = "eager",
+) -> RunContext:
+    """Load a model with what makes its inputs, and look for the room that its files need.
+
+    Args:
+        timer: of the command.
+        resume: of the command.
+        folder: where the files will be written.
+        source: where the model comes from.
+        task: its name.
+        copies: how often the float parameters fit into what will be written.
+        needed_for: what will be written, in words.
+        sizes: the lengths and the batch size of the task, as ``build_task`` takes them.
+        attention: the implementation of attention.
+
+    Raises:
+        QuantizerError: the model cannot be loaded, does not fit the task, or leaves no room.
+    """
+    model = load_model(source, task, attention)
+    parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    require_room(folder, int(parameters * copies), needed_for)
+    processor = load_processor(source, task)
+    built = build_task(task, model, processor, **sizes)
+    return RunContext(timer=timer, resume=resume, model=model, processor=processor, task=built)
+
+
+def predict(context: RunContext, which: str, model: nn.Module | Engine, rows: list[Row]) -> Predictions:
+    """Return what a model or an engine says of rows, as a stage of its own."""
+    with context.timer(f"score the {which}"), bar(which) as progress:
+        return context.task.predict(as_predictor(model), rows, progress)

@@ -5,6 +5,7 @@ After every score it writes a checkpoint, so that a training that was interrupte
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch import nn
 from tqdm.auto import tqdm
 
+from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.plain_values import decoded
 from quantizer.config import QatConfig
 from quantizer.errors import TrainingError
@@ -31,12 +33,17 @@ from quantizer.qat.checkpoint import read_checkpoint
 from quantizer.qat.checkpoint import read_facts
 from quantizer.qat.checkpoint import write_checkpoint
 from quantizer.qat.gradient_check import has_gradient
+from quantizer.quantizer import Quantizer
 from quantizer.report.record import TrainingRun
 from quantizer.report.record import TrainingScore
+from quantizer.runs.stages import RunContext
+from quantizer.runs.task_metric import TaskMetric
+from quantizer.sensitivity import fingerprint
 from quantizer.tasks import Row
 from quantizer.tasks import Task
+from quantizer.tasks.datasets.rows import content_of
 
-__all__ = ["TrainingResult", "Training"]
+__all__ = ["Training", "TrainingResult", "train"]
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +126,7 @@ class Training:
         numbers = range(1, settings.evaluations + 1)
         self._scored_at = {math.ceil(self._steps * number / settings.evaluations) for number in numbers}
 
-    def carry_out(self, model: nn.Module, proxy: nn.Module) -> TrainingResult:
+    def run(self, model: nn.Module, proxy: nn.Module) -> TrainingResult:
         """Train the proxy on what the float model says, and leave it as it was when it was kept.
 
         Raises:
@@ -239,3 +246,28 @@ class Training:
             raise TrainingError(f"{self._last} is damaged: {error}; remove it to begin the training anew") from error
         self._tell(f"going on after {len(course.losses)} of {self._steps} steps, from {self._last}")
         return course
+
+
+def train(
+    context: RunContext, settings: QatConfig, quantizer: Quantizer, rows: Sequence[Row], score: TaskMetric
+) -> TrainingResult:
+    """Train a copy, so that the float model stays what all is compared with."""
+    known = fingerprint(quantizer.plan, score, Fingerprint.of(context.model))
+    parts = known, settings.model_dump(mode="json"), content_of(rows)
+    training = Training(
+        settings,
+        context.task,
+        rows,
+        score,
+        higher_is_better=score.higher_is_better,
+        folder=context.resume.training,
+        identity=hashlib.sha256(repr(parts).encode()).hexdigest(),
+        tell=context.timer.say,
+    )
+    with context.timer("train with rounded operands"):
+        course = training.run(context.model, quantizer.qat(context.model, scales=settings.scales, copy=True))
+        context.timer.say(
+            f"kept the state after {course.best} of {course.steps} steps: {dict(course.scores)[course.best]:.5f} "
+            f"on the tuning rows, {course.scores[0][1]:.5f} before training, {course.float_score:.5f} in float"
+        )
+    return course

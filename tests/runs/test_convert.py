@@ -402,7 +402,7 @@ def test_bad_input_is_told_before_the_model_is_loaded(
 ) -> None:
     (tmp_path / "texts.txt").write_text("a good film\n\nthe plot was dull\n")
     (tmp_path / "empty.txt").write_text("\n \n")
-    monkeypatch.setattr(steps, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(stages, "load_model", lambda *_: pytest.fail("the model was loaded"))
     words, expected = BAD[case]
     code, said = convert(*words)
     assert code == 1

@@ -28,7 +28,7 @@ from tiny_vision import tiny_images  # noqa: E402
 from tiny_vision import tiny_resnet  # noqa: E402
 from tiny_vision import tiny_vit  # noqa: E402
 
-import quantizer.runs.convert.run as steps  # noqa: E402
+import quantizer.runs.stages as stages  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
@@ -173,7 +173,7 @@ def test_bad_input_is_told_before_the_model_is_loaded(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "t.txt").write_text("a good film\n")
-    monkeypatch.setattr(steps, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(stages, "load_model", lambda *_: pytest.fail("the model was loaded"))
     words, expected = BAD[case]
     code, said = convert(*(word.format(photos=place.photos, dev=place.dev) for word in words))
     assert code == 1

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 
+import quantizer.runs.measure as run_measure
 import quantizer.runs.run as pipeline
 import quantizer.runs.stages as stages
 from quantizer import Quantizer
@@ -98,7 +99,7 @@ def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(Quantizer, "export", exported)
     monkeypatch.setattr(pipeline, "export_onnx", copied("float.onnx"))
-    monkeypatch.setattr(pipeline, "peak_memory_mib", lambda *_, **__: PeakMemory(peak_mib=3.0, baseline_mib=1.0))
+    monkeypatch.setattr(run_measure, "peak_memory_mib", lambda *_, **__: PeakMemory(peak_mib=3.0, baseline_mib=1.0))
     return tmp_path
 
 
@@ -373,21 +374,21 @@ def test_an_engine_that_lacks_the_precision_ends_the_run(
 # -- complete or absent --------------------------------------------------------------------------------------------
 
 STAGES: dict[str, tuple[Any, str]] = {
-    "load": (pipeline, "load_model"),
-    "data": (pipeline, "rows_of"),
+    "load": (stages, "load_model"),
+    "data": (stages, "rows_of"),
     "calibrate": (Quantizer, "calibrate"),
     "amp": (Quantizer, "amp"),
     "fallback": (Quantizer, "fallback"),
     "quantize": (Quantizer, "quantize"),
     "save": (Quantizer, "save"),
-    "score": (pipeline._Run, "_score"),
+    "score": (pipeline, "score_record"),
     "export": (Quantizer, "export"),
     "export float": (pipeline, "export_onnx"),
     "build": (stages, "build_engine"),
     "inspect": (pipeline, "observe_engine"),
     "load engine": (pipeline, "load_engine"),
-    "latency": (pipeline, "interleaved_latency"),
-    "memory": (pipeline, "peak_memory_mib"),
+    "latency": (run_measure, "interleaved_latency"),
+    "memory": (run_measure, "peak_memory_mib"),
     "report": (pipeline, "write_record"),
     "page": (pipeline, "write_html"),
 }

@@ -105,7 +105,7 @@ class Bench:
         )
 
     def train(self, folder: Path, **settings: Any) -> TrainingResult:
-        return self.training(folder, **settings).carry_out(self.model, self.proxy)
+        return self.training(folder, **settings).run(self.model, self.proxy)
 
 
 @pytest.mark.promise("The last state whose score on `data.tuning` is near the best is kept")

@@ -75,12 +75,12 @@ def _make_training(folder: Path) -> None:
 
 
 def _run(inputs: Path, out: Path, former: bool) -> int:
-    import quantizer.runs.run as pipeline
+    import quantizer.runs.measure as measure
 
     _translate_once(inputs)
     # Seconds each, and no part of what is compared.
     memory = SimpleNamespace(peak_mib=2.0, baseline_mib=1.0)
-    mock.patch.multiple(pipeline, peak_memory_mib=lambda *_, **__: memory, _LATENCY_ROUNDS=1).start()
+    mock.patch.multiple(measure, peak_memory_mib=lambda *_, **__: memory, _LATENCY_ROUNDS=1).start()
     words = ["run", str(inputs / "run.yaml"), "--output", str(out), "--force"]
     return main([*words, "quantizer.activations.percentile=99.0"] if former else words)
 

@@ -16,6 +16,8 @@ from quantizer.files import restore_folder
 from quantizer.runs.convert.data import DataSource
 from quantizer.targets import profile
 from quantizer.targets import profiles
+from quantizer.targets.feasibility import Problem
+from quantizer.targets.feasibility import engine_problems
 from quantizer.tasks import tasks
 
 __all__ = ["BATCH_SIZES", "CONVERSION", "SEQUENCE_LENGTHS", "ConversionRequest", "Sizes", "convertible_tasks"]
@@ -112,15 +114,10 @@ class ConversionRequest:
             yield f"--compute-capability {self.compute_capability}: expected one such as sm89"
         elif self.compute_capability is not None:
             formats = {self.dtype or "int8"} if self.quantization else set()
-            reasons = [profile(name).capability_reason(self.compute_capability, formats) for name in chosen]
-            yield from (f"--compute-capability: {reason}" for reason in reasons if reason is not None)
-
+            targets = [profile(name) for name in chosen]
+            yield from map(_option, engine_problems(targets, formats=formats, capabilities=[self.compute_capability]))
         known = [profile(name) for name in self.backends if name in backends.names()]
-        if self.inference_precision is not None and known:
-            # One that takes the types of its file may stand beside one that is told.
-            reasons = [target.precision_reason(self.inference_precision) for target in known]
-            if None not in reasons:
-                yield f"--inference-precision: {reasons[0]}"
+        yield from map(_option, engine_problems(known, precision=self.inference_precision))
 
     def _quantization(self) -> Iterator[str]:
         if not self.quantization:
@@ -165,3 +162,7 @@ class ConversionRequest:
                 yield f"{option} {value}: expected 1 or more"
         if self.max_drop is not None and not self.max_drop >= 0:
             yield f"--max-drop {self.max_drop}: expected 0 or more, in the unit of the task's score"
+
+
+def _option(problem: Problem) -> str:
+    return f"--{problem.place.replace('_', '-')}: {problem.text}"

@@ -23,7 +23,6 @@ from quantizer.engines import load_engine
 from quantizer.engines import runs_here
 from quantizer.errors import TaskError
 from quantizer.export import export_onnx
-from quantizer.files import require_room
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.qdq.signature import read_signature
@@ -59,18 +58,17 @@ from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
+from quantizer.runs.search import measure_sensitivity
+from quantizer.runs.search import search_fallback
+from quantizer.runs.stages import ResumeFiles
 from quantizer.runs.stages import StageTimer
-from quantizer.runs.stages import as_predictor
-from quantizer.runs.stages import bar
-from quantizer.runs.stages import parameter_bytes
+from quantizer.runs.stages import load_context
+from quantizer.runs.stages import predict
 from quantizer.runs.stages import resume_files
 from quantizer.runs.stages import score_record
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.targets import profile
 from quantizer.tasks import Predictions
-from quantizer.tasks import build_task
-from quantizer.tasks import load_model
-from quantizer.tasks import load_processor
 from quantizer.tasks import read_checkpoint
 from quantizer.tasks import tasks
 from quantizer.tasks import text_files
@@ -100,7 +98,7 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
     with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
             folder,
-            lambda target: results.extend(_Run(asked, facts, data, target, kept.scores, console).carry_out()),
+            lambda target: results.extend(_Run(asked, facts, data, target, kept, console).run()),
             kind=CONVERSION,
             replace=asked.force,
         )
@@ -160,26 +158,31 @@ class _Run:
         facts: ConversionInputs,
         data: Samples | None,
         target: Path,
-        scores: Path,
+        kept: ResumeFiles,
         console: Console,
     ) -> None:
         self.asked = asked
         self.facts = facts
         self.target = target
-        self.scores = scores
         self.console = console
         self.stage = StageTimer(console)
         self.tuning = read_labelled(asked.tuning, "--tuning")
         self.evaluation = read_labelled(asked.evaluation, "--evaluation")
         with self.stage("load the model"):
-            self.model = load_model(asked.model, facts.task)
-            # An ONNX file and an engine for each backend, in which integers take a quarter.
-            least = parameter_bytes(self.model) * len(asked.backends) // (2 if asked.quantization else 1)
-            require_room(target, least, "what is written for this model")
-            self.processor = load_processor(asked.model, facts.task)
             sizes = facts.sequence
             lengths = {} if sizes is None else {"min_length": sizes[0], "max_length": sizes[2]}
-            self.task = build_task(facts.task, self.model, self.processor, batch_size=facts.batch[1], **lengths)
+            self.context = load_context(
+                self.stage,
+                kept,
+                target,
+                asked.model,
+                facts.task,
+                # An ONNX file and an engine for each backend, in which integers take a quarter.
+                copies=len(asked.backends) / (2 if asked.quantization else 1),
+                needed_for="what is written for this model",
+                sizes={"batch_size": facts.batch[1], **lengths},
+            )
+        self.model, self.task = self.context.model, self.context.task
         # What would be told after minutes of calibration is told now.
         require_tools({name: self._options(name) for name in asked.backends}, html=False)
         check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
@@ -188,8 +191,8 @@ class _Run:
         self.check_batches = [self.task.inputs.filled(held_out or self.calibration, *shape) for shape in facts.shapes]
         self.float_predictions: Predictions | None = None
 
-    def carry_out(self) -> list[BackendResult]:
-        """All stages, in order."""
+    def run(self) -> list[BackendResult]:
+        """Carry out all stages, in order."""
         asked = self.asked
         quantizers = self._quantizers() if asked.quantization else dict.fromkeys(asked.backends)
         # In the folder itself, so that what a kill leaves goes with it.
@@ -228,7 +231,7 @@ class _Run:
                 quantizer.export(quantized, folder / ONNX, self.task.example())
         with self.stage("build the engine"):
             built = self._build(name, folder / ONNX, folder / ENGINE)
-        self.processor.save_pretrained(folder / processor_folder(self.facts.task))
+        self.context.processor.save_pretrained(folder / processor_folder(self.facts.task))
         seen = self._seen(name, built, quantized, float_dtype, scratch) if runs_here(name) else {}
         result = BackendResult(
             backend=name,
@@ -255,19 +258,10 @@ class _Run:
         asked = self.asked
         if asked.max_drop is not None:
             amp = quantizer.amp(self.model)
-            with self.stage("measure sensitivity"), torch.no_grad():
-                for batch in self.batches[:_AMP_BATCHES]:
-                    amp(**batch)
+            measure_sensitivity(self.context, quantizer, amp, self.batches[:_AMP_BATCHES])
             read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
-            with self.stage("search what goes back to float"):
-                score = TaskMetric(read, self.task, self.tuning, [], self.stage.tell)
-                quantizer.fallback(
-                    amp,
-                    max_drop=asked.max_drop,
-                    metric=score,
-                    higher_is_better=score.higher_is_better,
-                    cache=self.scores,
-                )
+            metric = TaskMetric(read, self.task, self.tuning, [], self.stage.tell)
+            search_fallback(self.context, quantizer, amp, metric, asked.max_drop)
         with self.stage("quantize"):
             return quantizer.quantize(self.model)
 
@@ -309,8 +303,7 @@ class _Run:
         return tuple(scores)
 
     def _predict(self, which: str, model: nn.Module | Engine) -> Predictions:
-        with self.stage(f"score the {which}"), bar(which) as progress:
-            return self.task.predict(as_predictor(model), self.evaluation, progress)
+        return predict(self.context, which, model, self.evaluation)
 
     def _score(self, which: str, predictions: Predictions) -> Score:
         base = self.float_predictions or predictions

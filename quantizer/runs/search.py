@@ -1,0 +1,58 @@
+"""Which groups go back to float: measured on batches, and searched for under a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from quantizer.common.fingerprint import Fingerprint
+from quantizer.quantizer import Quantizer
+from quantizer.report.search_records import fallback_reason
+from quantizer.runs.stages import RunContext
+from quantizer.runs.task_metric import TaskMetric
+from quantizer.sensitivity import ScoreCache
+from quantizer.sensitivity import fingerprint
+from quantizer.tasks import Batch
+
+__all__ = ["measure_sensitivity", "search_fallback"]
+
+
+def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Module, batches: Sequence[Batch]) -> None:
+    """Rank the groups of a proxy that ``amp()`` returned, on batches; a metric needs none of them."""
+    with context.timer("measure sensitivity"), torch.no_grad():
+        for batch in tqdm(batches, "batches", leave=False, disable=None):
+            proxy(**batch)
+        # What is measured by a metric is measured when it is asked for.
+        len(quantizer.sensitivity)
+
+
+def search_fallback(
+    context: RunContext,
+    quantizer: Quantizer,
+    proxy: nn.Module,
+    metric: TaskMetric,
+    max_drop: float,
+    *,
+    max_evaluations: int = 25,
+    costs: str | Mapping[str, float] | None = None,
+) -> None:
+    """Put groups back to float until the score is at most ``max_drop`` worse, going on with scores that were kept."""
+    timer, cache = context.timer, context.resume.scores
+    with timer("search what goes back to float"):
+        known = ScoreCache(cache, fingerprint(quantizer.plan, metric, Fingerprint.of(context.model))).known
+        kept = f"going on with {known} scores of" if known else "until the run is complete, each score is kept in"
+        timer.say(f"{kept} {cache}")
+        chosen = quantizer.fallback(
+            proxy,
+            max_drop=max_drop,
+            metric=metric,
+            higher_is_better=metric.higher_is_better,
+            max_evaluations=max_evaluations,
+            costs=costs,
+            cache=cache,
+        )
+        timer.say(f"{len(chosen.groups)} groups put back to float, {fallback_reason(chosen)}")

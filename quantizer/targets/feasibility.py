@@ -1,0 +1,51 @@
+"""What targets cannot do of what an engine is asked for: each problem with its place, which a caller spells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+from collections.abc import Set
+from typing import NamedTuple
+
+from quantizer.targets.base import TargetProfile
+
+__all__ = ["Problem", "engine_problems"]
+
+
+class Problem(NamedTuple):
+    """What does not fit, and the setting that asks for it: a key of a file, or an option."""
+
+    place: str
+    text: str
+
+
+def engine_problems(
+    targets: Sequence[TargetProfile],
+    *,
+    formats: Set[str] = frozenset(),
+    capabilities: Sequence[str] = (),
+    precision: str | None = None,
+    strip_weights: bool = False,
+) -> Iterator[Problem]:
+    """Yield what targets cannot do.
+
+    Args:
+        targets: those that engines are built for.
+        formats: the names of the number formats that they would hold.
+        capabilities: the compute capabilities to build for, all of them by each target.
+        precision: what floats are computed in; one target that can be told is enough.
+        strip_weights: build without weights.
+    """
+    for capability in capabilities:
+        for target in targets:
+            if (reason := target.capability_reason(capability, formats)) is not None:
+                yield Problem("compute_capability", reason)
+    if precision is not None and targets:
+        reasons = [target.precision_reason(precision) for target in targets]
+        # One that takes the types of its file may stand beside one that is told.
+        if None not in reasons:
+            yield Problem("inference_precision", str(reasons[0]))
+    if strip_weights:
+        for target in targets:
+            if (reason := target.stripping_reason()) is not None:
+                yield Problem("strip_weights", reason)
