@@ -59,6 +59,7 @@ __all__ = [
     "load_context",
     "predict",
     "as_predictor",
+    "rows_of",
     "score_record",
     "sizes_of",
     "resume_files",
