@@ -4,9 +4,6 @@ Every operation gives a bound for what it makes from bounds for what it reads, w
 tensor. Where that does not show that float16 holds the result, the smaller of operands and result are measured, and
 the bound is the truth from there on. Measured, a value beyond float16 is never missed and never made up.
 
-Legend: |x| the largest magnitude in x; K the length that a product sums over, so that a product of x [.., K] and w
-[K, N] is at most sqrt(K) |x| times the largest norm of a column of w (Cauchy and Schwarz).
-
 Masks hold numbers like -3.4e38 or -inf, which stand for "not here". Numbers so low are no values: a mask is noted, and
 what remains of it is bounded.
 """
@@ -29,41 +26,18 @@ from torch.utils import _pytree
 
 from quantizer.calibrators.histogram import in_memory_order
 from quantizer.common.tensor_version import tensor_version
+from quantizer.float16.bounds import MASKS
+from quantizer.float16.bounds import beyond
+from quantizer.float16.bounds import is_mask
+from quantizer.float16.bounds import largest_inside
+from quantizer.float16.bounds import passes_masks_on
+from quantizer.float16.bounds import result_bound
 from quantizer.float16.float32_modules import Float32Modules
-from quantizer.numerics.float16 import FLOAT16_MAX
 
 __all__ = ["Frame", "OverflowTracker", "ParameterMagnitudes"]
 
 Frame = tuple[str, int]
 """A module that runs: its path, and the number of its call."""
-
-_MASKS = -1e8
-"""No activation is so low without others that are as high."""
-
-# fmt: off
-_KEEP = {
-    f"aten::{name}"
-    for name in (
-        "abs", "_adaptive_avg_pool2d", "amax", "amin", "avg_pool2d", "cat", "clone", "constant_pad_nd",
-        "copy_", "embedding", "flip", "gather", "gelu", "hardswish_", "index", "index_select",
-        "lift_fresh", "masked_fill", "masked_fill_", "max_pool2d_with_indices", "maximum", "mean",
-        "minimum", "native_dropout", "neg", "relu", "relu_", "repeat", "roll", "silu", "silu_", "stack",
-        "_to_copy", "tril", "triu", "_unsafe_view", "where",
-    )
-}
-# fmt: on
-"""No result is larger than what is read."""
-
-_SUMS = {f"aten::{name}" for name in ("add", "add_", "sub", "sub_", "rsub")}
-_ONES = {
-    f"aten::{name}"
-    for name in ("_softmax", "_safe_softmax", "sigmoid", "sigmoid_", "tanh", "tanh_", "sin", "cos", "erf")
-}
-_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""With the place of the left operand."""
-
-_ATTENTION = "aten::_scaled_dot_product_"
-_LAYER_NORM = "aten::native_layer_norm"
 
 
 class _Seen:
@@ -91,7 +65,7 @@ class _Seen:
     @property
     def marked(self) -> bool:
         """Whether modules that meet it must know."""
-        return self.mask or _beyond(self.bound)
+        return self.mask or beyond(self.bound)
 
 
 class ParameterMagnitudes:
@@ -125,7 +99,7 @@ class OverflowTracker:
         for value in _floats(inputs):
             seen = self._of(value)
             seen.frames = ()
-            self._wide_inputs |= _beyond(seen.bound)
+            self._wide_inputs |= beyond(seen.bound)
 
     def regions(self) -> Float32Modules:
         """What follows for a model in half."""
@@ -183,11 +157,10 @@ class OverflowTracker:
             new.bound, new.parameter, new.mask = read[0].bound, read[0].parameter, read[0].mask
         else:
             new.bound = self._bound(name, args, keywords, read)
-            if _beyond(new.bound) and self._measured_all(given, read, made[0].numel()):
+            if beyond(new.bound) and self._measured_all(given, read, made[0].numel()):
                 new.bound = self._bound(name, args, keywords, read)
-            hidden = name in _KEEP or name in _SUMS
-            new.mask = hidden and (any(seen.mask for seen in read) or any(map(_is_mask, args)))
-        if _beyond(new.bound):
+            new.mask = passes_masks_on(name) and (any(seen.mask for seen in read) or any(map(is_mask, args)))
+        if beyond(new.bound):
             self._measure(new, made[0])
         if writes:
             self._written(made[0], new)
@@ -202,42 +175,13 @@ class OverflowTracker:
         if new.marked:
             new.frames = here
             self._note(new.bound, new.mask, here[-1:])
-        self._note(_inside(name, args, read, made), False, here[-1:])
+        self._note(largest_inside(name, args, [seen.bound for seen in read], made), False, here[-1:])
 
     # -- bounds ----------------------------------------------------------------------------------------------------
 
     def _bound(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any], read: Sequence[_Seen]) -> float:
-        """A bound for the first result of an operation; infinity where nothing is known of it."""
         bounds = [seen.bound for seen in read]
-        # Whole numbers too, which a mask may be filled with; an axis or an index among them only loosens the bound.
-        numbers = [abs(value) for value in args if type(value) in (int, float) and not _is_mask(value)]
-        factors: list[float] = [abs(value) for value in args if type(value) in (int, float)]
-        factor: float = max([1.0, *(abs(value) for value in keywords.values() if type(value) in (int, float))])
-        if name in _ONES:
-            return 1.0
-        if not read:
-            return math.inf
-        if name in _KEEP and not _divides_otherwise(name, args):
-            return float(max(bounds + numbers))
-        if name in _SUMS:
-            return factor * sum(bounds) + sum(factors)
-        if name in ("aten::mul", "aten::mul_"):
-            return math.prod([*bounds, *factors])
-        if name in ("aten::div", "aten::div_") and len(args) > 1 and isinstance(args[1], int | float):
-            return bounds[0] / abs(args[1]) if args[1] else math.inf
-        if name == _LAYER_NORM:
-            # No value of a row lies farther from its mean than the root of its length times the deviation.
-            farthest: float = math.sqrt(math.prod(args[1]))
-            return farthest * (bounds[1] if len(bounds) > 1 else 1.0) + sum(bounds[2:])
-        if name in _PRODUCTS:
-            first = _PRODUCTS[name]
-            column = self._column(args[first + 1], read[first + 1])
-            root: float = math.sqrt(args[first].shape[-1])
-            return factor * (sum(bounds[:first]) + root * bounds[first] * column)
-        if name == "aten::convolution" and not args[6]:
-            patch: int = math.prod(args[1].shape[1:])
-            return patch * bounds[0] * bounds[1] + sum(bounds[2:])
-        return bounds[2] if name.startswith(_ATTENTION) else math.inf
+        return result_bound(name, args, keywords, bounds, lambda place: self._column(args[place], read[place]))
 
     def _column(self, value: Tensor, seen: _Seen) -> float:
         """The largest norm of a column of value [.., K, N], or a bound for it."""
@@ -287,9 +231,9 @@ class OverflowTracker:
             return
         value = in_memory_order(value.detach())
         low, high = (float(bound) for bound in torch.aminmax(value))
-        if not low >= _MASKS:
-            seen.mask = bool((value < _MASKS).any())
-            low, high = (float(bound) for bound in torch.aminmax(value.where(value >= _MASKS, 0.0)))
+        if not low >= MASKS:
+            seen.mask = bool((value < MASKS).any())
+            low, high = (float(bound) for bound in torch.aminmax(value.where(value >= MASKS, 0.0)))
         seen.bound, seen.exact = max(-low, high), True
 
     def _written(self, value: Tensor, new: _Seen) -> None:
@@ -317,39 +261,8 @@ class OverflowTracker:
         for path, _ in modules:
             if mask:
                 self._masked.add(path)
-            if _beyond(bound):
+            if beyond(bound):
                 self._wide[path] = max(bound, self._wide.get(path, 0.0))
-
-
-def _inside(name: str, args: Sequence[Any], read: Sequence[_Seen], made: Sequence[Tensor]) -> float:
-    """The largest value that an operation computes inside, and that a target has as a tensor; 0 where none is large."""
-    if made[0].numel() == 0 or any(isinstance(value, Tensor) and value.numel() == 0 for value in args):
-        # An expert that gets no token, an empty batch: it computes nothing.
-        return 0.0
-    if name == _LAYER_NORM and read[0].bound > math.sqrt(FLOAT16_MAX):
-        # The last result is the reciprocal of the deviation.
-        smallest = float(made[-1].min())
-        return smallest**-2 if smallest else math.inf
-    if name.startswith(_ATTENTION):
-        query, key = args[:2]
-        if query.shape[-1] * read[0].bound * read[1].bound > FLOAT16_MAX:
-            return float(query.norm(dim=-1).max() * key.norm(dim=-1).max())
-    return 0.0
-
-
-def _divides_otherwise(name: str, args: Sequence[Any]) -> bool:
-    """Whether a mean is none: it is divided by another number than that of what it sums."""
-    divisor = 6
-    return name == "aten::avg_pool2d" and len(args) > divisor and args[divisor] is not None
-
-
-def _beyond(bound: float) -> bool:
-    """Whether float16 cannot hold it; a bound that is no number says nothing."""
-    return not bound <= FLOAT16_MAX
-
-
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, float) and value < _MASKS
 
 
 @cache
