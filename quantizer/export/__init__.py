@@ -1,4 +1,4 @@
-"""Q/DQ ONNX from a frozen proxy: torch's exporter, our translations, then graph passes."""
+"""Export of a frozen proxy as Q/DQ ONNX: torch's exporter, our translations, then graph passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which axes of the inputs are dynamic in the file: by convention, or as the caller says."""
+"""Dynamic axes of the inputs in the file: by convention, or from the caller."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _OF_SHAPES = ("ConstraintViolationError", "UserError")
 
 
 def usual_axes(inputs: Mapping[str, Any]) -> Axes:
-    """Axis 0 is ``batch``, and axis 1 of integer inputs ``sequence``, where the example lets that be told.
+    """Return the dynamic axes by convention: axis 0 is ``batch``, axis 1 of integer inputs ``sequence``.
 
-    The batch is that of the first input; what has another length there is fixed, and so is every axis of length 1 but
-    a batch of one row: it may be there to be broadcast. An encoder and its decoder have sequences of their own: inputs
-    of one length in the example share a dimension.
+    The batch is the length of the first input's axis 0. An axis 0 of another length is fixed, and so is every axis of
+    length 1, which may be there to be broadcast, except a batch of one row. An encoder and its decoder have separate
+    sequences: inputs of one length in the example share a dimension.
     """
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 0}
     rows = {name: value.shape[0] for name, value in tensors.items()}
@@ -59,7 +59,7 @@ def usual_axes(inputs: Mapping[str, Any]) -> Axes:
 
 
 def asked_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
-    """The caller's own axes.
+    """Return the caller's own axes.
 
     Raises:
         ExportError: the example has no such input or axis, a name is none, or one dimension has two lengths.
@@ -85,7 +85,7 @@ def asked_axes(axes: Axes, inputs: Mapping[str, Any]) -> Axes:
 
 
 def dynamic_shapes(inputs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
-    """What ``torch.export`` takes: one entry for each input."""
+    """Return the argument for ``torch.export``: one entry for each input."""
     dimensions: dict[str, Any] = {}
 
     def entry(name: str, value: Any) -> Any:
@@ -100,7 +100,7 @@ def dynamic_shapes(inputs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
 
 
 def check_dynamic(model: Any, inputs: Mapping[str, Any], axes: Axes, *, asked: bool) -> None:
-    """Say which of the axes are fixed in the graph all the same: torch fixes those that a model can only have so long.
+    """Log the axes that are fixed in the graph all the same: torch fixes an axis if the model only works at one length.
 
     Raises:
         ExportError: the caller ``asked`` for one of them.
@@ -118,7 +118,7 @@ def check_dynamic(model: Any, inputs: Mapping[str, Any], axes: Axes, *, asked: b
 
 
 def hint(error: BaseException) -> str:
-    """Where an error of the exporter is about the lengths of axes: what says which of them are dynamic."""
+    """Return advice on dynamic axes if an error of the exporter is about the lengths of axes; else an empty text."""
     while error.__cause__ is not None:
         error = error.__cause__
     if type(error).__name__ not in _OF_SHAPES:

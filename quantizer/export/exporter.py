@@ -1,4 +1,4 @@
-"""From a frozen proxy to a checked ``.onnx`` file."""
+"""Export of a frozen proxy to a checked ``.onnx`` file."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def export_onnx(
         if opset < _least_opset(quantizer):
             what = "scales of blocks" if quantizer.block_size is not None else quantizer.dtype
             raise ExportError(f"opset={opset}: {what} ({name}) needs opset {_least_opset(quantizer)} or later")
-    # A copy is converted, and put in eval mode: in place it would change what the caller holds.
+    # A copy is converted and put in eval mode: in place, the caller's model would change.
     regions = regions or Float32Modules()
     exported = convert_floats(_copied(model, dtype, regions).eval(), dtype, regions)
     args, keywords = _split(example, regions.io_dtype(dtype))
@@ -99,7 +99,7 @@ def export_onnx(
 
 
 def require_exporter() -> None:
-    """Look for the packages that an export needs.
+    """Raise if a package that an export needs is missing.
 
     Raises:
         MissingDependencyError: one is not installed.
@@ -109,7 +109,7 @@ def require_exporter() -> None:
 
 
 def least_opset(model: nn.Module) -> int:
-    """The first opset that has all formats in which a frozen proxy holds operands; 0 where it holds none."""
+    """Return the first opset that has all formats of a frozen proxy's operands; 0 if it has none."""
     return max((_least_opset(quantizer) for _, quantizer in _enabled(model)), default=0)
 
 
@@ -131,7 +131,7 @@ def _require(package: str) -> None:
 
 
 def _copied(model: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
-    """A copy with tensors of its own, but for those that are large and stay as they are: of them one is enough."""
+    """Return a copy with tensors of its own, except large ones that stay unchanged: those are shared."""
     kept: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, OperandQuantizer) and module.stored is not None:
@@ -142,12 +142,12 @@ def _copied(model: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype | None:
-    """The type of the parameters; None where there is none, as where all are stored as integers."""
+    """Return the type of the parameters; None if there are none, as when all are stored as integers."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def _split(example: Any, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs, floating tensors in the graph's float type (None: in their own)."""
+    """Return positional and keyword inputs, with floating tensors in the graph's float type (None: in their own)."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype or value.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -163,7 +163,7 @@ def _split(example: Any, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], di
 
 
 def _name_positional(model: nn.Module, args: tuple[Any, ...]) -> None:
-    """Let forward name what it takes through ``*args``, each ``args_0``, ``args_1`` and so on, as a graph has to."""
+    """Give forward a name for each argument of ``*args``, ``args_0``, ``args_1`` and so on, as a graph needs."""
     forward = model.forward
     named = list(inspect.signature(forward).parameters.values())
     place = next((index for index, parameter in enumerate(named) if parameter.kind is parameter.VAR_POSITIONAL), None)
@@ -181,7 +181,7 @@ def _name_positional(model: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _check_output_names(outputs: list[str] | None, inputs: Sequence[str]) -> None:
-    """Refuse names that a graph could not tell apart.
+    """Raise if a graph could not tell its names apart.
 
     Raises:
         ExportError: an output has the name of an input, or of another output.
@@ -196,7 +196,7 @@ def _check_output_names(outputs: list[str] | None, inputs: Sequence[str]) -> Non
 
 
 def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Let forward name what it takes only through its ``**kwargs``: the exporter gives dynamic axes to named inputs."""
+    """Give forward a named parameter for each input that only ``**kwargs`` takes: dynamic axes need named inputs."""
     forward = model.forward
     named = inspect.signature(forward).parameters
     unnamed = [name for name in keywords if name not in named]
@@ -213,13 +213,13 @@ def _name_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs by the names that ``forward`` gives them, in the order of the graph."""
+    """Return the inputs by the names that ``forward`` gives them, in the order of the graph."""
     names = [name for name in inspect.signature(model.forward).parameters if name not in keywords]
     return {**dict(zip(names, args, strict=False)), **keywords}
 
 
 def _output_names(model: nn.Module, example: Any) -> list[str] | None:
-    """The keys of the model's output, where it is a mapping of tensors; None leaves the naming to the exporter."""
+    """Return the keys of the model's output if it is a mapping of tensors; None leaves the naming to the exporter."""
     args, keywords = _split(example, _dtype_of(model))
     try:
         with torch.no_grad():
@@ -243,7 +243,7 @@ def _export(
         try:
             return torch.onnx.export(
                 model,
-                # A dictionary in the last place would be taken for keywords.
+                # The exporter would take a dictionary in the last place for keywords.
                 (*args, {}) if args and isinstance(args[-1], Mapping) else args,
                 kwargs=keywords,
                 dynamo=True,
@@ -261,9 +261,9 @@ def _export(
 
 
 def _with_containers(dynamic: Mapping[str, Any], values: Sequence[Any]) -> dict[str, Any]:
-    """The same with an entry for each tensor inside of a dictionary or list: with the batch's axis, where it has one.
+    """Return ``dynamic`` with an entry for each tensor inside a dictionary or list; the batch's axis is dynamic.
 
-    The batch is that of the inputs beside it, or of the first tensor where there are only such.
+    The batch is that of the inputs beside it, or of the first tensor if there are no others.
     """
     named = zip(dynamic.values(), values, strict=True)
     found = [(value.shape[axis], dim) for axes, value in named for axis, dim in (axes or {}).items() if _is_batch(dim)]
@@ -287,7 +287,7 @@ def _is_batch(dimension: Any) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    """The first line of the innermost cause: the exporter's own first lines only say in which of its steps it was."""
+    """Return the first line of the innermost cause: the exporter's own first lines only name its stage."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -296,7 +296,7 @@ def _said(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns of its own future and of optional packages; none of that is the user's to act on."""
+    """Silence the exporter's warnings about its own future and optional packages: users cannot act on them."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""A checked graph as a file, or as two where protobuf has no room for it in one.
+"""Storage of a checked graph in one file, or in two if it exceeds protobuf's limit of 2 GB.
 
-A protobuf message ends at 2 GB. Beyond that the tensors stand in a second file beside the first, which names it. Its
-own name holds a hash of its content: the second file is put in place first, under a name that nobody reads yet, and
-then the first, so that at any moment the file that stands there is whole and finds its tensors.
+Beyond 2 GB the tensors are in a second file beside the first, which names it. The second file's name holds a hash of
+its content. It is put in place first, under a name that nothing reads yet, and then the first is: so at any moment the
+first file is whole and finds its tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INITIALIZER = b"\x2a"
 
 
 def write_onnx(ir_model: Any, path: Path) -> None:
-    """Check an ``onnx_ir.Model`` and put it into its place in one step; its tensors may be taken out of it.
+    """Check an ``onnx_ir.Model`` and move it into place in one step; its tensors may be released on the way.
 
     Raises:
         ExportError: the checker refuses the graph, or the system to write.
@@ -63,7 +63,8 @@ def write_onnx(ir_model: Any, path: Path) -> None:
 def _write_message(ir_model: Any, made: Path) -> None:
     """Write the model's message tensor by tensor.
 
-    Protobuf itself makes three copies of everything. A message is its fields, each behind its length, in any order.
+    Protobuf itself makes three copies of everything. A message is a sequence of fields, each behind its length, in any
+    order.
     """
     import onnx_ir
 
@@ -84,7 +85,7 @@ def _write_message(ir_model: Any, made: Path) -> None:
 
 
 def _tensor(value: Any) -> Any:
-    """The message of a constant, under the value's name."""
+    """Return the message of a constant, under the value's name."""
     import onnx_ir
 
     proto = onnx_ir.to_proto(value.const_value)
@@ -93,7 +94,7 @@ def _tensor(value: Any) -> Any:
 
 
 def _varint(number: int) -> bytes:
-    """A length as protobuf writes it: 7 bits a byte, the lowest first."""
+    """Return a length in protobuf's encoding: 7 bits a byte, the lowest first."""
     found = bytearray()
     while number >= 0x80:
         found.append(number & 0x7F | 0x80)
@@ -102,7 +103,7 @@ def _varint(number: int) -> bytes:
 
 
 def _write_tensors(ir_model: Any, made: Path) -> Path:
-    """Move all but small constants into a file beside ``made``, one at a time; that file."""
+    """Move all but small constants into a file beside ``made``, one at a time, and return that file."""
     import onnx_ir
 
     unnamed, digest = made.with_name("tensors"), hashlib.sha256()
@@ -128,7 +129,7 @@ def _write_tensors(ir_model: Any, made: Path) -> Path:
 
 
 def _drop_former(path: Path, data: Path | None) -> None:
-    """Take out the tensors of the file that stood there before."""
+    """Delete the tensor files of the model that was at ``path`` before."""
     ours = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.data")
     for other in path.parent.iterdir():
         if ours.fullmatch(other.name) and (data is None or other.name != data.name):

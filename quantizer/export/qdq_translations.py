@@ -1,10 +1,9 @@
-"""How our torch operators are spelled in ONNX.
+"""Translations of our torch operators to ONNX.
 
-The types are in the graph: scale, input and output of a Q/DQ pair share one float type, and ``QuantizeLinear`` always
-has a zero point, because its type is the type of the steps. ``DequantizeLinear`` has one where the format does.
+The types are in the graph: scale, input and output of a Q/DQ pair share one float type. ``QuantizeLinear`` always has a
+zero point, because its type is the type of the codes; ``DequantizeLinear`` has one if the format does.
 
-torch holds steps of INT4 as int8: a Cast stands where one becomes the other. ``StoreWeights`` carries out those of
-weights.
+torch holds INT4 codes as int8: a Cast converts between the two. ``StoreWeights`` evaluates the Casts of weights.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["translations"]
 
 
 def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The table that ``torch.onnx.export`` takes as ``custom_translation_table``."""
+    """Return the table that ``torch.onnx.export`` takes as ``custom_translation_table``."""
     spelling = _Spelling(opset)
 
     def fake_quantize(
@@ -77,7 +76,7 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 class _Spelling:
-    """What the translations share, in one version of ONNX.
+    """Common parts of the translations, for one opset.
 
     ``where`` are the attributes of both ONNX operators that say what the scale belongs to.
     """
@@ -89,7 +88,7 @@ class _Spelling:
         self.op: Any = onnxscript.values.Opset("", opset)
 
     def format(self, dtype: str, axis: int | None, block_size: int | None) -> tuple[QType, dict[str, int]]:
-        """The format, and ``where``."""
+        """Return the format, and ``where``."""
         kind, where = qtype(dtype), {}
         if self.opset < kind.onnx_opset:
             raise ExportError(f"opset={self.opset}: {dtype} needs opset {kind.onnx_opset} or later")
@@ -102,7 +101,7 @@ class _Spelling:
         return kind, where
 
     def in_one_type(self, x: Any, scale: Any) -> tuple[Any, Any]:
-        """Both in float32 where they differ, or are of a type that ``QuantizeLinear`` does not take."""
+        """Return both in float32 if they differ, or if ``QuantizeLinear`` does not take their type."""
         import onnx_ir
 
         if x.dtype == scale.dtype != onnx_ir.DataType.DOUBLE:
@@ -113,11 +112,11 @@ class _Spelling:
         )
 
     def like(self, original: Any, result: Any, wide: Any) -> Any:
-        """The result in the type that ``original`` had before it became ``wide``."""
+        """Return the result in the type that ``original`` had before it became ``wide``."""
         return result if wide is original else self.op.Cast(result, to=original.dtype)
 
     def zeros(self, scale: Any, kind: QType) -> Any:
-        """Zero points of a format, of the scale's shape: a constant where that is known."""
+        """Return zero points of a format, of the scale's shape: a constant if the shape is known."""
         import onnx
 
         if not scale.shape.is_static():
@@ -129,7 +128,7 @@ class _Spelling:
 
 
 def _element(kind: QType) -> int:
-    """The number of a format in ONNX's list of element types."""
+    """Return the number of a format in ONNX's list of element types."""
     import onnx
 
     number: int = onnx.TensorProto.DataType.Value(kind.onnx_type)

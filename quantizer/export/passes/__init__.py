@@ -45,6 +45,6 @@ graph_passes: Registry[GraphPass] = Registry("graph pass")
 
 
 def passes(unsigned: Literal["none", "weighted", "all"]) -> tuple[GraphPass, ...]:
-    """The passes for a target that stores activations as UINT8 in some places."""
+    """Return the passes for a target, by where it stores activations as UINT8."""
     stored: tuple[GraphPass, ...] = () if unsigned == "none" else (UnsignedActivations(unsigned),)
     return *PASSES, *stored, *(graph_passes[name] for name in graph_passes), NameNodes()

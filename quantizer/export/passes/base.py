@@ -1,4 +1,4 @@
-"""What a graph pass is: a change of the graph with a condition before and a promise after, both checked."""
+"""Interface of a graph pass: a change of the graph with a precondition and a postcondition, both checked."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ logger = logging.getLogger(__name__)
 
 
 class GraphPass(Protocol):
-    """One change. ``model`` is an ``onnx_ir.Model``, changed in place."""
+    """Change of an ``onnx_ir.Model`` in place."""
 
     def requires(self, model: Any) -> str | None:
-        """What is wrong with the graph before the pass; None: nothing."""
+        """Return what is wrong with the graph before the pass; None if nothing is."""
 
     def run(self, model: Any) -> int:
-        """Change the graph; how many places were changed."""
+        """Change the graph and return the number of changed places."""
 
     def ensures(self, model: Any) -> str | None:
-        """What is still wrong after the pass; None: nothing."""
+        """Return what is still wrong after the pass; None if nothing is."""
 
 
 class MatchPass(ABC, Generic[Match]):
-    """A pass that asks each node whether it is to be changed, and promises that no node is left that is.
+    """Pass that changes each node that matches, and ensures that none is left.
 
     Attributes:
-        left: what is wrong with a node that is left; its name stands behind it.
-        backwards: from the last node to the first.
+        left: message for a node that is left; its name follows.
+        backwards: visit the nodes from the last to the first.
     """
 
     left: ClassVar[str]
@@ -61,11 +61,11 @@ class MatchPass(ABC, Generic[Match]):
 
     @abstractmethod
     def match(self, node: Any) -> Match | None:
-        """Return what the change of a node needs to know; None for a node that stays as it is."""
+        """Return the data that ``apply`` needs to change a node; None for a node that stays."""
 
     @abstractmethod
     def apply(self, model: Any, node: Any, found: Match) -> None:
-        """Change a node for which ``match`` gave ``found``."""
+        """Change a node for which ``match`` returned ``found``."""
 
     def requires(self, model: Any) -> str | None:
         return None
@@ -89,7 +89,7 @@ def run_passes(model: Any, passes: Sequence[GraphPass]) -> None:
     """Run passes in order.
 
     Raises:
-        ExportError: a pass found its condition or its promise broken; the message names it.
+        ExportError: the precondition or postcondition of a pass does not hold; the message names the pass.
     """
     for entry in passes:
         name = type(entry).__name__
@@ -104,9 +104,9 @@ def run_passes(model: Any, passes: Sequence[GraphPass]) -> None:
 
 
 def add_constant(model: Any, name: str, array: np.ndarray[Any, Any], element: Any) -> Any:
-    """A new constant of the graph: its value, whose elements are of the ``onnx_ir.DataType`` ``element``.
+    """Add a constant to the graph, with elements of the ``onnx_ir.DataType`` ``element``, and return its value.
 
-    A number stands behind the name where it is taken.
+    A number is appended to a name that is taken.
     """
     import onnx_ir
 
@@ -127,7 +127,7 @@ def add_constant(model: Any, name: str, array: np.ndarray[Any, Any], element: An
 
 
 def drop_unread(model: Any, value: Any) -> None:
-    """Take a constant out of the graph that nobody reads any more."""
+    """Remove a constant from the graph if nothing reads it."""
     if value.is_initializer() and not value.uses():
         del model.graph.initializers[value.name]
 
@@ -135,7 +135,7 @@ def drop_unread(model: Any, value: Any) -> None:
 def insert_before(
     model: Any, node: Any, operator: str, inputs: Sequence[Any], *, like: Any, shape: Any, attributes: Any = ()
 ) -> Any:
-    """The output of a new node before ``node``, which stands for part of it; its type is that of the value ``like``."""
+    """Insert a node before ``node``, as a part of it; return its output, of the same type as the value ``like``."""
     import onnx_ir
 
     made = onnx_ir.Node("", operator, inputs, attributes)
@@ -146,7 +146,7 @@ def insert_before(
 
 
 def insert_transpose(model: Any, node: Any, value: Any, perm: Sequence[int], *, like: Any) -> Any:
-    """Return a value with its axes in another order, by a new Transpose before ``node``; itself for its own order."""
+    """Return a value with its axes permuted by a new Transpose before ``node``; the value itself for the identity."""
     import onnx_ir
 
     if list(perm) == list(range(len(perm))):
@@ -157,7 +157,7 @@ def insert_transpose(model: Any, node: Any, value: Any, perm: Sequence[int], *, 
 
 
 def take_out(model: Any, node: Any, value: Any) -> None:
-    """Let those who read a node's output read ``value``; take the node out, and constants that nobody else reads."""
+    """Redirect the readers of a node's output to ``value``; remove the node, and constants that nothing else reads."""
     inputs = [given for given in node.inputs if given is not None]
     node.outputs[0].replace_all_uses_with(value)
     model.graph.remove(node, safe=True)
@@ -166,14 +166,14 @@ def take_out(model: Any, node: Any, value: Any) -> None:
 
 
 def replace_node(model: Any, node: Any, value: Any) -> None:
-    """Let ``value`` stand for the one output of a node, under its name, and take the node out."""
+    """Replace the only output of a node by ``value``, under the same name, and remove the node."""
     value.name = node.outputs[0].name
     node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
     model.graph.remove(node, safe=True)
 
 
 def smallest_normal(dtype: np.dtype[Any]) -> float:
-    """The smallest number of a float type with its full precision; numpy itself does not know bfloat16."""
+    """Return the smallest number of a float type with full precision; numpy itself does not know bfloat16."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Mask constants that FP16 can add to.
+"""Pass that limits mask constants to values that FP16 can add to.
 
 Masks are made with the lowest number of the float type. In FP16 that is -65504, and a score below -16 added to it is
--inf; a row of nothing but -inf is NaN after softmax. -30000 masks as well, exp(-30000) being 0 in every float type.
-Any other low number is what the model means: a bound, a factor, what is compared, or an infinite value that it returns.
+-inf; a row of nothing but -inf is NaN after softmax. -30000 masks as well: exp(-30000) is 0 in every float type.
+Any other low number keeps its meaning: a bound, a factor, a comparison, or an infinite value that the model returns.
 A mask of several numbers, such as a causal one, has zeros beside its lowest.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["ClampMasks"]
 
 
 class ClampMasks:
-    """Half-precision constants below ``FLOAT16_MASK`` become ``FLOAT16_MASK`` for those who read them as masks."""
+    """Change of half-precision constants below ``FLOAT16_MASK`` to ``FLOAT16_MASK``, where they are read as masks."""
 
     def requires(self, model: Any) -> str | None:
         return None
@@ -52,7 +52,7 @@ class ClampMasks:
 
 
 def _too_low(model: Any) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:
-    """Low constants, each with those of its readers for whom it is a mask."""
+    """Yield low constants, each with those of its readers that use it as a mask."""
     import onnx_ir
 
     constants = [*model.graph.initializers.values()]

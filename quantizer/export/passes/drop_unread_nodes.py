@@ -1,4 +1,4 @@
-"""No node and no constant that nobody reads: what other passes leave behind, and Q/DQ pairs without a consumer."""
+"""Pass that removes unread nodes and constants: remains of other passes, and Q/DQ pairs without a consumer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["DropUnreadNodes"]
 
 
 class DropUnreadNodes:
-    """Takes out what leads to no output."""
+    """Removal of everything that leads to no output."""
 
     def requires(self, model: Any) -> str | None:
         return None

@@ -1,12 +1,12 @@
-"""A quantized einsum that is a product of matrices is written as one.
+"""Pass that writes a quantized einsum as a MatMul, if it is a product of matrices.
 
-Engines compute an Einsum with floats, whatever stands before it; a MatMul behind two DQs in low precision. Legend, by
+Engines compute an Einsum in floats, whatever precedes it, and a MatMul behind two DQs in low precision. Legend, by
 labels: k is summed over, m the first operand's own, n the second's, the others are batch labels of both.
 
     Einsum(a, b) = Transpose(Transpose(a)[batch, m, k] @ Transpose(b)[batch, k, n])
 
-Without batch labels the first operand may have several labels of its own. What else an einsum says (two sums, an outer
-product, a sum over one operand, a length that the graph does not tell to be the same) stays an Einsum.
+Without batch labels the first operand may have several labels of its own. Any other einsum stays: one with two sums, an
+outer product, a sum over one operand, or lengths that the graph does not show to be equal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EinsumToMatMul(MatchPass[_Product]):
     left = "a quantized product of matrices is still an Einsum"
 
     def match(self, node: Any) -> _Product | None:
-        """Return the MatMul that an Einsum is; None for any other node."""
+        """Return the MatMul that equals an Einsum; None for any other node."""
         if node.op_type != "Einsum" or len(node.inputs) != 2 or not any(map(is_dequantized, node.inputs)):
             return None
         read = labels_of(node)
@@ -49,7 +49,7 @@ class EinsumToMatMul(MatchPass[_Product]):
         rows = [label for label in output if label in first and label not in second]
         columns = [label for label in output if label in second and label not in first]
         if len(columns) != 1 or (len(rows) == 1 and output[-1] in rows):
-            # A MatMul takes several labels on the left alone, and writes those of the right as the last axis.
+            # A MatMul allows several labels on the left only; the right operand's label is the last axis of the output.
             sides, rows, columns = sides[::-1], columns, rows
         (a, left), (b, right) = sides
         batch = [label for label in output if label in left and label in right]
@@ -81,7 +81,7 @@ class EinsumToMatMul(MatchPass[_Product]):
 
 
 def labels_of(node: Any) -> tuple[list[str], str] | None:
-    """The labels of both operands and of the output, with a capital letter for each axis that dots stand for."""
+    """Return the labels of both operands and of the output, with a capital letter for each axis of an ellipsis."""
     equation = node.attributes["equation"].as_string().replace(" ", "")
     inputs, arrow, output = equation.partition("->")
     names = inputs.split(",")

@@ -1,11 +1,11 @@
-"""An einsum with a stored weight of several axes is written as a product by a matrix.
+"""Pass that writes an einsum with a stored weight of several axes as a product with a matrix.
 
-Engines make a matrix of such a weight themselves, and leave its scales behind: OpenVINO refuses the file. Legend, by
-labels: k are summed over, m the activation's own, n the weight's.
+Engines make a matrix of such a weight themselves and lose its scales: OpenVINO refuses the file. Legend, by labels:
+k are summed over, m the activation's own, n the weight's.
 
     Einsum(x, w) = Transpose(Reshape(Reshape(Transpose(x)[m, k]) @ w'[k, n]))
 
-What else an einsum with a weight says (a label of both operands in the output, a sum over one operand) stays as it is.
+Any other einsum with a weight stays: one with a label of both operands in the output, or a sum over one operand.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MATRIX = 2  # axes
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """The activation and the place of the weight, the labels of both, and those that are k, m, n and the output."""
+    """Activation and index of the weight, the labels of both, and the labels of k, m, n and the output."""
 
     x: Any
     weight: Any
@@ -45,7 +45,7 @@ class _Product:
     output: str
 
     def sizes(self, labels: str) -> list[int]:
-        """The lengths of labels of the weight."""
+        """Return the lengths of labels of the weight."""
         shape = self.weight.shape
         return [int(shape[self.of_weight.index(label)]) for label in labels]
 
@@ -56,7 +56,7 @@ class EinsumWeights(MatchPass[_Product]):
     left = "a product by a stored weight is still an Einsum"
 
     def match(self, node: Any) -> _Product | None:
-        """Return the product by a matrix that an Einsum is; None for any other node."""
+        """Return the matrix product that equals an Einsum; None for any other node."""
         read = labels_of(node) if node.op_type == "Einsum" else None
         if read is None:
             return None
@@ -91,7 +91,7 @@ class EinsumWeights(MatchPass[_Product]):
             return insert_transpose(model, node, value, perm, like=last)
 
         def reshaped(value: Any, sizes: list[int]) -> Any:
-            """The rows as they are, and what follows in other sizes."""
+            """Return the value with its rows kept and its last axes reshaped to ``sizes``."""
             wanted = np.array([0] * count + sizes, np.int64)
             to = add_constant(model, f"{last.name}_shape", wanted, onnx_ir.DataType.INT64)
             shape = onnx_ir.Shape([*(value.shape[axis] for axis in range(count)), *sizes])
@@ -109,7 +109,7 @@ class EinsumWeights(MatchPass[_Product]):
 
 
 def _is_stored(value: Any) -> bool:
-    """A weight behind a DQ whose scales are constants, and are not those of blocks."""
+    """Return whether a value is a weight behind a DQ whose scales are constants and not those of blocks."""
     if not is_dequantized(value):
         return False
     dequantize = value.producer()
@@ -118,7 +118,7 @@ def _is_stored(value: Any) -> bool:
 
 
 def _scaled_label(weight: Any, labels: str) -> str | None:
-    """The label of the axis that has scales of its own; None where one scale is that of the tensor."""
+    """Return the label of the axis with scales of its own; None if one scale serves the tensor."""
     dequantize = weight.producer()
     if not len(dequantize.inputs[1].shape):
         return None
@@ -126,7 +126,7 @@ def _scaled_label(weight: Any, labels: str) -> str | None:
 
 
 def _as_matrix(model: Any, node: Any, product: _Product) -> Any:
-    """The weight [K, N] behind a DQ of its own."""
+    """Return the weight [K, N] behind a DQ of its own."""
     import onnx_ir
 
     dequantize = product.weight.producer()
@@ -136,7 +136,7 @@ def _as_matrix(model: Any, node: Any, product: _Product) -> Any:
     scaled = _scaled_label(product.weight, product.of_weight)
 
     def along(array: Any) -> Any:
-        """A scale or zero point for each column [N]; that of the tensor as it is."""
+        """Return a scale or zero point for each column [N]; one for the whole tensor stays as it is."""
         if scaled is None:
             return array
         shape = [len(array) if label == scaled else 1 for label in product.columns]
@@ -161,7 +161,7 @@ def _as_matrix(model: Any, node: Any, product: _Product) -> Any:
 
 
 def _drop(model: Any, weight: Any) -> None:
-    """Take the former weight out where nobody else reads it."""
+    """Remove the former weight if nothing else reads it."""
     if weight.uses() or weight.is_graph_output():
         return
     dequantize = weight.producer()

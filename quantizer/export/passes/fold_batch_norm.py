@@ -1,11 +1,11 @@
-"""A batch normalization behind a convolution with a stored weight becomes part of it.
+"""Pass that folds a batch normalization into the convolution with a stored weight before it.
 
-Legend: q [C, ..] the steps of the weight, t [C] their scales, b [C] the bias; g [C] = gain / sqrt(variance + epsilon).
+Legend: q [C, ..] the codes of the weight, t [C] their scales, b [C] the bias; g [C] = gain / sqrt(variance + epsilon).
 
     (x * (q t) + b - mean) g + shift = x * (q sign(g)) (t |g|) + (b - mean) g + shift
 
-A scale is positive, so the sign goes into the steps. A channel with g = 0 gets steps of 0 and keeps its scale. What has
-no steps of the other sign (-128), or whose scale would be subnormal and lose its precision, stays as it is.
+A scale is positive, so the sign goes into the codes. A channel with g = 0 gets codes of 0 and keeps its scale. The pair
+stays if a code has no negative (-128), or if a scale would be subnormal and lose its precision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHANNELS = {"Conv": 0, "ConvTranspose": 1}
 
 @dataclass(frozen=True, slots=True)
 class _Folded:
-    """What a convolution becomes: its steps, their scales [C] along ``axis``, and its bias [C]."""
+    """Folded convolution: its codes, their scales [C] along ``axis``, and its bias [C]."""
 
     convolution: Any
     axis: int
@@ -47,7 +47,7 @@ class FoldBatchNorm(MatchPass[_Folded]):
     left = "a batch normalization could still be folded"
 
     def match(self, node: Any) -> _Folded | None:
-        """Return what the convolution before a batch normalization becomes; None for a node that stays as it is."""
+        """Return the convolution before a batch normalization, folded; None for a node that stays as it is."""
         if node.op_type != "BatchNormalization" or node.outputs[0].is_graph_output():
             return None
         convolution = node.inputs[0].producer()
@@ -74,7 +74,7 @@ class FoldBatchNorm(MatchPass[_Folded]):
         return _Folded(convolution, axis, *turned, bias.astype(weight[1].dtype))
 
     def apply(self, model: Any, node: Any, found: _Folded) -> None:
-        """Give the convolution constants of its own: others may read those that it has."""
+        """Give the convolution new constants: the present ones may have other readers."""
         import onnx_ir
 
         convolution, dequantize = found.convolution, found.convolution.inputs[1].producer()
@@ -92,7 +92,7 @@ class FoldBatchNorm(MatchPass[_Folded]):
 
 
 def _stored(value: Any, axis: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Steps and scales of a weight that one convolution reads, with one scale or one for each output channel."""
+    """Return codes and scales of a weight that one convolution reads, with one scale or one for each output channel."""
     node = value.producer()
     if not is_dequantize(node) or len(list(value.uses())) != 1:
         return None
@@ -107,7 +107,7 @@ def _stored(value: Any, axis: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any
 def _turned(
     steps: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], axis: int, factors: np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Steps and scales times the factors; None where they are not exact."""
+    """Return codes and scales times the factors; None if they are not exact."""
     channels = np.moveaxis(steps, axis, 0).astype(np.float32)
     signs = np.sign(factors).astype(np.float32)
     made = channels * signs.reshape(-1, *[1] * (steps.ndim - 1))

@@ -1,15 +1,15 @@
-"""Multiplications by one factor a channel, or by one number, folded into what comes before them.
+"""Pass that folds multiplications by one factor a channel, or by one number, into the operators before them.
 
 Legend: f [K] the factors, 1 / s of a migration of outliers (``calibration/smoothquant.py``), or [] the scale of an
-attention; x [.., K] what a Q reads; n what a normalization gives before its weight w and bias b; q [K', K] the steps of
-a linear's weight with scales t [K].
+attention; x [.., K] the input of a Q; n the normalized value before its weight w and bias b; q [K', K] the codes of a
+linear's weight with scales t [K].
 
     (n * w + b) * f = n * (w * f) + b * f        (x' (q * t) + b) * f = x' (q * (t * f)) + b * f
 
 So a normalization, or a linear whose weight has one scale for each output channel, does the multiplication at no cost,
-also through a Reshape that keeps the last axis and through the elementwise product of a gate; one number for all
-channels passes whatever moves values. Where somebody else reads the value, or what comes before is of another kind, the
-multiplication stays.
+also through a Reshape that keeps the last axis and through the elementwise product of a gate. A single number also
+passes through every operator that only moves values. The multiplication stays if the value has other readers, or if the
+operator before it is of another kind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LAYOUT = frozenset({"Expand", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 @dataclass(frozen=True, slots=True)
 class _Edit:
-    """A constant input of a node that takes the factors in, and what it becomes."""
+    """Constant input of a node that takes the factors in, with its new value."""
 
     node: Any
     index: int
@@ -48,17 +48,17 @@ class FoldChannelFactors(MatchPass[list[_Edit]]):
     """``LayerNorm(x, w, b) -> Mul(f) -> Q`` becomes ``LayerNorm(x, w * f, b * f) -> Q``, and so on."""
 
     left = "a multiplication could still be folded"
-    # Of two in a row, the first is read by quantizers alone once the second is gone.
+    # Of two in a row, only quantizers read the first once the second is removed.
     backwards = True
 
     def match(self, node: Any) -> list[_Edit] | None:
-        """Return what to change so that a multiplication by factors is no longer needed; None for all that stays."""
+        """Return the edits that replace a multiplication by factors; None for a node that stays."""
         factors = _factors(node)
         return None if factors is None else _edits(node.inputs[0], factors)
 
     def apply(self, model: Any, node: Any, found: list[_Edit]) -> None:
         for edit in found:
-            # A constant of its own: others may read the one that it has.
+            # A new constant: the present one may have other readers.
             old = edit.node.inputs[edit.index]
             edit.node.replace_input_with(edit.index, add_constant(model, f"{old.name}_folded", edit.array, old.dtype))
             _drop(model, old)
@@ -69,7 +69,7 @@ class FoldChannelFactors(MatchPass[list[_Edit]]):
 
 
 def _factors(node: Any) -> np.ndarray[Any, Any] | None:
-    """f [K] or [] of a Mul (x, f) that only quantizers read; None for any other node."""
+    """Return f [K] or [] of a Mul (x, f) that only quantizers read; None for any other node."""
     if node.op_type != "Mul" or node.inputs[1] is None:
         return None
     readers = [reader.op_type for reader, _ in node.outputs[0].uses()]
@@ -80,7 +80,7 @@ def _factors(node: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _edits(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
-    """What multiplies ``value`` [.., K] by the factors where it is made; None where that cannot be done."""
+    """Return the edits that multiply ``value`` [.., K] by the factors where it is computed; None if there are none."""
     node = value.producer()
     if node is None or value.is_graph_output() or len(list(value.uses())) != 1:
         return None
@@ -104,7 +104,7 @@ def _edits(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
 
 
 def _of_sum(node: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
-    """The same for a product with a stored weight, or for anything that a constant is added to."""
+    """Return these edits for a product with a stored weight, or for a sum with a constant."""
     if node.op_type == "MatMul":
         return _stored_weight(node.inputs[1], factors)
     if node.op_type == "Gemm":
@@ -119,9 +119,9 @@ def _of_sum(node: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
 
 
 def _stored_weight(value: Any, factors: np.ndarray[Any, Any], from_end: int = 1) -> list[_Edit] | None:
-    """The scales of a weight whose channels are the last axis (2: the last but one); None where they get too small.
+    """Return the edit of the scales of a weight whose channels are the last axis (2: the last but one).
 
-    A subnormal scale would lose its precision.
+    None if a scale becomes subnormal, which would lose its precision.
     """
     node = value.producer()
     if not is_dequantize(node) or len(list(value.uses())) != 1:
@@ -137,7 +137,7 @@ def _stored_weight(value: Any, factors: np.ndarray[Any, Any], from_end: int = 1)
 
 
 def _scaled(node: Any, inputs: list[int], factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
-    """Some inputs of a node times the factors; None where one of them is no constant, or not [K] as they are."""
+    """Return the edits of some inputs of a node; None if one is not a constant, or not of shape [K]."""
     arrays = [floats(node.inputs[index]) for index in inputs]
     edits = []
     for index, array in zip(inputs, arrays, strict=True):
@@ -148,7 +148,7 @@ def _scaled(node: Any, inputs: list[int], factors: np.ndarray[Any, Any]) -> list
 
 
 def _drop(model: Any, value: Any) -> None:
-    """Take a constant out that nobody reads any more."""
+    """Remove a constant that nothing reads."""
     drop_unread(model, value)
     if value.producer() is not None and not value.uses():
         model.graph.remove(value.producer(), safe=True)

@@ -1,7 +1,7 @@
-"""A quantized Gemm is written as a MatMul and an Add.
+"""Pass that writes a quantized Gemm as a MatMul and an Add.
 
 A linear layer on inputs of two dimensions exports as Gemm, on any others as MatMul and Add. ONNX Runtime computes a
-Gemm with a float bias in floats, whatever stands before it; no engine prefers the Gemm.
+Gemm with a float bias in floats, whatever precedes it; no engine prefers the Gemm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GemmToMatMul(MatchPass[Any]):
     left = "a quantized product is still a Gemm"
 
     def match(self, node: Any) -> Any | None:
-        """Return the node for a Gemm of what comes from DQs that multiplies and adds, and nothing else."""
+        """Return the node if it is a Gemm of DQ outputs that only multiplies and adds."""
         if node.op_type != "Gemm" or not all(map(is_dequantized, node.inputs[:2])):
             return None
         numbers = [node.attributes[name].as_float() for name in ("alpha", "beta") if name in node.attributes]

@@ -1,7 +1,7 @@
-"""What only moves or renames values stands before the Q, so that a product reads its DQ directly.
+"""Pass that moves layout operators and float casts before the Q, so that a product reads its DQ directly.
 
-A transposition, a reshaping, or a conversion to another float type takes each value as it is, and a Q with one scale
-rounds each value as it is, so their order is free. An engine computes in low precision what directly follows a DQ.
+A transposition, a reshaping, or a conversion to another float type keeps each value, and a Q with one scale rounds each
+value by itself, so their order is free. An engine computes in low precision what directly follows a DQ.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class LayoutBeforeQuantize(MatchPass[tuple[Any, Any]]):
     left = "a DQ is still not read directly"
 
     def run(self, model: Any) -> int:
-        # In the order of the graph: what stands behind a moved node reads the DQ when its turn comes.
+        # In the order of the graph: the successor of a moved node then reads the DQ, and is moved in its turn.
         changed = super().run(model)
         if changed:
             model.graph.sort()
         return changed
 
     def match(self, node: Any) -> tuple[Any, Any] | None:
-        """Return the Q and the DQ that a node of layout could stand before; None for any other node."""
+        """Return the Q and the DQ before which a layout operator can be moved; None for any other node."""
         if node.op_type not in _LAYOUT and not _is_float_cast(node):
             return None
         pair = pair_before(node.inputs[0])

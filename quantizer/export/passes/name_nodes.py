@@ -1,4 +1,4 @@
-"""Names of nodes and tensors that say module and operation, and no record of the machine that exported.
+"""Pass that names nodes and tensors by module and operation, and removes traces of the exporting machine.
 
 The exporter calls nodes ``node_linear_7`` and their results ``val_7``, and keeps each node's stack trace, with its
 paths, in the file.
@@ -19,9 +19,9 @@ _STORED = ".stored"
 
 
 class NameNodes:
-    """``path.of.module/OpType`` for a node, with a number behind where one module has several, and for its result.
+    """Names of the form ``path.of.module/OpType`` for nodes and their results, numbered within a module if need be.
 
-    Inputs and outputs of the graph keep their names, and so do parameters; any other constant is called after the first
+    Inputs and outputs of the graph keep their names, and so do parameters; any other constant is named after the first
     node that reads it: ``path.of.module/OpType.input_1``.
     """
 
@@ -55,7 +55,7 @@ class NameNodes:
 
 
 def _result_names(model: Any) -> list[tuple[Any, str]]:
-    """The results of nodes, and what each is called."""
+    """Return the results of nodes, each with its name."""
     return [
         (value, node.name if number == 0 else f"{node.name}:{number}")
         for node in model.graph
@@ -65,7 +65,7 @@ def _result_names(model: Any) -> list[tuple[Any, str]]:
 
 
 def _constant_names(model: Any) -> list[tuple[Any, str]]:
-    """The constants that the exporter itself named, and what each is called after the first node that reads it."""
+    """Return the constants that the exporter named, each with a name after the first node that reads it."""
     place = {node: number for number, node in enumerate(model.graph)}
     found = []
     for value in model.graph.initializers.values():
@@ -78,7 +78,7 @@ def _constant_names(model: Any) -> list[tuple[Any, str]]:
 
 
 def _scope(node: Any) -> str:
-    """The path of the module whose code made a node; that of the site for what dequantizes its weight."""
+    """Return the path of the module whose code made a node; for the DQ of a weight, the path of its site."""
     if node.op_type == "DequantizeLinear" and _STORED in node.inputs[0].name:
         return str(node.inputs[0].name.partition(_STORED)[0])
     text = node.metadata_props.get(_SCOPES)

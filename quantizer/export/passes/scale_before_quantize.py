@@ -1,12 +1,12 @@
-"""The scale of attention scores on the query, before it is quantized, and not on the scores.
+"""Pass that moves the scale of attention scores to the query, before its quantizer.
 
 Legend: x the query, s its scale, y the key, c the factor, such as 1 / sqrt(d).
 
     (DQ(Q(x, s), s) @ y) c = DQ(Q(x c, s c), s c) @ y
 
-The steps are the same: x c / (s c) = x / s. A query [.., L, d] is smaller than the scores [.., L, L], its factor can
-become part of the projection that makes it (``FoldChannelFactors``), and an engine that fuses attention finds nothing
-between the two products but the mask and the softmax.
+The codes are the same: x c / (s c) = x / s. A query [.., L, d] is smaller than the scores [.., L, L], its factor can
+become part of the projection that makes it (``FoldChannelFactors``), and an engine that fuses attention finds only the
+mask and the softmax between the two products.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ScaleBeforeQuantize"]
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """A factor that stands behind a product, the product's output, and the Q/DQ pair before which it may stand."""
+    """Factor behind a product, the product's output, and the Q/DQ pair before which the factor may move."""
 
     scores: Any
     quantize: Any
@@ -66,7 +66,7 @@ class ScaleBeforeQuantize(MatchPass[_Moved]):
         return None
 
     def apply(self, model: Any, node: Any, found: _Moved) -> None:
-        """Multiply what the Q reads, and its scale."""
+        """Multiply the input of the Q, and its scale."""
         quantize, (source, step) = found.quantize, found.quantize.inputs[:2]
         scale = floats(step)
         assert scale is not None
@@ -84,19 +84,19 @@ class ScaleBeforeQuantize(MatchPass[_Moved]):
 
 
 def _product(node: Any) -> int | None:
-    """Which input of a Mul or Div is multiplied by the constant that is the other."""
+    """Return the index of the input of a Mul or Div that the other input, a constant, scales."""
     places = (0, 1) if node.op_type == "Mul" else (0,) if node.op_type == "Div" else ()
     return next((place for place in places if scalar(node.inputs[1 - place]) is not None), None)
 
 
 def _keeps_rank(value: Any, factor: Any) -> bool:
-    """Whether a value times a constant has the value's own rank: a factor [1, 1] gives a scalar two axes."""
+    """Return whether a value times a constant keeps the value's rank: a factor [1, 1] gives a scalar two axes."""
     held = floats(factor)
     return held is not None and (held.ndim == 0 or (value.shape is not None and held.ndim <= len(value.shape)))
 
 
 def _may_take(quantize: Any, dequantize: Any, factor: float) -> bool:
-    """Nobody else reads the pair, it has one scale, and that keeps its precision."""
+    """Return whether the pair has no other reader, and one scale that keeps its precision."""
     if any(len(list(node.outputs[0].uses())) != 1 for node in (quantize, dequantize)):
         return False
     scale = floats(quantize.inputs[1])

@@ -1,4 +1,4 @@
-"""One Q for all who read one tensor with one scale.
+"""Pass that merges the quantizers of one tensor with one scale.
 
 Query, key and value read the same hidden states, and so may a residual add: their operands share a range, and the
 tensor is rounded once.
@@ -34,7 +34,7 @@ class ShareQuantizers:
 
 
 def _alike(model: Any, kind: str) -> list[tuple[Any, Any]]:
-    """Pairs of nodes of one kind that compute the same, the first of them in the order of the graph."""
+    """Return pairs of nodes of one kind that compute the same, the earlier in the graph first."""
     first: dict[Hashable, Any] = {}
     found = []
     for node in model.graph:
@@ -50,7 +50,7 @@ def _alike(model: Any, kind: str) -> list[tuple[Any, Any]]:
 
 
 def _content(value: Any) -> Hashable:
-    """What makes two scales or zero points the same: their constant, else that they are one value."""
+    """Return the key by which two scales or zero points are equal: their constant, else the value itself."""
     constant = None if value is None else value.const_value
     if constant is None:
         return id(value)

@@ -1,6 +1,6 @@
-"""Weights stored in their format: what turns a constant into steps is carried out at export.
+"""Pass that stores weights in their format: operators that turn a constant into codes are evaluated at export.
 
-A frozen proxy holds its weights as steps already, those of INT4 in a byte each; a proxy that trains holds them as
+A frozen proxy holds its weights as codes already, those of INT4 in a byte each; a proxy that trains holds them as
 floats behind a Q/DQ pair.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["StoreWeights"]
 
 
 class StoreWeights:
-    """``Q(w, s) -> DQ`` and ``Cast(w) -> DQ`` of a constant w become ``DQ`` of stored steps."""
+    """``Q(w, s) -> DQ`` and ``Cast(w) -> DQ`` of a constant w become ``DQ`` of stored codes."""
 
     def requires(self, model: Any) -> str | None:
         return None
@@ -33,7 +33,7 @@ class StoreWeights:
         found = _constant_weights(model)
         for node, kind in found:
             element = onnx_ir.DataType[kind.onnx_type]
-            # A step of at most 8 bits is exact in float32, whence numpy knows the way to every format.
+            # A code of at most 8 bits is exact in float32, and numpy converts float32 to every format.
             steps = _steps(node, kind).astype(np.float32).astype(element.numpy())
             name = "_".join([*(value.name for value in node.inputs[:2]), "stored"])
             node.outputs[0].replace_all_uses_with(add_constant(model, name, steps, element))
@@ -46,7 +46,7 @@ class StoreWeights:
 
 
 def _constant_weights(model: Any) -> list[tuple[Any, QType]]:
-    """The nodes that make steps of constants, and the formats of those steps."""
+    """Return the nodes that make codes of constants, and the formats of those codes."""
     formats = {kind.onnx_type: kind for kind in QTYPES.values()}
     found = []
     for node in model.graph:
@@ -61,7 +61,7 @@ def _constant_weights(model: Any) -> list[tuple[Any, QType]]:
 
 
 def _element_of(node: Any) -> str:
-    """The name of the element type that a Q or a Cast makes."""
+    """Return the name of the element type that a Q or a Cast makes."""
     import onnx_ir
 
     if node.op_type == "Cast":
@@ -70,7 +70,7 @@ def _element_of(node: Any) -> str:
 
 
 def _steps(node: Any, kind: QType) -> np.ndarray:
-    """The steps that a Q or a Cast makes of its constant."""
+    """Return the codes that a Q or a Cast makes of its constant."""
     if node.op_type == "Cast":
         return np.asarray(node.inputs[0].const_value.numpy())
     weight, scale, zero = (torch.from_numpy(v.const_value.numpy().astype(np.float32)) for v in node.inputs)
@@ -81,7 +81,7 @@ def _steps(node: Any, kind: QType) -> np.ndarray:
 
 
 def _remove(model: Any, node: Any) -> None:
-    """Take the node out, and the float weight and the zero point where nothing else reads them."""
+    """Remove the node, and the float weight and the zero point if nothing else reads them."""
     inputs = list(node.inputs)
     model.graph.remove(node, safe=True)
     for value in inputs:

@@ -1,6 +1,6 @@
-"""Activations stored as UINT8 with zero point 128, for CPUs whose multiply takes an unsigned and a signed operand.
+"""Pass that stores activations as UINT8 with zero point 128, for CPUs that multiply unsigned by signed bytes.
 
-Legend: s the scale, q the INT8 step of a value, -128 <= q <= 127.
+Legend: s the scale, q the INT8 code of a value, -128 <= q <= 127.
 
 AVX512-VNNI's ``vpdpbusd`` multiplies unsigned by signed bytes. With u = q + 128 and zero point 128, s * (u - 128) is
 s * q: the same values, in the storage that the kernels of a CPU engine take.
@@ -25,7 +25,7 @@ _NAME = "quantizer_unsigned_zero_point"
 
 
 class UnsignedActivations:
-    """``Q(x, s, int8 0) -> DQ`` becomes ``Q(x, s, uint8 128) -> DQ(.., uint8 128)``; steps that are a result stay.
+    """``Q(x, s, int8 0) -> DQ`` becomes ``Q(x, s, uint8 128) -> DQ(.., uint8 128)``; codes that are a result stay.
 
     Args:
         where: ``weighted``: only where the DQ feeds a product with a stored weight; ``all``: everywhere.
@@ -64,13 +64,13 @@ class UnsignedActivations:
 
 
 def _is_signed_scalar(zero_point: Any) -> bool:
-    """It is of INT8, per tensor: no other format has its values in UINT8, and what is written is one number."""
+    """Return whether a zero point is one INT8 number: no other format fits UINT8, and only one number is written."""
     constant = zero_point.const_value
     return constant is not None and constant.dtype.name == INT8.onnx_type and len(constant.shape) == 0
 
 
 def _is_read_as_a_value(quantize: Any) -> bool:
-    """Nobody sees the steps themselves: they are no result, and all that reads them is a DQ."""
+    """Return whether only DQs read the codes, and no output of the graph is one of them."""
     steps = quantize.outputs[0]
     readers = [(reader.op_type, index) for reader, index in steps.uses()]
     return not steps.is_graph_output() and all(reader == ("DequantizeLinear", 0) for reader in readers)

@@ -1,6 +1,6 @@
-"""Weights stored as MatMul reads them: [K, N] with the channels on axis 1, and no Transpose behind the DQ.
+"""Pass that stores weights as MatMul reads them: [K, N] with the channels on axis 1, and no Transpose behind the DQ.
 
-Blocks go along with their axis: scales [N, K / B] of blocks on axis 1 become [K / B, N] of blocks on axis 0.
+Blocks keep to their axis: scales [N, K / B] of blocks on axis 1 become [K / B, N] of blocks on axis 0.
 
 ``torch.nn.functional.linear`` exports as DequantizeLinear - Transpose - MatMul of a weight [N, K].
 """
@@ -27,7 +27,7 @@ class WeightsAsRead:
         for transpose in _transposed_weights(model):
             dequantize = transpose.inputs[0].producer()
             if len(list(transpose.inputs[0].uses())) > 1:
-                continue  # somebody else reads the weight as it is
+                continue  # other readers need the weight as it is
             _turn(dequantize)
             transpose.outputs[0].replace_all_uses_with(dequantize.outputs[0])
             transpose.graph.remove(transpose, safe=True)
@@ -53,12 +53,12 @@ def _transposed_weights(model: Any) -> list[Any]:
 
 
 def _matrices(dequantize: Any) -> list[Any]:
-    """The stored weight, and scale and zero point where they are those of blocks."""
+    """Return the stored weight, and scale and zero point if they are those of blocks."""
     return [value for value in dequantize.inputs if value is not None and len(value.shape) == 2]
 
 
 def _is_own(value: Any) -> bool:
-    """A constant of the file that one node alone reads."""
+    """Return whether a value is a constant of the file that only one node reads."""
     return value.is_initializer() and value.const_value is not None and len(list(value.uses())) == 1
 
 
