@@ -1,4 +1,4 @@
-"""Rewriting model source in memory: find quantizable calls, wrap them, rebuild the functions."""
+"""In-memory rewriting of model source: find quantizable calls, wrap them, rebuild the functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What functions hold: cells of a closure, the self of a method, arguments of a partial; and holding something else."""
+"""Objects that functions hold, in closure cells, ``__self__`` or arguments of a partial; copies that hold others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EMPTY = object()
 
 
 def cells(function: types.FunctionType) -> Iterator[Any]:
-    """What stands in the closure of a function."""
+    """Yield the contents of a function's closure cells."""
     for cell in function.__closure__ or ():
         value = contents(cell)
         if value is not _EMPTY:
@@ -22,7 +22,7 @@ def cells(function: types.FunctionType) -> Iterator[Any]:
 
 
 def held(value: Any) -> list[Any]:
-    """Everything that a function, a method or a ``functools.partial`` leads to, itself included, each once."""
+    """Return everything that a function, a method or a ``functools.partial`` leads to, itself included, each once."""
     found: dict[int, Any] = {}
     waiting = [value]
     while waiting:
@@ -34,9 +34,9 @@ def held(value: Any) -> list[Any]:
 
 
 def rebound(value: Any, twin: Callable[[Any], Any]) -> Any:
-    """The same function, method or partial, holding ``twin(x)`` for each x that has one (None: it has none).
+    """Return a copy of a function, method or partial that holds ``twin(x)`` for each x that has one (None: none).
 
-    What leads to nothing that has a twin comes back as it is.
+    A value that leads to nothing with a twin is returned unchanged.
     """
     clones: dict[int, Any] = {}
 
@@ -58,7 +58,7 @@ def rebound(value: Any, twin: Callable[[Any], Any]) -> Any:
         return clone_function(part)
 
     def clone_function(function: types.FunctionType) -> types.FunctionType:
-        # Cells are filled after the clone is known: a function may hold itself.
+        # Cells are filled after the clone is registered: a function may hold itself.
         new_cells = tuple(types.CellType() for _ in function.__closure__ or ())
         copied = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, new_cells
@@ -77,7 +77,7 @@ def rebound(value: Any, twin: Callable[[Any], Any]) -> Any:
 
 
 def copy_attributes(original: types.FunctionType, function: types.FunctionType) -> None:
-    """Give ``function`` what ``original`` has beside its code, globals, defaults and closure."""
+    """Copy to ``function`` what ``original`` has besides its code, globals, defaults and closure."""
     function.__kwdefaults__ = dict(original.__kwdefaults__) if original.__kwdefaults__ else None
     function.__annotations__ = dict(original.__annotations__)
     function.__doc__ = original.__doc__
@@ -97,7 +97,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def contents(cell: types.CellType) -> Any:
-    """What stands in a cell; a mark of our own where the name was never bound."""
+    """Return the content of a cell; a sentinel if the name was never bound."""
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell: the name was never bound

@@ -1,13 +1,13 @@
-"""Patching imported modelling modules in place: what is built inside the block is handed to a listener.
+"""Temporary patches of the constructors of imported modelling modules, which report each model that is built.
 
-While a ``patched`` block is open, the constructors of the module classes that the named files define tell the thread
-that opened it of every outermost model they build. Nothing else changes: no class gets other methods, so models that
-exist already, and models that other threads build, run as they did; and a class that was imported by name is patched
-too, because the class itself is, and not the name. Leaving restores every class attribute exactly, also after an
-exception, when blocks are nested, and when one is entered twice.
+While a ``patched`` block is open, the constructors of the module classes that the named files define report every
+outermost model that they build to the thread that opened the block. Nothing else changes: classes get no other methods,
+so models that exist already, and models that other threads build, are unaffected. A class that was imported by name is
+patched too, because the patch is on the class and not on the name. Leaving the block restores every class attribute
+exactly, also after an exception, when blocks are nested, and when one is entered twice.
 
-torch's own classes are patched by none but a block that asks for ``everything``, and that only while it is open: the
-whole process shares them. Such a block hears of layers that are built alone, and of classes that are defined meanwhile.
+The whole process shares torch's own classes, so only a block with ``everything`` patches them, while it is open. Such a
+block also reports layers that are built alone, and classes that are defined meanwhile.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _LAYERS = "torch.nn.modules."
 
 
 class _Building(threading.local):
-    """What one thread builds at the moment.
+    """State of the models that one thread is building.
 
     Attributes:
-        listeners: of the blocks that this thread has open; the innermost hears.
+        listeners: of the blocks that this thread has open; the innermost is called.
         depth: how many patched constructors are running inside each other.
     """
 
@@ -56,12 +56,12 @@ _MEANWHILE: list[list[type]] = []
 
 
 class patched:
-    """A context manager that hears of the models built inside it.
+    """Context manager that reports the models built inside it.
 
     Args:
-        sources: modelling modules; none: every imported module, torch apart, that defines module classes.
+        sources: modelling modules; none: every imported module, except torch, that defines module classes.
         built: called with each model when its constructor is done, in the thread that opened the block; of a model
-            that is made of others only the whole one is reported.
+            made of other models only the whole is reported.
         everything: without sources: torch's layers too, and classes that are defined or imported while it is open.
             Parts that are built before the whole are reported before it.
 
@@ -109,7 +109,7 @@ def _patch(cls: Any) -> None:
 
     @functools.wraps(cls.__init__)
     def __init__(self: Any, *args: Any, **keywords: Any) -> None:
-        # An inherited constructor is looked up again: a base class may have been patched or restored since.
+        # An inherited constructor is looked up at each call: a base class may have been patched or restored since.
         construct = functools.partial(own, self) if own is not None else super(cls, self).__init__
         if not _BUILDING.listeners:
             construct(*args, **keywords)
@@ -136,7 +136,7 @@ def _restore(cls: Any) -> None:
 
 
 def _hear_of_new_classes(classes: list[type]) -> None:
-    """Patch the module classes that come, and add each to ``classes``."""
+    """Patch module classes as they are defined, and add each to ``classes``."""
     if not _MEANWHILE:
         base: Any = nn.Module
         base.__init_subclass__ = classmethod(_defined)
@@ -150,7 +150,7 @@ def _hear_no_more(classes: list[type]) -> None:
 
 
 def _defined(cls: Any, /, **keywords: Any) -> None:
-    """What ``nn.Module.__init_subclass__`` is meanwhile; it has none of its own."""
+    """Replace ``nn.Module.__init_subclass__``; torch defines none of its own."""
     super(nn.Module, cls).__init_subclass__(**keywords)
     with _LOCK:
         for classes in _MEANWHILE if _is_wanted(cls) else ():
@@ -159,7 +159,7 @@ def _defined(cls: Any, /, **keywords: Any) -> None:
 
 
 def _subclasses(cls: type) -> list[type]:
-    """All classes derived from one, each once."""
+    """Return all classes derived from one, each once."""
     found: dict[type, None] = {}
     waiting = [cls]
     while waiting:
@@ -171,7 +171,7 @@ def _subclasses(cls: type) -> list[type]:
 
 
 def _is_wanted(cls: type) -> bool:
-    """Whether a class is one that users build: one of torch's layers, or neither torch's nor one that was generated."""
+    """Return whether users build a class: a layer of torch, or a class that is neither torch's nor generated."""
     if any(name.startswith("_quantizer") for name in vars(cls)):
         return False
     return cls.__module__.startswith(_LAYERS) or cls.__module__.partition(".")[0] not in _PRIVATE
@@ -213,7 +213,7 @@ def _imported() -> Iterator[types.ModuleType]:
 
 
 def _classes_of(module: types.ModuleType) -> Iterator[type]:
-    """The module classes that a file defines itself."""
+    """Yield the module classes that a file itself defines."""
     for value in list(vars(module).values()):
         if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__:
             yield value

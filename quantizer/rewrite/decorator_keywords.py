@@ -1,7 +1,7 @@
-"""Whether a decorator hands on a keyword argument that it does not know, as its text says.
+"""Check of a decorator's source: does it pass on a keyword argument that it does not know.
 
-A function to which a host is lent takes it by keyword, through the wrappers around it. One that filters its keywords,
-looks at them, or now and then calls the function without them would drop the host, or fail on it.
+A function that needs a host gets it as a keyword, through the wrappers around it. A wrapper that filters or reads its
+keywords, or sometimes calls the function without them, would drop the host or fail on it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["hand_on_keywords"]
 
 
 def hand_on_keywords(wrapper: types.FunctionType, inner: types.FunctionType) -> bool:
-    """Whether all wrappers around ``inner`` do nothing with their further keywords but hand all of them on to it."""
+    """Return whether all wrappers around ``inner`` only pass all of their further keywords on to it."""
     return all(_hands_on(function, inner) for function in between(wrapper, inner))
 
 
 def _hands_on(wrapper: types.FunctionType, inner: types.FunctionType) -> bool:
-    """Whether each call of the wrapped function in a wrapper's text has ``**keywords``, and nothing else has them."""
+    """Return whether a wrapper's text passes ``**keywords`` in each call of the wrapped function, and nowhere else."""
     try:
         node = definition_of(wrapper)
     except SourceError:
@@ -43,7 +43,7 @@ def _hands_on(wrapper: types.FunctionType, inner: types.FunctionType) -> bool:
 
 
 def _hands(call: ast.Call, wrapped: set[str], keywords: str) -> bool:
-    """Whether a call is ``wrapped(..., **keywords)``."""
+    """Return whether a call is ``wrapped(..., **keywords)``."""
     starred = [word.value for word in call.keywords if word.arg is None]
     return (
         isinstance(call.func, ast.Name)

@@ -1,4 +1,4 @@
-"""Functions under decorators: finding the one that was written, and cloning what stands around it."""
+"""Functions under decorators: search for the function as written, and copies of its wrappers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["between", "clone_chain", "innermost", "transplant", "variables_that_
 
 
 def innermost(function: types.FunctionType, name: str | None = None) -> types.FunctionType:
-    """The function that decorators wrap.
+    """Return the function that decorators wrap.
 
-    Found through ``__wrapped__``, else (a decorator without ``functools.wraps``) through closure cells: a function
-    made by another one is a wrapper where its cells lead to exactly one function that was written under ``name``.
+    The search follows ``__wrapped__``, else (a decorator without ``functools.wraps``) closure cells: a function made by
+    another one is a wrapper if its cells lead to exactly one function that was written under ``name``.
     """
     name = name or function.__name__
     seen: set[int] = set()
@@ -35,8 +35,8 @@ def innermost(function: types.FunctionType, name: str | None = None) -> types.Fu
 def clone_chain(
     wrapper: types.FunctionType, inner: types.FunctionType, replacement: types.FunctionType
 ) -> types.FunctionType | None:
-    """The same wrappers around ``replacement``; None where no closure cell leads to ``inner``."""
-    # A wrapper that knows the function as __wrapped__ only calls it through something that was not cloned.
+    """Return the same wrappers around ``replacement``; None if no closure cell leads to ``inner``."""
+    # A wrapper that holds the function only as __wrapped__ calls it through something that was not cloned.
     if not any(_leads_to(value, inner, cells_only=True) for value in cells(wrapper)):
         return None
     clone: types.FunctionType = rebound(wrapper, lambda value: replacement if value is inner else None)
@@ -44,25 +44,25 @@ def clone_chain(
 
 
 def between(wrapper: types.FunctionType, inner: types.FunctionType) -> list[types.FunctionType]:
-    """The functions around ``inner``, from ``wrapper`` on."""
+    """Return the functions around ``inner``, from ``wrapper`` on."""
     return [wrapper, *(found for found in _reached(wrapper) if found is not inner and _leads_to(found, inner))]
 
 
 def variables_that_lead_to(inner: types.FunctionType, wrapper: types.FunctionType) -> set[str]:
-    """The closure variables of a wrapper through which it knows ``inner``."""
+    """Return the closure variables of a wrapper that lead to ``inner``."""
     named = zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)
     return {name for name, cell in named if _leads_to(contents(cell), inner)}
 
 
 def transplant(original: types.FunctionType, code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:
-    """A function with the code ``code`` and all else as in ``original``."""
+    """Return a copy of ``original`` with the code ``code``."""
     function = types.FunctionType(code, namespace, original.__name__, original.__defaults__, original.__closure__)
     copy_attributes(original, function)
     return function
 
 
 def _reached(function: types.FunctionType, cells_only: bool = False) -> list[types.FunctionType]:
-    """Functions that a function's closure cells (and ``__wrapped__``) lead to, each once, without itself."""
+    """Return the functions that closure cells (and ``__wrapped__``) lead to, each once, without the function itself."""
     found: dict[int, types.FunctionType] = {id(function): function}
     waiting = [function]
     while waiting:

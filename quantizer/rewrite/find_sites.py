@@ -1,4 +1,4 @@
-"""Finding quantizable calls in a parsed file."""
+"""Search for quantizable calls in a parsed file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def find_functions(
     qualified: bool = False,
     codes: Mapping[tuple[str, int], types.CodeType] = types.MappingProxyType({}),
 ) -> dict[tuple[str, int], FunctionSource]:
-    """All module-level functions and all methods of a file, by key.
+    """Return all module-level functions and all methods of a file, by key.
 
     Args:
         tree: the parsed file.
@@ -58,7 +58,7 @@ def find_functions(
         namespace: the globals its functions run in; names are resolved through it.
         file: the file's name, for reports.
         qualified: names of sites carry the class, or the module, of their function.
-        codes: the loaded code of its functions; one that has none is not told where its globals are.
+        codes: the loaded code of its functions; without it a function's access to globals is not rewritten.
     """
     found: dict[tuple[str, int], FunctionSource] = {}
     for qualname, node, owner in functions_in(tree):
@@ -74,19 +74,19 @@ def find_functions(
 
 
 class _Finder(ast.NodeVisitor):
-    """Walks one function and records its sites.
+    """Visitor of one function that records its sites.
 
     Attributes:
-        source: where sites and global names are recorded.
+        source: receives sites and global names.
         owner: the name of the class around it (None: there is none).
-        name: what the names of its sites begin with.
-        scope: what names in it stand for.
-        counts: how many sites of each operation were seen so far; gives the ordinal in a site's name.
-        depth: nesting of the current expression; orders edits that fall on one place.
+        name: prefix of its sites' names.
+        scope: resolves its names.
+        counts: number of sites of each operation so far; gives the ordinal in a site's name.
+        depth: nesting of the current expression; orders edits at one position.
         blocked: why text at the current node cannot be rewritten (None: it can); set inside f-strings and where an
             inner function hides the host.
-        known: ids of nodes that their parents have dealt with.
-        looked_into: ids of nodes of which an attribute is read: where that is a class, the generated one has the
+        known: ids of nodes that their parents have handled.
+        looked_into: ids of nodes of which an attribute is read: if that is a class, the generated one has the
             rewritten functions.
     """
 
@@ -173,7 +173,7 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node.ctx, ast.Load):
             self._note_item(node, node.value)
         else:
-            # What is written must reach the module's own dictionary.
+            # A write must reach the module's own dictionary.
             self.known.add(id(node.value))
         self.generic_visit(node)
 
@@ -200,7 +200,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _may_be_of_tensor(self, node: ast.Call, func: ast.Attribute) -> bool:
-        """Whether a method of the catalogue is called, and not one of a module or a set by the same name."""
+        """Return whether a call is a method of the catalogue, and not one of a module or a set by the same name."""
         if func.attr not in METHODS or id(node) in self.known or is_own(func.value, self._first):
             return False
         return not isinstance(self.scope.resolve(func.value), types.ModuleType)
@@ -209,7 +209,7 @@ class _Finder(ast.NodeVisitor):
         called = node.value.func if isinstance(node.value, ast.Call) else None
         is_add = isinstance(called, ast.Attribute) and called.attr == "add"
         if called is not None and is_add and operation_of(self.scope.resolve(called)) is None:
-            # A sum that nobody takes is none: something is added to a set.
+            # A call whose result is unused adds to a set; it is no sum.
             self.known.add(id(node.value))
         self.generic_visit(node)
 
@@ -228,9 +228,9 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _note_helper(self, func: ast.expr) -> None:
-        """``f(a)`` may become ``_quantizer_lend(f, host)(a)``."""
+        """Record ``f(a)``, which may become ``_quantizer_lend(f, host)(a)``."""
         if isinstance(func, ast.Attribute) and is_own(func.value, self._first):
-            # Python keeps private names of a class under a name of their own.
+            # Python mangles the private names of a class.
             private = self.owner is not None and func.attr.startswith("__") and not func.attr.endswith("__")
             target: tuple[str, ...] | None = (f"_{str(self.owner).lstrip('_')}{func.attr}" if private else func.attr,)
             of_class = True
@@ -240,7 +240,7 @@ class _Finder(ast.NodeVisitor):
             self._note(func, func, self.depth + 1, target=target, of_class=of_class)
 
     def _note_item(self, node: ast.expr, registry: ast.expr) -> None:
-        """``FUNCTIONS[name]`` may become ``_quantizer_lend(FUNCTIONS[name], host)``."""
+        """Record ``FUNCTIONS[name]``, which may become ``_quantizer_lend(FUNCTIONS[name], host)``."""
         if (target := self.scope.global_name(registry)) is not None:
             self._note(node, registry, self.depth, target=target, item=True)
 
@@ -256,20 +256,20 @@ class _Finder(ast.NodeVisitor):
             self.source.views += self.index.around(node, before, behind, self.depth)
 
     def _hide_sites(self, node: ast.expr) -> None:
-        """``self.children()`` becomes ``_quantizer_visible(self.children())``."""
+        """Rewrite ``self.children()`` as ``_quantizer_visible(self.children())``."""
         self._wrap_view(node, f"{VISIBLE}(")
 
     def _name_written_class(self, node: ast.expr) -> None:
-        """``type(x)`` becomes ``_quantizer_written_class(type(x))``, and so does ``x.__class__``."""
+        """Rewrite ``type(x)`` as ``_quantizer_written_class(type(x))``, and likewise ``x.__class__``."""
         if id(node) not in self.looked_into:
             self._wrap_view(node, f"{WRITTEN_CLASS}(")
 
     def _stay_in_python(self, node: ast.Call) -> None:
-        """``get_fastpath_enabled()`` becomes ``(get_fastpath_enabled() and not _quantizer_takes_apart(self))``."""
+        """Rewrite ``get_fastpath_enabled()`` as ``(get_fastpath_enabled() and not _quantizer_takes_apart(self))``."""
         self._wrap_view(node, "(", f" and not {TAKES_APART}({self.source.host}))")
 
     def _record_call(self, node: ast.Call, entry: Operation) -> None:
-        """``f(a, b)`` becomes ``host.site(f, a, b)``."""
+        """Record ``f(a, b)``, which becomes ``host.site(f, a, b)``."""
         reason = None
         if any(keyword.arg == "out" for keyword in node.keywords):
             reason = "out= writes into a tensor of the caller"
@@ -288,7 +288,7 @@ class _Finder(ast.NodeVisitor):
         self._record(entry, "call", node, inner, reason, closed=True)
 
     def _record_method(self, node: ast.Call, func: ast.Attribute, entry: Operation) -> None:
-        """``a.matmul(b)`` becomes ``host.site(a, b)``."""
+        """Record ``a.matmul(b)``, which becomes ``host.site(a, b)``."""
         data = self.index.data
         dot = find_symbol(data, b".", self.index.end(func.value), self.index.end(func))
         opening = find_symbol(data, b"(", self.index.end(func), self.index.end(node))
@@ -301,7 +301,7 @@ class _Finder(ast.NodeVisitor):
         self._record(entry, "method", node, (Edit.replacing(dot, len(between), ", "),), closed=True)
 
     def _record_inplace(self, node: ast.AugAssign, operator: str) -> None:
-        """``x += y`` becomes ``x = host.site(x, y)``; the site applies the in-place operator, so aliases stay true."""
+        """Record ``x += y``, which becomes ``x = host.site(x, y)``; the site works in place, so aliases stay true."""
         entry = OPERATORS[operator]
         if not isinstance(node.target, ast.Name) or node.target.id not in self.scope.locals:
             owner = "a global" if isinstance(node.target, ast.Name) else "an attribute or an item"
@@ -327,7 +327,7 @@ class _Finder(ast.NodeVisitor):
         reason: str | None = None,
         closed: bool = False,
     ) -> None:
-        """Record a site whose text is wrapped. ``closed``: the expression ends with its own parenthesis already."""
+        """Record a site whose text is wrapped. ``closed``: the expression already ends with its own parenthesis."""
         site = self._site(self._next_name(entry), entry, form, node)
         edits = (Edit.opening(self.index.start(node), f"{self.source.host}.{site.attribute}(", self.depth), *inner)
         if not closed:

@@ -1,8 +1,8 @@
-"""Hosts that are lent: how a function without a module argument gets the module that holds its sites.
+"""Host argument: functions without a module argument get the module that holds their sites.
 
 ``def attend(q, k)`` becomes ``def attend(q, k, *, _quantizer_host)``, and in a rewritten caller ``attend(q, k)``
-becomes ``_quantizer_lend(attend, self)(q, k)``. The original function keeps its name and its place: whoever passes it
-on as a value, or patches the name later, gets what was written, and only a call from rewritten text is lent a host.
+becomes ``_quantizer_lend(attend, self)(q, k)``. The original function keeps its name and its place: code that passes it
+on as a value, or patches the name later, gets the original; only calls in rewritten text pass the host.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ host will do), and whether it takes the host as ``HOST`` (else as an argument of
 
 
 def pass_host(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
-    """The function that rewritten text calls ``_quantizer_lend``."""
+    """Return the function that rewritten text calls ``_quantizer_lend``."""
 
     def variant(function: types.FunctionType, host: Any) -> tuple[Callable[..., Any], bool] | None:
         held = getattr(type(host), HOSTS, ())
@@ -81,8 +81,8 @@ def pass_host(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
         return None
 
     def lend(function: Any, host: Any) -> Any:
-        """``function`` with ``host`` lent to it, where it needs one and the host has its sites."""
-        # isinstance and not getattr: Dynamo follows this, and took another branch with getattr(function, "__func__").
+        """Return ``function`` with ``host`` bound to it if it needs one and the host has its sites."""
+        # isinstance and not getattr: with getattr(function, "__func__") Dynamo took another branch than Python.
         if isinstance(function, types.MethodType) and isinstance(function.__func__, types.FunctionType):
             found = variant(function.__func__, host)
             return _bound(found[0], host, function.__self__) if found and found[1] else function
@@ -95,7 +95,7 @@ def pass_host(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
 
 
 def _bound(function: Callable[..., Any], host: Any, *first: Any) -> Callable[..., Any]:
-    """``function`` with its host and first arguments, under its own name: torch.export asks what it calls for one."""
+    """Return ``function`` with its host and first arguments bound; it keeps its name, which torch.export reads."""
     made = functools.partial(function, *first, **{HOST: host})
     if not torch.compiler.is_dynamo_compiling():
         vars(made)["__name__"] = function.__name__
@@ -103,9 +103,9 @@ def _bound(function: Callable[..., Any], host: Any, *first: Any) -> Callable[...
 
 
 def guarded(rewritten: types.FunctionType, original: types.FunctionType, host: str, mark: str) -> types.FunctionType:
-    """A helper with a module argument, for modules with its sites and without: those get what was written.
+    """Return a helper with a module argument that runs rewritten for modules with its sites, and as written for others.
 
-    The name of an argument says that it is a module, and not whose code it is that calls: ``run(self.child, x)``.
+    The name of an argument shows that it is a module, and not whose code calls: ``run(self.child, x)``.
     """
 
     @functools.wraps(rewritten)
@@ -118,13 +118,13 @@ def guarded(rewritten: types.FunctionType, original: types.FunctionType, host: s
 
 
 def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
-    """The function that rewritten text calls ``_quantizer_visible``: children of a module without the ``hidden``."""
+    """Return the function that rewritten text calls ``_quantizer_visible``: it leaves ``hidden`` children out."""
 
     def is_hidden(item: Any) -> bool:
         return isinstance(item[1] if isinstance(item, tuple) and len(item) == 2 else item, hidden)
 
     def visible(children: Any) -> Any:
-        """What ``children()``, ``named_modules()``, ``_modules`` and the like give, without the ``hidden``."""
+        """Return the result of ``children()``, ``named_modules()``, ``_modules`` and so on without ``hidden`` ones."""
         if isinstance(children, dict):
             if not any(isinstance(child, hidden) for child in children.values()):
                 return children
@@ -137,18 +137,18 @@ def viewer(hidden: tuple[type, ...]) -> Callable[[Any], Any]:
 
 
 def as_written(cls: Any) -> Any:
-    """What rewritten text calls ``_quantizer_written_class``: the class that an author wrote, of a generated one."""
+    """Return the class that an author wrote, of a generated one; ``_quantizer_written_class`` in rewritten text."""
     original = getattr(cls, WRITTEN, None)
     return cls if original is None else original
 
 
 def takes_apart(host: Any) -> bool:
-    """What rewritten text calls ``_quantizer_takes_apart``: whether fused attention runs as separate products."""
+    """Return whether fused attention runs as separate products; ``_quantizer_takes_apart`` in rewritten text."""
     return bool(getattr(host, EAGER, False))
 
 
 def hands_on(function: Any) -> bool:
-    """Whether a function is known to do nothing with the functions that it is given but call them."""
+    """Return whether a function is known to only call the functions that it is given."""
     if function is functools.partial:
         return True
     name = (getattr(function, "__module__", None), getattr(function, "__name__", None))
@@ -157,7 +157,7 @@ def hands_on(function: Any) -> bool:
 
 
 def function_source(node: FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
-    """What is known of a function before its body is searched; ``owner`` is the class around it."""
+    """Return the facts about a function before its body is searched; ``owner`` is the class around it."""
     host, why = _host_and_reason(node, owner is not None)
     borrows = host == HOST
     parameter = _host_parameter(node, index) if borrows else None
@@ -172,7 +172,7 @@ def function_source(node: FunctionNode, qualname: str, owner: str | None, index:
 
 
 def _host_and_reason(node: FunctionNode, in_class: bool) -> tuple[str | None, str | None]:
-    """The argument that holds the module, ``HOST`` where callers must lend one, or why there can be none."""
+    """Return the argument that holds the module, ``HOST`` if callers must pass it, or the reason why there is none."""
     host = _own_host(node, in_class)
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     if host is None:
@@ -198,7 +198,7 @@ def _own_host(node: FunctionNode, in_class: bool) -> str | None:
 
 
 def _host_parameter(node: FunctionNode, index: LineIndex) -> Edit:
-    """The edit that adds the keyword-only argument ``HOST`` to a ``def``, whatever its signature."""
+    """Return the edit that adds the keyword-only argument ``HOST`` to a ``def``, whatever its signature."""
     arguments = node.args
     if arguments.kwonlyargs:
         return Edit.opening(index.start(arguments.kwonlyargs[0]), f"{HOST}, ", 0)
@@ -218,7 +218,7 @@ def _host_parameter(node: FunctionNode, index: LineIndex) -> Edit:
 
 
 def _signature(text: str) -> Iterator[tuple[str, int, int]]:
-    """Tokens from the opening parenthesis of a ``def`` to before the closing one, with byte offsets."""
+    """Yield tokens from the opening parenthesis of a ``def`` to before the closing one, with byte offsets."""
     rows = text.split("\n")
     starts = [0]
     for row in rows:

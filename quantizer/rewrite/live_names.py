@@ -1,10 +1,10 @@
-"""Globals that rewritten functions read and write where the original has them.
+"""Live globals: rewritten functions read and write globals in the original module.
 
-A rewritten function runs in a copy of the globals of its file. What is bound anew later, by whoever it is, must be
-seen, and what the function declares ``global`` must be seen by others: so ``SCALE`` becomes ``_quantizer_live.SCALE``,
-an attribute of the module that was written, for reading, writing and deleting alike. Functions that may have a
-rewritten twin become ``_quantizer_now(_quantizer_live.f)``. Modules and classes keep their names: nobody binds those
-anew, and the text stays readable.
+A rewritten function runs in a copy of the globals of its file. It must see names that are bound anew later, and others
+must see what it declares ``global``: so ``SCALE`` becomes ``_quantizer_live.SCALE``, an attribute of the original
+module, for reading, writing and deleting alike. Functions that may have a rewritten twin become
+``_quantizer_now(_quantizer_live.f)``. Modules and classes keep their names: they are not bound anew, and the text stays
+readable.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SHARED = ("torch",)
 def live_edits(
     node: FunctionNode, index: LineIndex, namespace: Mapping[str, Any], free: Collection[str]
 ) -> Iterator[Edit]:
-    """The edits by which a function finds its globals in the module that was written.
+    """Yield the edits by which a function reads and writes its globals in the original module.
 
     Args:
         node: the function.
@@ -66,7 +66,7 @@ def live_edits(
 
 
 def why_not_live(node: FunctionNode) -> str | None:
-    """Why the globals that a function declares cannot be written in place; None where they can."""
+    """Return the reason why the globals that a function declares cannot be written in place; None if they can."""
     declared = _declared(node)
     inner = [found for statement in node.body for found in ast.walk(statement)]
     own = {id(statement) for statement in _own_statements(node.body)}
@@ -80,7 +80,7 @@ def why_not_live(node: FunctionNode) -> str | None:
 
 
 def _bound_otherwise(node: ast.AST) -> set[str]:
-    """The names that a node binds, where an attribute could not stand in their place."""
+    """Return the names that a node binds in a form that an attribute cannot replace."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -93,12 +93,12 @@ def _bound_otherwise(node: ast.AST) -> set[str]:
 
 
 def _declared(node: FunctionNode) -> set[str]:
-    """The names that a function itself declares global."""
+    """Return the names that a function itself declares global."""
     return {name for found in _own_statements(node.body) if isinstance(found, ast.Global) for name in found.names}
 
 
 def _own_statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements of a function, those of functions and classes in it apart."""
+    """Return the statements of a function, without those of functions and classes in it."""
     found: list[ast.stmt] = []
     waiting: list[ast.AST] = list(body)
     while waiting:
@@ -111,7 +111,7 @@ def _own_statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _names(nodes: list[ast.stmt]) -> Iterator[ast.Name]:
-    """The names in statements, but for classes and f-strings, where text is not rewritten."""
+    """Yield the names in statements, except in classes and f-strings, where text is not rewritten."""
     waiting: list[ast.AST] = list(nodes)
     while waiting:
         current = waiting.pop()

@@ -29,7 +29,7 @@ __all__ = ["SyntheticModules"]
 
 
 class _Borrower(Protocol):
-    """What is asked of a function's result."""
+    """Result of rewriting a function, as far as it is used here."""
 
     function: Any
     borrows: bool
@@ -40,11 +40,13 @@ class _Borrower(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class _Synthetic:
-    """One synthetic module.
+    """Synthetic module.
 
-    ``original`` are the globals that it copies (held, so that their id stays valid); ``replaced`` the functions that
-    stand in the place of others, by name: (original, rewritten); ``waiting`` functions that borrow a host and were
-    not built yet, because they call each other in a circle; ``twins`` rewritten functions by the original.
+    Attributes:
+        original: the globals that it copies (held, so that their id stays valid).
+        replaced: functions that replace others, by name: (original, rewritten).
+        waiting: functions that need a host and were not built yet, because they call each other in a circle.
+        twins: rewritten functions by the original.
     """
 
     module: types.ModuleType
@@ -55,13 +57,13 @@ class _Synthetic:
     twins: dict[types.FunctionType, Any] = field(default_factory=dict)
 
     def refresh(self) -> None:
-        # A helper that was replaced since then is taken as it is: its sites are not known.
+        # A helper that was replaced since then is used as it is: its sites are not known.
         names = {name: new for name, (old, new) in self.replaced.items() if self.original.get(name) is old}
         self.module.__dict__.update({**self.original, "__name__": self.module.__name__, **names})
 
 
 class SyntheticModules:
-    """One synthetic module for each module whose functions were rewritten.
+    """Synthetic modules, one for each module whose functions were rewritten.
 
     Args:
         hidden: classes of modules that a loop over children must not see.
@@ -77,12 +79,12 @@ class SyntheticModules:
         replaced: Mapping[str, Any],
         borrowers: Mapping[int, tuple[types.FunctionType, _Borrower]],
     ) -> dict[str, Any]:
-        """The globals of a rewritten function, brought up to date with the original's.
+        """Return the globals of a rewritten function, brought up to date with the original's.
 
         Args:
             original: the globals of the function as it was written.
             replaced: rewritten helpers, by the global name that they take.
-            borrowers: helpers to which it lends its host, with what became of them.
+            borrowers: helpers to which it passes its host, with the result of rewriting each.
         """
         if id(original) not in self._made:
             self._made[id(original)] = self._make(original)
@@ -113,19 +115,19 @@ class SyntheticModules:
         return made
 
     def settle(self) -> None:
-        """Let functions be lent a host that were not built yet when their callers were."""
+        """Let callers pass a host to functions that were built after them."""
         for made in self._made.values():
             for function, rebuilt in made.waiting:
                 if rebuilt.function is not None:
                     mark = next((site.mark for site in rebuilt.sites if site.edits), None)
                     entry = (rebuilt.function, mark, rebuilt.borrows)
                     known = made.borrowers.get(function, ())
-                    # The latest first: the text may have been rewritten again, with more calls that lend.
+                    # The latest first: the text may have been rewritten again, with more calls that pass the host.
                     made.borrowers[function] = (entry, *(other for other in known if other != entry))
             made.waiting.clear()
 
     def add_variant(self, function: types.FunctionType, rebuilt: _Borrower) -> None:
-        """Let callers of ``function`` lend to this variant of it too."""
+        """Let callers of ``function`` pass a host to this variant of it too."""
         for made in self._made.values():
             if function in made.borrowers or any(function is waiting for waiting, _ in made.waiting):
                 made.waiting.append((function, rebuilt))
@@ -137,13 +139,13 @@ class SyntheticModules:
 
 
 def _live(original: dict[str, Any]) -> Any:
-    """The module whose globals these are, or what reads and writes them as a module does."""
+    """Return the module that owns these globals, or an object that reads and writes them as a module does."""
     module = sys.modules.get(str(original.get("__name__")))
     return module if module is not None and vars(module) is original else _Namespace(original)
 
 
 class _Namespace:
-    """The globals of a file that is no imported module, as attributes."""
+    """Globals of a file that is no imported module, as attributes."""
 
     def __init__(self, variables: dict[str, Any]) -> None:
         object.__setattr__(self, "_variables", variables)
@@ -163,10 +165,10 @@ class _Namespace:
 
 
 def _now(twins: Mapping[types.FunctionType, Any]) -> Any:
-    """The function that rewritten text calls ``_quantizer_now``."""
+    """Return the function that rewritten text calls ``_quantizer_now``."""
 
     def now(function: Any) -> Any:
-        """The rewritten twin of a function, where it has one that stands in its place."""
+        """Return the rewritten twin that replaces a function; the function itself if it has none."""
         return twins.get(function, function) if isinstance(function, types.FunctionType) else function
 
     return now

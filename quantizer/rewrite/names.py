@@ -1,4 +1,4 @@
-"""Names in a syntax tree: of its functions, those that a function binds, and what those that it reads stand for."""
+"""Names in a syntax tree: those of its functions, those that a function binds, and the objects that it reads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandl
 
 
 def functions_in(tree: ast.Module) -> Iterator[tuple[str, FunctionNode, str | None]]:
-    """All functions at module level and all methods: qualified name, node, and the name of the class around it.
+    """Yield all functions at module level and all methods: qualified name, node, and the name of the class around it.
 
-    What a function makes is part of it, except for the methods of a class.
+    A function defined inside another is part of it, except for the methods of a class.
     """
 
     def walk(
@@ -47,7 +47,7 @@ def functions_in(tree: ast.Module) -> Iterator[tuple[str, FunctionNode, str | No
 
 
 def dotted(node: ast.expr) -> tuple[str, ...] | None:
-    """The names of ``a.b.c``; None where the expression is anything else."""
+    """Return the names of ``a.b.c``; None if the expression is anything else."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute):
@@ -57,14 +57,14 @@ def dotted(node: ast.expr) -> tuple[str, ...] | None:
 
 
 def bound_names(node: FunctionNode) -> set[str]:
-    """Names bound anywhere in a function, its arguments included."""
+    """Return the names bound anywhere in a function, its arguments included."""
     inside = [inner for inner in ast.walk(node) if inner is not node]
     declared = {name for inner in inside if isinstance(inner, ast.Global) for name in inner.names}
     return {name for inner in inside for name in _bound_by(inner)} - declared
 
 
 def _bound_by(node: ast.AST) -> list[str]:
-    """The names that one node binds, those of the nodes in it apart."""
+    """Return the names that one node binds, without those of the nodes in it."""
     if isinstance(node, ast.Name):
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
     if isinstance(node, ast.arg):
@@ -79,7 +79,7 @@ def _bound_by(node: ast.AST) -> list[str]:
 
 
 def _constant_texts(node: FunctionNode) -> dict[str, str]:
-    """Local names that are bound once, to a text that stands there."""
+    """Return the local names that are bound only once, to a string literal, each with that string."""
     bindings: Counter[str] = Counter()
     texts: dict[str, str] = {}
     for inner in ast.walk(node):
@@ -92,10 +92,10 @@ def _constant_texts(node: FunctionNode) -> dict[str, str]:
 
 
 def is_own(node: ast.expr, first: str | None) -> bool:
-    """Whether an expression is the module or class named ``first``, or the class of one.
+    """Return whether an expression is the module or class named ``first``, or the class of one.
 
-    ``super()`` is not: Dynamo cannot tell what ``super().f`` is without calling it, and would compile another function
-    than Python runs.
+    ``super()`` is not: Dynamo cannot resolve ``super().f`` without calling it, and would compile another function than
+    Python runs.
     """
     if isinstance(node, ast.Name):
         return node.id == first
@@ -105,20 +105,21 @@ def is_own(node: ast.expr, first: str | None) -> bool:
 
 
 def is_literal(node: ast.expr) -> bool:
-    """Return whether an operand cannot be a tensor: then a ``+`` joins numbers, texts, tuples or lists."""
+    """Return whether an operand cannot be a tensor: then ``+`` adds numbers or joins texts, tuples or lists."""
     literals = (ast.Constant, ast.JoinedStr, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.Compare)
     return isinstance(node, literals) or (isinstance(node, ast.UnaryOp) and is_literal(node.operand))
 
 
 class Scope:
-    """The names that the text of one function can use.
+    """Names that the text of one function can use.
 
     Attributes:
         locals: names bound in the function; they hide globals of the same name.
     """
 
     def __init__(self, node: FunctionNode, namespace: Mapping[str, Any]) -> None:
-        """
+        """Store the names of a function.
+
         Args:
             node: the function.
             namespace: the globals that it runs in.
@@ -128,7 +129,7 @@ class Scope:
         self._namespace = namespace
 
     def resolve(self, node: ast.expr) -> object:
-        """Return the object that a dotted name stands for; None where that cannot be told from the text."""
+        """Return the object of a dotted name; None if the text does not determine it."""
         if isinstance(node, ast.Name):
             return None if node.id in self.locals else self._namespace.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -140,7 +141,7 @@ class Scope:
         return None
 
     def global_name(self, node: ast.expr) -> tuple[str, ...] | None:
-        """Return the names of ``a.b.c`` where ``a`` is no local name; None where the expression is anything else."""
+        """Return the names of ``a.b.c`` if ``a`` is no local name; None if the expression is anything else."""
         names = dotted(node)
         return None if names is None or names[0] in self.locals else names
 
@@ -151,7 +152,7 @@ class Scope:
         return self._namespace.get("type", type) is type and len(node.args) == 1 and not node.keywords
 
     def text_of_first(self, node: ast.AST) -> str:
-        """Return the text that a call's first argument is, as a literal or a constant; empty where it is neither."""
+        """Return the text of a call's first argument, a literal or a constant; empty if it is neither."""
         first = node.args[0] if isinstance(node, ast.Call) and node.args else None
         if isinstance(first, ast.Name):
             texts: Mapping[str, Any] = _constant_texts(self._node) if first.id in self.locals else self._namespace

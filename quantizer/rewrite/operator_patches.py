@@ -1,11 +1,10 @@
-"""Operator patches: hand-written changes of a model's source, for what a target or the exporter cannot take.
+"""Operator patches: hand-written changes of a model's source, for operators that a target or the exporter rejects.
 
-A patch names a function, a piece of its text, and what stands there instead. It is applied to the text before sites
-are looked for, in memory, wherever source is rewritten: in every proxy and in what a ``patched`` block builds. Both
-texts compute the same floats, so a patch is applied whatever the target of a run is, and one rewriting serves all.
+A patch names a function, a piece of its text, and its replacement. It is applied to the text before the search for
+sites, in memory, wherever source is rewritten: in every proxy and in models built in a ``patched`` block. Both texts
+compute the same floats, so a patch is applied for every target, and one rewriting serves all.
 
-A patch whose function has another text than the patch expects is refused by name, and reported; it is never applied
-half.
+If the function's text differs from what the patch expects, the whole patch is refused by name, and reported.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorPatch:
-    """One change of source.
+    """Change of source.
 
     Attributes:
-        name: how reports and refusals call it.
+        name: its name in reports and refusals.
         function: ``package.module:function`` or ``package.module:Class.method``.
-        before: text that stands exactly once in the function, with the indentation of its second and further lines.
-        after: what stands there instead, in as many lines: tracebacks stay true.
-        target: who rejects the original (``tensorrt-rtx``, ``openvino``, ``onnxruntime``, ``onnx`` for the exporter).
-        reason: what it says to it, or what it computes.
+        before: text that occurs exactly once in the function, with the indentation of its second and further lines.
+        after: its replacement, in as many lines: tracebacks stay true.
+        target: the tool that rejects the original (``tensorrt-rtx``, ``openvino``, ``onnxruntime``, ``onnx`` for the
+            exporter).
+        reason: the tool's message, or the wrong result.
     """
 
     name: str
@@ -56,7 +56,7 @@ class OperatorPatch:
 
 @dataclass(kw_only=True, slots=True)
 class PatchedText:
-    """A file's text with patches applied.
+    """Text of a file with patches applied.
 
     Attributes:
         text: the text, with as many lines as before.
@@ -70,7 +70,7 @@ class PatchedText:
 
 
 class _Registered:
-    """Patches by name. ``changes`` counts how often they changed, so that what was rewritten before is made anew."""
+    """Patches by name. ``changes`` counts their changes, so that earlier rewriting is repeated after one."""
 
     def __init__(self) -> None:
         self.patches: dict[str, OperatorPatch] = {}
@@ -96,7 +96,7 @@ def register_operator_patch(patch: OperatorPatch) -> OperatorPatch:
 
 
 def unregister_operator_patch(name: str) -> None:
-    """Forget a patch; proxies that exist keep it.
+    """Remove a patch; existing proxies keep it.
 
     Raises:
         SourceError: there is none of that name.
@@ -108,17 +108,17 @@ def unregister_operator_patch(name: str) -> None:
 
 
 def operator_patches() -> Mapping[str, OperatorPatch]:
-    """All patches, by name."""
+    """Return all patches, by name."""
     return dict(_REGISTERED.patches)
 
 
 def changes() -> int:
-    """How often patches were registered and unregistered so far."""
+    """Return how often patches were registered and unregistered so far."""
     return _REGISTERED.changes
 
 
 def apply_operator_patches(text: str, tree: ast.Module, module_name: str) -> PatchedText:
-    """The text of a module's file, and its tree, with the patches of its functions applied to the text."""
+    """Return the text of a module's file, and its tree, with the patches of its functions applied to the text."""
     patches = [patch for patch in _REGISTERED.patches.values() if _split(patch)[0] == module_name]
     result = PatchedText(text=text)
     functions = list(functions_in(tree)) if patches else []

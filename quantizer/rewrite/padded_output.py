@@ -1,4 +1,4 @@
-"""What torch's encoder makes of padding on nested tensors, for one whose layers run on padded ones.
+"""Padding in the output of torch's encoder, for one whose layers run on padded and not on nested tensors.
 
 Legend: src, output [B, S, E]; padding [B, S], the mask as the encoder holds it, 0 at tokens.
 """
@@ -21,9 +21,9 @@ _NESTED_ON = ("cpu", "cuda", "xpu")
 
 
 def padded(host: Any, nested: bool, output: Tensor, src: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor:
-    """What rewritten text calls ``_quantizer_padded``: the output of all layers, with 0 where torch would have it.
+    """Return the output of all layers, with 0 where torch has it; rewritten text calls this ``_quantizer_padded``.
 
-    Where the padding stands is asked of the data without a branch, so that a graph holds it too.
+    The position of the padding is computed from the data without a branch, so that a graph holds it too.
     """
     if nested:
         result: Tensor = output.to_padded_tensor(0.0, src.size())
@@ -31,14 +31,14 @@ def padded(host: Any, nested: bool, output: Tensor, src: Tensor, padding: Tensor
     if padding is None or not takes_apart(host) or not _would_be_nested(host, src, mask):
         return output
     tokens = padding == 0
-    # torch goes this way only where every row has its padding behind its tokens.
+    # torch takes this path only if every row has its padding behind its tokens.
     places = torch.arange(tokens.shape[1], device=tokens.device)
     behind = ((places < tokens.sum(1, keepdim=True)) == tokens).all()
     return output.masked_fill((~tokens & behind).unsqueeze(-1), 0.0)
 
 
 def _would_be_nested(encoder: Any, src: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch's encoder runs on nested tensors, were its fast path not taken apart; as its own source has it."""
+    """Return whether torch's encoder would run on nested tensors with its fast path; the conditions are torch's own."""
     first: nn.Module = encoder.layers[0]
     recorded = getattr(encoder, RECORDED, None)
     recorded = torch.is_grad_enabled() if recorded is None else recorded

@@ -1,10 +1,10 @@
-"""Building functions from rewritten text: transplanted code, synthetic globals, cloned decorators.
+"""Construction of functions from rewritten text: transplanted code, synthetic globals, cloned decorators.
 
 Nothing is executed again: no import, no class body, no decorator. A rewritten function is the compiled code of the
-rewritten text put into a new function object that keeps the original's defaults and closure (so ``super()`` works).
+rewritten text in a new function object that keeps the original's defaults and closure (so ``super()`` works).
 Its globals are the dictionary of a *synthetic module*: a copy of the original module's, in which rewritten functions
-stand in the place of theirs. The synthetic module is in ``sys.modules`` under its own ``__name__``, because
-``torch.compile`` and ``torch.export`` look globals up by that name. The original module is never changed.
+replace theirs. The synthetic module is in ``sys.modules`` under its own ``__name__``, because ``torch.compile`` and
+``torch.export`` look globals up by that name. The original module is never changed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_PRODUCTS = sys.stdlib_module_names | {"torch"}
 
 
 class Rebuilder:
-    """Rewrites functions, each once, and remembers the results.
+    """Rewriter of functions that rewrites each once and caches the results.
 
     Args:
         hidden: classes of modules that a loop over children must not see.
@@ -54,7 +54,7 @@ class Rebuilder:
     Attributes:
         files: source files by (path, id of the globals their functions run in, compiler flags).
         modules: the globals of rewritten functions.
-        done: results by id of the function and of what is lent, with that function.
+        done: results by id of the function and of its ``lent``, with that function.
     """
 
     def __init__(self, hidden: tuple[type, ...] = (), *, qualified: bool = False) -> None:
@@ -64,7 +64,7 @@ class Rebuilder:
         self.done: dict[tuple[int, frozenset[int]], tuple[types.FunctionType, Rebuilt]] = {}
 
     def file(self, function: types.FunctionType) -> SourceFile:
-        """The source file of a function, parsed once.
+        """Return the source file of a function, parsed once.
 
         Raises:
             SourceError: the text cannot be read or parsed.
@@ -77,7 +77,7 @@ class Rebuilder:
         return self.files[key]
 
     def settle(self) -> None:
-        """Let callers lend to what was rebuilt since."""
+        """Let callers pass a host to functions that were rebuilt after them."""
         self.modules.settle()
 
     def refresh(self) -> None:
@@ -85,7 +85,7 @@ class Rebuilder:
         self.modules.refresh()
 
     def names_read(self, attribute: Any) -> set[str]:
-        """Attribute names that a function mentions, those of the helpers it reaches included."""
+        """Return the attribute names in the text of a function and of the helpers it reaches."""
         plain = _plain(attribute)
         return self._names_read(plain, None, set()) if plain is not None else set()
 
@@ -97,7 +97,7 @@ class Rebuilder:
         try:
             source = self.file(function).find(function)
         except SourceError:
-            # Without text, ask the compiled code.
+            # Without text, read the names in the compiled code.
             return set(function.__code__.co_names)
         names = set(source.attributes_read)
         for called, helper in self._helpers(function, source):
@@ -116,12 +116,12 @@ class Rebuilder:
                 yield call.target[-1], target
 
     def needs_host(self, attribute: Any, name: str | None = None, lent: Lent = _NOTHING_LENT) -> bool:
-        """Whether a function without a module argument holds a site, or calls a function that does."""
+        """Return whether a function without a module argument holds a site, or calls a function that does."""
         plain = _plain(attribute)
         return plain is not None and self._needs_host(plain, name, lent, set())
 
     def holds_sites(self, value: Any) -> bool:
-        """Whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
+        """Return whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
         value = value.func if isinstance(value, functools.partial) else value
         return _may_be_rewritten(value) and any(site.edits for site in self.rebuild(value).sites)
 
@@ -143,12 +143,12 @@ class Rebuilder:
         )
 
     def rebuild(self, attribute: Any, name: str | None = None, lent: Lent = _NOTHING_LENT) -> Rebuilt:
-        """Rewrite a function as it stands in a class or module: plain, a property, or under decorators.
+        """Rewrite a function as it is stored in a class or module: plain, a property, or under decorators.
 
         Args:
-            attribute: what stands there.
-            name: under which name it stands there.
-            lent: what the methods of its class may lend their host to.
+            attribute: the stored object.
+            name: the name under which it is stored.
+            lent: functions to which the methods of its class may pass their host.
         """
         if isinstance(attribute, property):
             inner = self.rebuild(attribute.fget, name, lent)
@@ -157,7 +157,7 @@ class Rebuilder:
         if isinstance(attribute, staticmethod | classmethod):
             inner = self.rebuild(attribute.__func__, name, lent)
             if inner.is_method and inner.function is not None:
-                # The text says that its first argument is the module, and the class says otherwise.
+                # By its text the first argument is the module; the class shows that it is not.
                 return Rebuilt(problem=f"{name} was made static or a class method outside of its definition")
             return replace(inner, function=type(attribute)(inner.function) if inner.function else None)
         if not isinstance(attribute, types.FunctionType):
@@ -165,7 +165,7 @@ class Rebuilder:
         key = (id(attribute), frozenset(id(target) for targets in lent.values() for target in targets))
         if key not in self.done:
             result = Rebuilt()
-            # Registered before the work is done: two functions that call each other must not recurse for ever.
+            # Registered before the work is done: two functions that call each other would recurse for ever.
             self.done[key] = (attribute, result)
             try:
                 self._rebuild(attribute, name, lent, result)
@@ -227,7 +227,7 @@ class Rebuilder:
     def _lend(
         self, function: types.FunctionType, file: SourceFile, source: FunctionSource, lent: Lent, result: Rebuilt
     ) -> dict[int, tuple[types.FunctionType, Rebuilt]]:
-        """Make the calls active to whose targets the function lends its host; those targets, by id."""
+        """Activate the calls to whose targets the function passes its host; return those targets, by id."""
         borrowers: dict[int, tuple[types.FunctionType, Rebuilt]] = {}
         for call in source.calls:
             for target in _targets(function, call, lent):
@@ -246,7 +246,7 @@ class Rebuilder:
 
 
 def _may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
-    """Whether a global is a function to look into: none of Python's own, of torch's those that modules call."""
+    """Return whether a global is a function to search: none of Python's own, of torch's only those modules call."""
     if not isinstance(helper, types.FunctionType):
         return False
     module = helper.__module__ or ""
@@ -255,7 +255,7 @@ def _may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
 
 
 def _plain(attribute: Any) -> types.FunctionType | None:
-    """The function of a property, a static or a class method."""
+    """Return the function of a property, a static or a class method."""
     plain = attribute.fget if isinstance(attribute, property) else attribute
     if isinstance(plain, staticmethod | classmethod):
         plain = plain.__func__
@@ -263,7 +263,7 @@ def _plain(attribute: Any) -> types.FunctionType | None:
 
 
 def _targets(function: types.FunctionType, call: HelperCall, lent: Lent) -> tuple[types.FunctionType, ...]:
-    """The functions that a call may reach."""
+    """Return the functions that a call may reach."""
     if call.of_class:
         return lent.get(call.target[-1], ())
     target = _look_up(function.__globals__, call.target)
@@ -273,14 +273,14 @@ def _targets(function: types.FunctionType, call: HelperCall, lent: Lent) -> tupl
 
 
 def _items(registry: Any) -> tuple[types.FunctionType, ...]:
-    """The functions in a plain dictionary, list or tuple."""
-    # Other kinds of registry compute what they give.
+    """Return the functions in a plain dictionary, list or tuple."""
+    # Other kinds of registry compute their items.
     values = registry.values() if type(registry) is dict else registry if type(registry) in (list, tuple) else ()
     return tuple(value for value in values if _may_be_rewritten(value))
 
 
 def _look_up(namespace: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """What stands behind a dotted name: a global, one of another module, a static or class method of a class."""
+    """Return the object of a dotted name: a global, one of another module, a static or class method of a class."""
     value: Any = namespace.get(names[0])
     for name in names[1:]:
         if isinstance(value, types.ModuleType):

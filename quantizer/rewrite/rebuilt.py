@@ -1,4 +1,4 @@
-"""What becomes of a function that is rewritten: the new function, its sites and those of the helpers it reaches."""
+"""Result of rewriting a function: the new function, its sites and those of the helpers it reaches."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _NOT_LENT = "the function is passed on as a value here and not called, so no mod
 
 @dataclass(kw_only=True, slots=True)
 class Rebuilt:
-    """What became of one function.
+    """Result of rewriting one function.
 
     Attributes:
         function: replaces the original (None: it stays).
-        borrows: ``function`` needs a host that is lent, so it cannot stand in the original's place.
+        borrows: ``function`` needs a host from its callers, so it cannot replace the original.
         is_method: its text says that its first argument is the module.
         own: the sites in the function itself.
-        helpers: what became of the functions that it calls.
-        passed_on: what became of those that it mentions, but that get no host here.
-        lends_to: names of static and class methods to which it lends its host.
+        helpers: results for the functions that it calls.
+        passed_on: results for those that it mentions, but that get no host here.
+        lends_to: names of static and class methods to which it passes its host.
         key: which function of which file was rewritten.
         problem: why it could not be rewritten.
         refused: why operator patches were not applied to its file.
@@ -45,7 +45,7 @@ class Rebuilt:
     refused: list[str] = field(default_factory=list)
 
     def reached(self) -> Iterator[Rebuilt]:
-        """This one and all helpers reached from it, each once; they may call each other in a circle."""
+        """Yield this result and those of all helpers it reaches, each once; helpers may call each other in a circle."""
         seen: set[int] = set()
         waiting = [self]
         while waiting:
@@ -57,7 +57,7 @@ class Rebuilt:
 
     @property
     def sites(self) -> list[SiteSource]:
-        """Every site reached, those of helpers included; then those of helpers that get no host, with the reason."""
+        """Sites reached, those of helpers included; then those of helpers that get no host, with the reason."""
         found: dict[SiteSource, None] = {}
         refused: dict[SiteSource, None] = {}
         for rebuilt in self.reached():
@@ -69,17 +69,17 @@ class Rebuilt:
 
     @property
     def keys(self) -> set[tuple[str, Key]]:
-        """Which functions of which files take part."""
+        """File and key of each function that takes part."""
         return {rebuilt.key for rebuilt in self.reached() if rebuilt.key is not None}
 
     @property
     def problems(self) -> list[str]:
-        """Why functions could not be rewritten."""
+        """Reasons why functions could not be rewritten."""
         return list(dict.fromkeys(rebuilt.problem for rebuilt in self.reached() if rebuilt.problem is not None))
 
     @property
     def refusals(self) -> list[str]:
-        """Why operator patches were not applied to the files that take part."""
+        """Reasons why operator patches were not applied to the files that take part."""
         return list(dict.fromkeys(message for rebuilt in self.reached() for message in rebuilt.refused))
 
     @property
@@ -89,5 +89,5 @@ class Rebuilt:
 
 
 def _not_lent(site: SiteSource) -> SiteSource:
-    """The same site, left out because no module is lent to its function."""
+    """Return the site as excluded, because its function gets no module."""
     return replace(site, reason=site.reason or _NOT_LENT, edits=())

@@ -1,4 +1,4 @@
-"""One source file: read, parsed, searched, rewritten, compiled."""
+"""Source file: read, parsed, searched, rewritten, compiled."""
 
 from __future__ import annotations
 import __future__
@@ -28,7 +28,7 @@ Key = tuple[str, int]
 
 
 class SourceFile:
-    """A file whose functions can be rewritten.
+    """File whose functions can be rewritten.
 
     Attributes:
         path: the file that the functions' code objects name.
@@ -38,8 +38,8 @@ class SourceFile:
         refused: why operator patches for this file were not applied.
         rewritten_name: the synthetic file name under which the rewritten text is compiled and listed.
 
-    With ``qualified``, names of sites carry the class or module of their function: for a module that has two sites of
-    one name otherwise.
+    With ``qualified``, names of sites carry the class or module of their function: for a module in which two sites
+    would have the same name otherwise.
     """
 
     def __init__(self, path: str, namespace: dict[str, Any], flags: int = 0, *, qualified: bool = False) -> None:
@@ -68,7 +68,7 @@ class SourceFile:
         self._codes: dict[Key, types.CodeType] | None = None
 
     def find(self, function: types.FunctionType) -> FunctionSource:
-        """What was found in the text of a loaded function.
+        """Return the source of a loaded function.
 
         Raises:
             SourceError: the text is not the loaded function's, or the function is a lambda or made by another one.
@@ -84,26 +84,26 @@ class SourceFile:
         return self.functions[key]
 
     def holds(self, function: types.FunctionType) -> bool:
-        """Whether the text still is that from which a function was loaded."""
+        """Return whether a function was loaded from the present text."""
         return self.holds_code(function.__code__)
 
     def holds_code(self, code: types.CodeType) -> bool:
-        """Whether the text still is that from which ``code`` was compiled."""
+        """Return whether ``code`` was compiled from the present text."""
         return self._loaded.get((code.co_qualname, code.co_firstlineno)) == code
 
     def rewritten_text(self, only: Collection[Key] | None = None) -> str:
-        """The text with the sites of all functions, or of ``only`` some, wrapped."""
+        """Return the text with the sites of all functions, or of ``only`` some, wrapped."""
         chosen = self.functions.values() if only is None else [self.functions[key] for key in only]
         return apply_edits(self._index.data, (edit for function in chosen for edit in function.edits()))
 
     def lend(self, call: HelperCall) -> None:
-        """Let a call lend its host from now on."""
+        """Let a call pass its host from now on."""
         if not call.active:
             call.active = True
             self._codes = None
 
     def code(self, key: Key) -> types.CodeType:
-        """The compiled code of a rewritten function.
+        """Return the compiled code of a rewritten function.
 
         The whole text is compiled, never a snippet, so that line numbers, ``super()`` and closures come out as in the
         original; and it is registered in ``linecache`` so that tracebacks and ``inspect.getsource`` show it.
@@ -118,14 +118,14 @@ class SourceFile:
         return self._codes[key]
 
     def diff(self, only: Collection[Key]) -> str:
-        """A unified diff of the original text and the text with the functions ``only`` rewritten."""
+        """Return a unified diff of the original text and the text with the functions ``only`` rewritten."""
         before = self.text.splitlines(keepends=True)
         after = self.rewritten_text(only).splitlines(keepends=True)
         return "".join(difflib.unified_diff(before, after, self.path, self.rewritten_name))
 
 
 def read_source(path: str, namespace: dict[str, Any]) -> str:
-    """The text of a file, also of a notebook cell or a zipped module (through ``linecache``).
+    """Return the text of a file, also of a notebook cell or a zipped module (through ``linecache``).
 
     Raises:
         SourceError: there is no text.
@@ -138,7 +138,7 @@ def read_source(path: str, namespace: dict[str, Any]) -> str:
 
 
 def definition_of(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The ``def`` of a loaded function; None where it is a lambda, or the text is not that of the loaded code.
+    """Return the ``def`` of a loaded function; None for a lambda, or if the text is not that of the loaded code.
 
     Raises:
         SourceError: there is no text.
@@ -157,13 +157,13 @@ def definition_of(function: types.FunctionType) -> ast.FunctionDef | None:
 
 
 def future_flags(code: types.CodeType) -> int:
-    """What compiling needs besides the text: a notebook compiles a cell with the __future__ imports of earlier ones."""
+    """Return the compiler flags of ``code``: a notebook compiles a cell with the __future__ imports of earlier ones."""
     return code.co_flags & __future__.annotations.compiler_flag
 
 
 def _compiled(text: str, name: str, flags: int) -> Any:
     with warnings.catch_warnings():
-        # Python said so when it first compiled the file: a wrong escape in a string, say.
+        # Python gave these warnings when it first compiled the file, such as for a wrong escape in a string.
         warnings.simplefilter("ignore")
         return compile(text, name, "exec", flags, dont_inherit=True)
 

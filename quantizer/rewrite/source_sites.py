@@ -1,4 +1,4 @@
-"""What is found in the text of a function: its sites, the helpers it calls, the edits that rewrite it."""
+"""Contents of a function's text: its sites, the helpers it calls, the edits that rewrite it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Form = Literal["call", "method", "operator", "inplace"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteSource:
-    """One quantizable call in the text of a function.
+    """Quantizable call in the text of a function.
 
     ``name`` is ``FUNCTION.OPERATION_N``, counted in the order of the text, so that saved ranges survive an update of
     the library that moves lines. ``reason`` says why the text cannot be rewritten here (None: it can); ``equation``
@@ -36,28 +36,28 @@ class SiteSource:
 
     @property
     def in_place(self) -> bool:
-        """Whether the result is written into the first argument, as torch's trailing ``_`` says."""
+        """Flag of a call that writes its result into the first argument, as torch's trailing ``_`` says."""
         return self.form == "inplace" or self.called.endswith("_")
 
     @property
     def attribute(self) -> str:
-        """The attribute of the host module that holds the site; rewritten text calls it."""
+        """Attribute of the host module that holds the site; rewritten text calls it."""
         return "site_" + self.name.replace(".", "_")
 
     @property
     def mark(self) -> str:
-        """Tells the site from one of the same name in another function."""
+        """Key that distinguishes the site from one of the same name in another function."""
         return f"{self.attribute} in {self.file}, line {self.line}"
 
 
 @dataclass(kw_only=True, slots=True)
 class HelperCall:
-    """A call of what may turn out to be a helper that needs a host, or another expression that gives one.
+    """Call of a possible helper that needs a host, or another expression that results in one.
 
     ``target`` is the dotted name that is called; ``of_class`` says that it is an attribute of the module or of its
-    class, and ``item`` that it is a registry, and one of its items is taken. What stands behind the name is only known
-    when the function is rebuilt: then the call is made ``active``, and its edits take part. It stays so, because
-    lending to a function that needs no host does nothing.
+    class, and ``item`` that it is a registry, of which one item is taken. The object of the name is only known when
+    the function is rebuilt: then the call is made ``active``, and its edits take part. It stays active, because
+    passing a host to a function that needs none has no effect.
     """
 
     target: tuple[str, ...]
@@ -69,23 +69,23 @@ class HelperCall:
 
 @dataclass(kw_only=True, slots=True)
 class FunctionSource:
-    """A module-level function or a method, with what was found in it.
+    """Module-level function or method, with the results of the search in it.
 
     Attributes:
         key: (qualified name, first line), as in its code object.
         host: the name of the argument that is the module (None: no such argument).
         is_method: the host is the first argument of a method.
-        borrows: the host is an argument that rewriting adds, for callers to lend theirs.
+        borrows: the host is an argument that rewriting adds, for callers to pass theirs.
         why_no_host: why there is none.
         parameter: the edit that adds the argument.
         sites: quantizable calls.
         calls: calls of possible helpers.
-        live: edits by which it finds its globals in the module that was written.
+        live: edits by which it reads and writes its globals in the original module.
         views: edits that hide the sites from a loop over the children of a module, or keep torch in Python.
-        patches: operator patches that its text holds already.
-        globals_read: global names that its text mentions.
-        values_read: dotted names that its text mentions without calling them.
-        attributes_read: attribute names that its text mentions.
+        patches: operator patches that its text already contains.
+        globals_read: global names in its text.
+        values_read: dotted names in its text that are not called.
+        attributes_read: attribute names in its text.
     """
 
     key: tuple[str, int]
@@ -104,12 +104,12 @@ class FunctionSource:
     attributes_read: set[str] = field(default_factory=set)
 
     def edits(self) -> Iterator[Edit]:
-        """All edits of the function's text as it stands now."""
+        """Yield all edits of the function's text in its present state."""
         yield from self._changes()
         yield from self.live
 
     def _changes(self) -> Iterator[Edit]:
-        """The edits for which it is rewritten; none where nothing in it needs a change."""
+        """Yield the edits that make rewriting necessary; none if the text needs no change."""
         if self.parameter is not None and self.takes_host:
             yield self.parameter
         yield from (edit for site in self.sites for edit in site.edits)
@@ -118,10 +118,10 @@ class FunctionSource:
 
     @property
     def changed(self) -> bool:
-        """Whether it must be rewritten, as its text stands now."""
+        """Flag of a function that must be rewritten, in the present state of its text."""
         return bool(self.patches) or any(True for _ in self._changes())
 
     @property
     def takes_host(self) -> bool:
-        """Whether the function needs a host that is lent, as its text stands now."""
+        """Flag of a function that needs a host from its callers, in the present state of its text."""
         return self.borrows and (any(site.edits for site in self.sites) or any(call.active for call in self.calls))

@@ -1,4 +1,4 @@
-"""Changing text at the positions that a syntax tree gives, without moving a line.
+"""Edits of text at the positions in a syntax tree, without moving a line.
 
 Legend: an ``Edit`` replaces ``length`` bytes at byte offset ``start`` of the file. ``ast`` counts columns in UTF-8
 bytes, hence bytes and not characters.
@@ -19,9 +19,9 @@ _OPEN = 2
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One replacement. ``order`` sorts edits at one place: closing text, then replacements, then opening text.
+    """Replacement. ``order`` sorts edits at one position: closing text, then replacements, then opening text.
 
-    ``depth`` is the nesting of the expression: at one place an outer expression opens before, and closes after, an
+    ``depth`` is the nesting of the expression: at one position an outer expression opens before, and closes after, an
     inner one.
     """
 
@@ -33,24 +33,24 @@ class Edit:
 
     @classmethod
     def opening(cls, start: int, text: str, depth: int) -> Edit:
-        """Text before an expression."""
+        """Return the edit that puts text before an expression."""
         return cls(start, 0, text, _OPEN, depth)
 
     @classmethod
     def closing(cls, start: int, text: str, depth: int) -> Edit:
-        """Text behind an expression."""
+        """Return the edit that puts text behind an expression."""
         return cls(start, 0, text, _CLOSE, -depth)
 
     @classmethod
     def replacing(cls, start: int, length: int, text: str) -> Edit:
-        """Other text in the place of ``length`` bytes."""
+        """Return the edit that replaces ``length`` bytes."""
         return cls(start, length, text, _REPLACE, 0)
 
 
 class LineIndex:
     """Byte offsets of a text's lines.
 
-    Lines end at ``\\n`` only: ``str.splitlines`` also cuts at form feeds, which the Python grammar does not.
+    Lines end at ``\n`` only: ``str.splitlines`` also cuts at form feeds, which the Python grammar does not.
     """
 
     def __init__(self, text: str) -> None:
@@ -60,11 +60,11 @@ class LineIndex:
             self._starts.append(self._starts[-1] + len(line) + 1)
 
     def start(self, node: ast.expr | ast.stmt | ast.arg) -> int:
-        """Byte offset of a node's first byte."""
+        """Return the byte offset of a node's first byte."""
         return self._starts[node.lineno - 1] + node.col_offset
 
     def end(self, node: ast.expr | ast.stmt | ast.arg) -> int:
-        """Byte offset behind a node's last byte."""
+        """Return the byte offset behind a node's last byte."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self._starts[node.end_lineno - 1] + node.end_col_offset
@@ -74,7 +74,7 @@ class LineIndex:
         return Edit.opening(self.start(node), before, depth), Edit.closing(self.end(node), behind, depth)
 
     def operator_as_comma(self, node: ast.BinOp, symbol: bytes) -> Edit | None:
-        """Return the edit that puts a comma in the place of an operator; None where the operator is not found."""
+        """Return the edit that replaces an operator by a comma; None if the operator is not found."""
         start, end = self.end(node.left), self.start(node.right)
         gap = find_symbol(self.data, symbol, start, end)
         if gap is None:
@@ -84,14 +84,14 @@ class LineIndex:
 
 
 def first_line(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The line on which a function begins, as its code object has it: that of its first decorator."""
+    """Return the first line of a function as its code object has it: that of its first decorator."""
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def find_symbol(data: bytes, symbol: bytes, start: int, end: int) -> int | None:
-    """Offset of ``symbol`` in ``data[start:end]``, comments passed over; None where it is not.
+    """Return the offset of ``symbol`` in ``data[start:end]``, skipping comments; None if it is not there.
 
-    The range lies between two operands, so it holds white space, parentheses, comments and the symbol only.
+    The range lies between two operands, so it only holds white space, parentheses, comments and the symbol.
     """
     position = start
     while position < end:
@@ -106,7 +106,7 @@ def find_symbol(data: bytes, symbol: bytes, start: int, end: int) -> int | None:
 
 
 def apply_edits(data: bytes, edits: Iterable[Edit]) -> str:
-    """The text with all edits applied. No edit may hold a newline: line numbers stay true."""
+    """Return the text with all edits applied. No edit may hold a newline: line numbers stay true."""
     parts: list[bytes] = []
     position = 0
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.order, edit.depth)):
