@@ -1,3 +1,3 @@
-"""Read-only questions about a graph with Q/DQ nodes, in the words of ``onnx_ir``."""
+"""Read-only queries of a graph with Q/DQ nodes, in terms of ``onnx_ir``."""
 
 from __future__ import annotations

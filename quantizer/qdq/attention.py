@@ -1,4 +1,4 @@
-"""Where a graph has attention: two products of activations with a softmax between them."""
+"""Attention in a graph: two products of activations with a softmax between them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST_NODES = 24
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """softmax(scores) times values.
+    """Attention that is spelled out: softmax(scores) times values.
 
     Attributes:
         scores: the product of queries and keys.
-        softmax: what makes probabilities of them.
+        softmax: the node that makes probabilities of them.
         context: the product of probabilities and values.
     """
 
@@ -40,7 +40,7 @@ class Attention:
 
 
 def attentions(nodes: list[Any]) -> list[Attention]:
-    """Every attention among the nodes that is spelled out."""
+    """Return every attention among the nodes that is spelled out."""
     found = []
     for node in nodes:
         if node.op_type == "Softmax":
@@ -51,7 +51,7 @@ def attentions(nodes: list[Any]) -> list[Attention]:
 
 
 def mask_adds(nodes: list[Any]) -> list[Any]:
-    """The adds between a product of activations and a softmax."""
+    """Return the adds between a product of activations and a softmax."""
     adds = {}
     for node in nodes:
         if node.op_type == "Softmax":
@@ -60,7 +60,7 @@ def mask_adds(nodes: list[Any]) -> list[Any]:
 
 
 def _walk_back(softmax: Any) -> list[Any]:
-    """The nodes before a softmax, up to its product and without it."""
+    """Return the nodes between a product and a softmax, the product excluded."""
     seen: dict[Any, None] = {}
     waiting = [maker(softmax.inputs[0])]
     while waiting and len(seen) < _MOST_NODES:

@@ -1,4 +1,4 @@
-"""Questions about the nodes and values of an ``onnx_ir`` graph that several rules ask."""
+"""Queries of the nodes and values of an ``onnx_ir`` graph."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ _DEEPEST = 64
 
 
 def name_of(node: Any) -> str:
-    """The node's name; where it has none, its operator and what it makes."""
+    """Return the node's name; if it has none, its operator and its output."""
     return str(node.name or f"{node.op_type} that makes {node.outputs[0].name}")
 
 
 def maker(value: Any) -> Any:
-    """The node that makes a value; None for an input, a constant of the graph or nothing."""
+    """Return the node that makes a value; None for an input, a constant of the graph or None."""
     return None if value is None else value.producer()
 
 
 def readers(value: Any) -> list[Any]:
-    """The nodes that read a value, in order, each once."""
+    """Return the nodes that read a value, in order, each once."""
     return list(dict.fromkeys(node for node, _ in value.uses()))
 
 
 def is_quantize(node: Any) -> bool:
-    """It is a QuantizeLinear."""
+    """Return whether a node is a QuantizeLinear."""
     return node is not None and node.op_type == "QuantizeLinear"
 
 
 def is_dequantize(node: Any) -> bool:
-    """It is a DequantizeLinear."""
+    """Return whether a node is a DequantizeLinear."""
     return node is not None and node.op_type == "DequantizeLinear"
 
 
@@ -70,39 +70,39 @@ def is_dequantized(value: Any) -> bool:
 
 
 def pair_before(value: Any) -> tuple[Any, Any] | None:
-    """Return the Q and the DQ that an activation comes through; None for what comes from anything else."""
+    """Return the Q and the DQ that make an activation; None if anything else does."""
     dequantize = maker(value)
     quantize = maker(dequantize.inputs[0]) if is_dequantize(dequantize) else None
     return (quantize, dequantize) if is_quantize(quantize) else None
 
 
 def attribute(node: Any, name: str, default: int) -> int:
-    """An integer attribute."""
+    """Return an integer attribute."""
     return int(node.attributes[name].as_int()) if name in node.attributes else default
 
 
 def block_size(node: Any) -> int | None:
-    """Return how many values share a scale of a Q or DQ; None where its scale is not one of blocks."""
+    """Return how many values share a scale of a Q or DQ; None if the scales are not those of blocks."""
     return attribute(node, "block_size", 0) or None
 
 
 def floats(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the array of a floating constant that this very value holds, so that it can be replaced there.
+    """Return the array of a floating constant that the value itself holds, so that it can be replaced there.
 
-    None for anything else, also for what an Identity or a Constant gives on: ``constant`` reads through those.
+    None for anything else, also for the output of an Identity or a Constant: ``constant`` reads through those.
     """
     held = None if value is None else value.const_value
     return held.numpy() if held is not None and held.dtype.is_floating_point() else None
 
 
 def scalar(value: Any) -> float | None:
-    """Return the number in a floating constant of one element that this very value holds; None for anything else."""
+    """Return the number in a floating constant of one element that the value itself holds; None for anything else."""
     held = floats(value)
     return None if held is None or held.size != 1 else float(held.reshape(()))
 
 
 def constant(value: Any) -> np.ndarray[Any, Any] | None:
-    """The array that a value holds for good, however it is given; None where it is computed, or not at hand."""
+    """Return the array of a constant value, however it is stored; None if it is computed, or not available."""
     for _ in range(_DEEPEST):
         if value is None:
             return None
@@ -126,12 +126,12 @@ def _array(tensor: Any) -> np.ndarray[Any, Any] | None:
     import onnx_ir
 
     if isinstance(tensor, onnx_ir.ExternalTensor) and not tensor.valid():
-        return None  # its file is not to be opened; the rule of external data says why
+        return None  # its file must not be opened; the rule external-data reports why
     return np.asarray(tensor.numpy())
 
 
 def is_constant(value: Any, depth: int = _DEEPEST) -> bool:
-    """What the value is does not depend on the model's inputs."""
+    """Return whether a value is independent of the model's inputs."""
     if value is None or depth == 0:
         return False
     node = value.producer()
@@ -141,7 +141,7 @@ def is_constant(value: Any, depth: int = _DEEPEST) -> bool:
 
 
 def element(value: Any) -> str:
-    """The name of a value's element type; empty where it is not known."""
+    """Return the name of a value's element type; empty if unknown."""
     if value is None:
         return ""
     if value.dtype is not None:
@@ -150,7 +150,7 @@ def element(value: Any) -> str:
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
-    """The sizes of a value's axes, None for one that varies; None where not even their number is known."""
+    """Return the sizes of a value's axes, None for one that varies; None if even their number is unknown."""
     if value is None:
         return None
     if value.const_value is not None:
@@ -159,7 +159,7 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
 
 
 def steps_type(node: Any) -> str:
-    """The ONNX element type of the steps that a Q makes or a DQ reads."""
+    """Return the ONNX element type of the codes that a Q makes or a DQ reads."""
     if is_quantize(node):
         if len(node.inputs) > 2 and node.inputs[2] is not None:
             return element(node.inputs[2])
@@ -168,11 +168,11 @@ def steps_type(node: Any) -> str:
 
 
 def format_name(node: Any) -> str:
-    """Our name of the format of a Q or DQ; that of ONNX, in small letters, where we have none."""
+    """Return our name of the format of a Q or DQ; ONNX's name in lower case if we have none."""
     stored = steps_type(node)
     return next((kind.name for kind in QTYPES.values() if kind.onnx_type == stored), stored.lower())
 
 
 def paired(node: Any) -> Iterator[tuple[Any, Any]]:
-    """A Q with each DQ that reads its steps."""
+    """Yield a Q with each DQ that reads its codes."""
     return ((node, reader) for reader in readers(node.outputs[0]) if is_dequantize(reader))

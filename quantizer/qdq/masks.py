@@ -1,6 +1,6 @@
-"""What of a graph is a mask: a low number that a softmax turns into 0, and that nothing else sees.
+"""Masks in a graph: a low number that a softmax turns into 0, and that nothing else reads.
 
-A factor, a divisor, a bound or what is compared is none, nor is a number that the model gives as a result.
+A factor, a divisor, a bound or an operand of a comparison is no mask, nor is a number that the model returns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["masks_only"]
 
-# Operators that give what they read on, in other places or together with something else.
+# Operators that pass values on, moved or joined with others.
 _MOVES = frozenset(
     {
         *("Cast", "Concat", "ConstantOfShape", "Expand", "Flatten", "Gather", "Identity", "Pad", "Reshape", "Slice"),
@@ -24,10 +24,10 @@ _FLOATS = frozenset({"FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"})
 
 
 def masks_only(reader: Any, index: int) -> bool:
-    """Return whether what a node reads as its input ``index`` gets to a softmax as a mask, and nowhere else.
+    """Return whether input ``index`` of a node reaches a softmax as a mask, and nothing else.
 
-    It is put in the place of scores, or added to them. A number that is multiplied first, ``(1 - kept) * lowest``, is
-    one where the result is added; in the place of a bound it is none.
+    It replaces scores, or is added to them. A number that is multiplied first, ``(1 - kept) * lowest``, is a mask if
+    the product is added; a bound is none.
     """
     if reader.op_type in _BOUNDS:
         return False
@@ -36,7 +36,7 @@ def masks_only(reader: Any, index: int) -> bool:
 
 
 def _ends(reader: Any, index: int, masks: bool, seen: set[tuple[Any, int, bool]]) -> Iterator[bool]:
-    """For each end of the ways onwards from an input, whether a mask ends there; each way is gone once."""
+    """Yield for each end of the paths from an input whether a mask ends there; each path is followed once."""
     if (reader, index, masks) in seen:
         return
     seen.add((reader, index, masks))
@@ -55,7 +55,7 @@ def _ends(reader: Any, index: int, masks: bool, seen: set[tuple[Any, int, bool]]
 
 
 def _further(reader: Any, index: int, masks: bool) -> bool | None:
-    """Whether it masks behind a node; None: it is something else there."""
+    """Return whether the value is a mask behind a node; None if it is something else there."""
     kind = reader.op_type
     if kind == "Cast":
         return masks if reader.attributes["to"].as_int() in _float_types() else None

@@ -1,4 +1,4 @@
-"""The operands of a product: what stands between it and the DequantizeLinear that it reads."""
+"""Operands of a product: the nodes between it and the DequantizeLinear that it reads."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MOVES = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "I
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One of the two things that a product multiplies.
+    """Operand of a product.
 
     Attributes:
         product: the node.
-        index: which of its inputs.
+        index: the index of its input.
         between: the nodes between the product and the DQ, the nearest to the product first.
-        dequantize: the DQ; None where the operand is float.
-        is_weight: the operand does not depend on the model's inputs.
+        dequantize: the DQ; None if the operand is float.
+        is_weight: whether the operand is independent of the model's inputs.
     """
 
     product: Any
@@ -40,23 +40,23 @@ class Operand:
 
     @property
     def quantized(self) -> bool:
-        """It comes from a DequantizeLinear."""
+        """Flag of an operand that comes from a DequantizeLinear."""
         return self.dequantize is not None
 
     @property
     def quantize(self) -> Any:
-        """The QuantizeLinear before the DQ; None where the operand is float or stored in steps."""
+        """QuantizeLinear before the DQ; None if the operand is float or stored in codes."""
         before = maker(self.dequantize.inputs[0]) if self.quantized else None
         return before if is_quantize(before) else None
 
     @property
     def format(self) -> str:
-        """The name of its format; empty where it is float."""
+        """Name of its format; empty if it is float."""
         return format_name(self.dequantize) if self.quantized else ""
 
 
 def operands(product: Any) -> tuple[Operand, Operand]:
-    """The two operands of a product; a bias is none."""
+    """Return the two operands of a product, without the bias."""
     return _operand(product, 0), _operand(product, 1)
 
 
@@ -75,7 +75,7 @@ def _operand(product: Any, index: int) -> Operand:
 
 
 def _passed(node: Any) -> Any:
-    """What a node hands on: moved, cast, or times a constant; None for any other node."""
+    """Return the value that a node moves, casts, or multiplies by a constant; None for any other node."""
     if node.op_type in (*MOVES, "Cast"):
         return node.inputs[0]
     if node.op_type in ("Mul", "Div"):

@@ -1,4 +1,4 @@
-"""Names, types and shapes of what an ONNX file takes and gives."""
+"""Names, types and shapes of the inputs and outputs of an ONNX file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Signature", "Value", "read_signature"]
 
 @dataclass(frozen=True)
 class Value:
-    """One input or output.
+    """Input or output of a graph.
 
     Attributes:
-        dtype: as NumPy calls it.
-        shape: a size, or the name of a dynamic dimension; None where the file says neither.
+        dtype: its NumPy name.
+        shape: a size, or the name of a dynamic dimension; None if the file states neither.
     """
 
     name: str
@@ -25,14 +25,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Signature:
-    """Both ends of a graph, in its own order."""
+    """Inputs and outputs of a graph, in its own order."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
 
 
 def read_signature(path: Path) -> Signature:
-    """Read an ONNX file without the weights that it keeps elsewhere."""
+    """Read an ONNX file without its external weights."""
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph

@@ -1,7 +1,7 @@
-"""Whether the graph of an ONNX file fits together, so that who reads it may take for granted what ONNX promises.
+"""Structural check of an ONNX file, so that its readers can rely on what ONNX promises.
 
-Each node of ONNX's own operators has the inputs, outputs and attributes that its schema wants, and each tensor the data
-that its shape and type want. Large files stay quick: no data is looked at.
+Each node of ONNX's own operators has the inputs, outputs and attributes of its schema, and each tensor the data that
+its shape and type require. Large files take no longer: no data is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BITS = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
 
 
 def structural_fault(onnx: Any, model: Any) -> str | None:
-    """What does not fit together, the first thing; None where all does.
+    """Return the first structural fault; None if there is none.
 
     Args:
         onnx: the module.
@@ -58,7 +58,7 @@ def _graph_faults(onnx: Any, schema: Any, graph: Any) -> Iterator[str]:
 
 
 def _node_faults(schema: Any, node: Any, place: str) -> Iterator[str]:
-    # What is no UTF-8 comes as bytes.
+    # A string that is not UTF-8 comes as bytes.
     if not all(isinstance(name, str) for name in (node.op_type, node.name, node.domain, *node.input, *node.output)):
         yield f"{place} has a name that is no text"
         return
@@ -86,7 +86,7 @@ def _node_faults(schema: Any, node: Any, place: str) -> Iterator[str]:
         if name not in given:
             if attribute.required:
                 yield f"{place} has no attribute {name!r}"
-        # The two enumerations are one, in C++ and in the file.
+        # The two enumerations are the same in C++ and in the file.
         elif given[name].type != int(attribute.type.value) and not given[name].ref_attr_name:
             yield f"{place}: its attribute {name!r} is of another type than {wanted.name}'s"
 
@@ -97,7 +97,7 @@ def _schema(onnx: Any, opsets: dict[str, int], known: dict[tuple[str, str], Any]
     if key not in known:
         latest = onnx.defs.onnx_opset_version()
         known[key] = None
-        # An operator that is newer than the file's opset is held to its newest form: a rule tells of the opset.
+        # An operator newer than the file's opset is checked against its newest schema: a rule reports the opset.
         for version in (latest, min(opsets.get(domain or "ai.onnx", latest), latest)):
             with suppress(onnx.defs.SchemaError):
                 known[key] = onnx.defs.get_schema(node.op_type, version, domain)
