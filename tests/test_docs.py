@@ -33,10 +33,11 @@ USER = user_pages()
 
 @dataclass(frozen=True)
 class Script:
-    """What a block of Python needs, and what it leaves."""
+    """What a block of Python needs, what it leaves, and the words behind its name."""
 
     needs: tuple[str, ...] = ()
     makes: frozenset[str] = frozenset()
+    words: tuple[str, ...] = ()
 
 
 _EXPORT = ("onnx", "onnxscript", "openvino")
@@ -56,6 +57,7 @@ SCRIPTS = {
     "migrate-nncf": Script(),
     "migrate-torch-quant": Script(),
     "add-a-backend": Script(("onnx", "onnxscript"), frozenset({"reference.onnx", "reference.engine"})),
+    "add-a-task": Script(words=("--help",)),
     "add-a-graph-pass": Script(("onnx", "onnxscript"), frozenset({"squares.onnx"})),
     "add-a-calibrator": Script(("onnx", "onnxscript"), frozenset({"four-sigma.onnx"})),
 }
@@ -101,7 +103,12 @@ def test_python_blocks_run(name: str, tmp_path: Path) -> None:
     if '"my-model"' in text:
         tiny("bert-classification").save_pretrained(tmp_path / "my-model")
     done = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, script.name, *SCRIPTS[name].words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} >= SCRIPTS[name].makes

@@ -1,0 +1,122 @@
+"""A task from outside the package: the one of the guide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+for _package in ("transformers", "onnx", "onnxscript", "openvino"):
+    pytest.importorskip(_package, reason="a run needs quantizer[hf,onnx,openvino]")
+
+from outside import run_outside  # noqa: E402
+from outside import write_guide_module  # noqa: E402
+from tiny_run import tiny_run  # noqa: E402
+
+NAME = "unbalanced-classification"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the guide's module lies, with a tiny classifier, its rows and a run that names the task."""
+    write_guide_module(tmp_path, "add-a-task.md", "macro_f1")
+    run = tiny_run(tmp_path)
+    run["model"]["task"] = NAME
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+    return tmp_path
+
+
+def test_a_run_is_scored_with_it(folder: Path) -> None:
+    run_outside(folder, "import macro_f1, sys\nsys.exit(macro_f1.main(['run', 'run.yaml', 'output=done']))")
+    record = json.loads((folder / "done" / "report.json").read_text(encoding="utf-8"))
+    scores = record["scores"]
+    assert {score["metric"] for score in scores} == {"macro_f1"}
+    assert len(scores) == 3
+    assert all(0 <= score["value"] <= 1 for score in scores)
+    assert (folder / "done" / "model.onnx").is_file()
+
+
+def test_a_checkpoint_is_converted_for_it(folder: Path) -> None:
+    words = ["convert", "-m", "model", "--quantization", "--calibration", "text-csv:calibration.csv", "--rows", "12"]
+    words += ["--backend", "openvino", "--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
+    run_outside(
+        folder,
+        f"""
+import macro_f1
+from quantizer.runs.convert import load_converted
+
+assert macro_f1.main({[*words, "--task", NAME, "-o", "converted"]}) == 0
+assert load_converted("converted/openvino").config["task"] == "{NAME}"
+""",
+    )
+
+
+def test_its_score(folder: Path) -> None:
+    run_outside(
+        folder,
+        """
+import macro_f1
+import numpy as np
+import pytest
+
+metric = macro_f1.UnbalancedClassification.metric
+targets = np.array([0, 0, 0, 1])
+assert metric(None, targets, targets) == 1
+assert metric(None, np.zeros(4), targets) == pytest.approx((6 / 7 + 0) / 2)
+both = metric(None, np.stack([targets, np.zeros(4)]), np.stack([targets, targets]))
+assert both == pytest.approx([1, 3 / 7])
+""",
+    )
+
+
+def test_a_file_may_name_it_once_it_is_there(folder: Path) -> None:
+    run_outside(
+        folder,
+        """
+import pytest
+
+from quantizer.config import load_run
+from quantizer.errors import ConfigError
+
+with pytest.raises(ConfigError, match="'sequence-classification' or 'image-classification'"):
+    load_run("run.yaml")
+import macro_f1
+
+assert load_run("run.yaml").model.task == "unbalanced-classification"
+with pytest.raises(ConfigError, match="did you mean 'unbalanced-classification'"):
+    load_run("run.yaml", ["model.task=unbalanced-classificaton"])
+""",
+    )
+
+
+def test_a_checkpoint_is_still_told_to_be_of_the_package_s_own(folder: Path) -> None:
+    run_outside(
+        folder,
+        """
+import macro_f1
+from quantizer.tasks import read_checkpoint, tasks
+
+@tasks.add("another")
+class Another(macro_f1.UnbalancedClassification):
+    name, auto_class = "another", "AutoModelForTokenClassification"
+
+assert read_checkpoint("model").task == "sequence-classification"
+""",
+    )
+
+
+@pytest.mark.promise("A name is registered once; a second task under it is refused.")
+@pytest.mark.parametrize("name", [NAME, "sequence-classification"])
+def test_a_name_is_registered_once(folder: Path, name: str) -> None:
+    run_outside(
+        folder,
+        f"""
+import macro_f1
+import pytest
+
+with pytest.raises(ValueError, match="task '{name}' is registered twice"):
+    macro_f1.tasks.add("{name}")(macro_f1.UnbalancedClassification)
+""",
+    )
