@@ -58,6 +58,7 @@ SCRIPTS = {
     "migrate-torch-quant": Script(),
     "add-a-backend": Script(("onnx", "onnxscript"), frozenset({"reference.onnx", "reference.engine"})),
     "add-a-task": Script(words=("--help",)),
+    "add-a-site-kind": Script(("onnx", "onnxscript"), frozenset({"scores.onnx"})),
     "add-a-graph-pass": Script(("onnx", "onnxscript"), frozenset({"squares.onnx"})),
     "add-a-calibrator": Script(("onnx", "onnxscript"), frozenset({"four-sigma.onnx"})),
 }

@@ -1,17 +1,20 @@
 """The catalogue of quantizable operations: one entry an operation, as data.
 
-A new operation is one more entry in ``CATALOGUE``. The finder recognises it through whatever name it was imported
-under, because it compares the *object* that a name stands for, not the name.
+A new operation is one more entry in ``CATALOGUE``, or one that ``register_operation`` adds from outside. The finder
+recognises it through whatever name it was imported under, because it compares the *object* that a name stands for, not
+the name.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from typing import Literal
+from typing import get_args
 
 from torch import Tensor
 
@@ -28,6 +31,8 @@ __all__ = [
     "kind_of",
     "operation",
     "operation_of",
+    "register_operation",
+    "registered_operations",
 ]
 
 Kind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
@@ -177,6 +182,51 @@ def operation(name: str) -> Operation:
     return _BY_NAME[name]
 
 
+def register_operation(entry: Operation) -> Operation:
+    """Add an entry: its calls are sites of every proxy that is made from now on.
+
+    Raises:
+        ValueError: its name or a spelling of it has an entry, is found nowhere, or is one that cannot be added: an
+            operator, a method that works in place, an operand that is computed inside.
+    """
+    problem = _problem(entry)
+    if problem is not None:
+        raise ValueError(f"operation {entry.name!r}: {problem}")
+    _BY_NAME[entry.name] = entry
+    METHODS.update(dict.fromkeys(entry.methods, entry))
+    _by_identity.cache_clear()
+    return entry
+
+
+def registered_operations() -> int:
+    """Return how many entries were added, so that what was rewritten before is made anew."""
+    return len(_BY_NAME) - len(CATALOGUE)
+
+
+def _problem(entry: Operation) -> str | None:
+    if entry.name in _BY_NAME:
+        return "it is registered twice"
+    if entry.kind not in get_args(Kind):
+        return f"kind is {entry.kind!r}; expected one of {', '.join(get_args(Kind))}"
+    if entry.geometry is None and entry.kind != "residual_add":
+        return f"an operation of kind {entry.kind} needs a geometry"
+    if entry.operators or any(operand.index is None for operand in entry.operands):
+        return "operators, and operands without an index, are those of the package's own entries"
+    for method in entry.methods:
+        if method.endswith("_") or not hasattr(Tensor, method):
+            return f"{method!r} is no method of Tensor, or works in place; expected another spelling"
+    for dotted in entry.functions:
+        try:
+            _resolve(dotted)
+        except (ImportError, AttributeError, ValueError) as error:
+            return f"there is no function {dotted!r}: {error}"
+    for function in _functions(entry):
+        known = operation_of(function)
+        if known is not None:
+            return f"{function.__name__!r} is a spelling of operation {known.name!r}"
+    return None
+
+
 def is_fast_path_switch(function: object) -> bool:
     """Whether ``function`` tells torch's transformer layers that they may leave Python for one fused kernel."""
     return function is _resolve("torch.backends.mha.get_fastpath_enabled")
@@ -190,8 +240,12 @@ def _resolve(dotted: str) -> Callable[..., Any]:
 
 @lru_cache(maxsize=1)
 def _by_identity() -> dict[int, Operation]:
-    functions = {id(_resolve(dotted)): entry for entry in CATALOGUE for dotted in entry.functions}
-    return functions | {id(getattr(Tensor, method)): entry for method, entry in METHODS.items()}
+    return {id(function): entry for entry in _BY_NAME.values() for function in _functions(entry)}
+
+
+def _functions(entry: Operation) -> Iterator[Callable[..., Any]]:
+    yield from map(_resolve, entry.functions)
+    yield from (getattr(Tensor, method) for method in entry.methods)
 
 
 def operation_of(function: object) -> Operation | None:

@@ -131,7 +131,7 @@ class ClassRewriter:
         self._patches = changes()
 
     def _renew(self) -> None:
-        """Start afresh where operator patches were registered since: proxies that exist keep what they have."""
+        """Start afresh where patches or operations were registered since: proxies that exist keep what they have."""
         if self._patches != changes():
             self._start()
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from dataclasses import field
 
 from quantizer.errors import SourceError
+from quantizer.operations.catalogue import registered_operations
 from quantizer.rewrite.names import FunctionNode
 from quantizer.rewrite.names import functions_in
 from quantizer.rewrite.text_edits import first_line
@@ -113,8 +114,8 @@ def operator_patches() -> Mapping[str, OperatorPatch]:
 
 
 def changes() -> int:
-    """Return how often patches were registered and unregistered so far."""
-    return _REGISTERED.changes
+    """Return how often patches were registered and unregistered, and operations registered, so far."""
+    return _REGISTERED.changes + registered_operations()
 
 
 def apply_operator_patches(text: str, tree: ast.Module, module_name: str) -> PatchedText:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quantizer.errors import SourceError
+from quantizer.operations.catalogue import registered_operations
 from quantizer.rewrite.find_sites import find_functions
 from quantizer.rewrite.operator_patches import apply_operator_patches
 from quantizer.rewrite.operator_patches import changes
@@ -55,7 +56,9 @@ class SourceFile:
         if patched.applied:
             tree = _compiled(patched.text, path, ast.PyCF_ONLY_AST)
         name = self.module_name if self.module_name != "__main__" else path
-        variant = f"{', qualified' if qualified else ''}{f', patches {changes()}' if patched.applied else ''}"
+        added = registered_operations()
+        again = f", patches {changes()}" if patched.applied else f", operations {added}" if added else ""
+        variant = f"{', qualified' if qualified else ''}{again}"
         self.rewritten_name = f"<quantizer {name}{variant}>"
         self._index = LineIndex(patched.text)
         self._loaded = _by_key(_compiled(self.text, path, flags))
