@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.calibration.plan_source import Held
 from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.settings import tell_where_nothing_is_quantized
 from quantizer.calibration.settings import warn_of_float32
@@ -85,7 +86,7 @@ class ModelSession:
         if isinstance(model, nn.Module):
             self._model = weakref.ref(model)
             self.scan_source(model)
-        if self.decisions.show(model, self._skipped) and self._carried is not None:
+        if self.decisions.bind(model, self._skipped) and self._carried is not None:
             plan = self.decisions.plan()
             self.put_back(fallback_for_target(*self._carried, plan), plan)
 
@@ -98,7 +99,7 @@ class ModelSession:
         """Serve another backend's model from one calibration: ``other`` is where it ran, for ``backend``.
 
         Raises:
-            CalibrationError: nothing was calibrated, it goes by other scales, or see ``PlanSource.follow``.
+            CalibrationError: nothing was calibrated, it goes by other scales, or see ``PlanSource.inherit_from``.
         """
         decided = other.decided()
         if other.scales_replaced:
@@ -106,19 +107,19 @@ class ModelSession:
                 "for_backend() gives on what calibration saw, and this Quantizer goes by scales of load_scales() or "
                 "qat(): make the Quantizer of the other backend first, and load the scales into both"
             )
-        self.decisions.follow(other.decisions)
+        self.decisions.inherit_from(other.decisions)
         if other.fallback is not None:
             self._carried = other.fallback, decided, backend
         model = None if other._model is None else other._model()
         if model is not None:
             self.bind(model)
 
-    def calibrate(self, model: nn.Module, *, resume: bool) -> nn.Module:
-        """The proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
+    def calibration_proxy(self, model: nn.Module, *, resume: bool) -> nn.Module:
+        """Return the proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
         self.bind(model)
         if resume:
             return self.decisions.resume(model, self._skipped)
-        proxy = self.decisions.calibrate(model, self._skipped)
+        proxy = self.decisions.start(model, self._skipped)
         self.amp = self.fallback = self.trainable = None
         self._carried = None
         return proxy
@@ -126,7 +127,7 @@ class ModelSession:
     @contextmanager
     def replaced_as_a_whole(self) -> Iterator[None]:
         """Let what counts now go on to count where the calibration inside the block fails or is interrupted."""
-        before, decided = vars(self).copy(), vars(self.decisions).copy()
+        before, state = vars(self).copy(), self.decisions.state
         counts = self.decisions.counts
         try:
             yield
@@ -134,7 +135,7 @@ class ModelSession:
             # Of a first calibration the batches that went through stay, to be resumed.
             if counts:
                 vars(self).update(before)
-                vars(self.decisions).update(decided)
+                self.decisions.state = state
             raise
 
     def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
@@ -148,7 +149,7 @@ class ModelSession:
             self.trainable = QatSession(model, plan, groups, scales, self._target.torch_dtype, own=own)
             return self.trainable.proxy
         trainable = QatSession(model, None, {}, scales, self._target.torch_dtype, own=own)
-        trainable.calibrate_first(self.calibrate(model, resume=False), self.decisions.plan)
+        trainable.calibrate_first(self.calibration_proxy(model, resume=False), self.decisions.plan)
         self.trainable = trainable
         return trainable.proxy
 
@@ -159,7 +160,7 @@ class ModelSession:
     def frozen(self, model: nn.Module) -> nn.Module:
         """The frozen proxy of a model, or of the copy of it that was trained."""
         self.bind(model)
-        plan = self.fitted(model, self.plan())
+        plan = self.fitted(model, self.effective_plan())
         tell_where_nothing_is_quantized(plan)
         return frozen_proxy(self.trained(model), plan)
 
@@ -191,7 +192,7 @@ class ModelSession:
         """What calibration decided or training learned, with what was put back."""
         if self.trainable is None:
             return self.decisions.plan()
-        return self.trainable.plan()
+        return self.trainable.learned_plan()
 
     def replace(self, plan: Plan) -> None:
         """Go by a plan with other scales from now on; what was trained stays what is quantized."""
@@ -205,8 +206,8 @@ class ModelSession:
         """Whether scales from elsewhere count, or those that the weights had before a training."""
         return self.trainable is not None or self.decisions.scales_replaced
 
-    def plan(self) -> Plan:
-        """What was decided, less what was put back."""
+    def effective_plan(self) -> Plan:
+        """Return what was decided, less what was put back."""
         plan = self.decided()
         if self.fallback is None:
             return plan
@@ -277,15 +278,20 @@ class ModelSession:
         observed: bytes | None = None,
     ) -> None:
         """Take over what was saved."""
-        regions, replaced = Float32Modules.from_plain(document.get("regions")), document.get("scales_replaced", False)
-        fingerprint = Fingerprint.from_plain(document.get("fingerprint"))
-        self.decisions.load(plan, products, regions, observed, fingerprint, scales_replaced=replaced)
+        self.decisions.state = Held(
+            plan=plan,
+            products=products,
+            regions=Float32Modules.from_plain(document.get("regions")),
+            fingerprint=Fingerprint.from_plain(document.get("fingerprint")),
+            scales_replaced=document.get("scales_replaced", False),
+            observed=observed,
+        )
         if document["fallback"] is not None:
             self.put_back(Fallback.from_document(document["fallback"]), plan)
 
     def coverage(self) -> Coverage:
         """Every site found, and every product that calibration saw."""
-        decided, final = self.decided(), self.plan()
+        decided, final = self.decided(), self.effective_plan()
         back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
         regions = self.decisions.regions()
         return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches, regions)

@@ -94,7 +94,7 @@ class Quantizer:
             ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
             CalibrationError: ``resume=True`` and there is nothing to go on with, or it is of another model.
         """
-        return self._session.calibrate(model, resume=resume)
+        return self._session.calibration_proxy(model, resume=resume)
 
     def calibrate(
         self, model: nn.Module, batches: Iterable[Any], *, resume: bool = False, progress: bool | None = None
@@ -202,7 +202,7 @@ class Quantizer:
             costs=costs,
             cache=cache,
         )
-        self._session.put_back(chosen, measured.plan)
+        self._session.put_back(chosen, measured.measured_plan)
         return chosen
 
     def clear_fallback(self) -> None:
@@ -278,7 +278,7 @@ class Quantizer:
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        return scales_of(self._session.plan())
+        return scales_of(self._session.effective_plan())
 
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
         """Put scales from anywhere in the place of those that calibration found, until the next ``calib``.
@@ -399,7 +399,7 @@ class Quantizer:
     @property
     def ranges(self) -> Ranges:
         """The range of every operand."""
-        return Ranges.from_plan(self._session.plan())
+        return Ranges.from_plan(self._session.effective_plan())
 
     def histogram(self, operand: str) -> HistogramView:
         """The values that calibration saw of one operand (``SITE.OPERAND``), and what ranges it might have.
@@ -411,7 +411,7 @@ class Quantizer:
         """
         calibration = self._session.decisions.calibration
         seen = calibration.observation() if calibration is not None else None
-        return HistogramView(histogram_of(operand, self._session.plan(), seen))
+        return HistogramView(histogram_of(operand, self._session.effective_plan(), seen))
 
     @property
     def sensitivity(self) -> Sensitivity:
@@ -430,7 +430,7 @@ class Quantizer:
     @property
     def plan(self) -> Plan:
         """The decisions as data, by site name, fallback included."""
-        return self._session.plan()
+        return self._session.effective_plan()
 
     def diff(self, model: nn.Module) -> str:
         """The rewritten source as a unified diff."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from torch import nn
 
 from quantizer.calibration.session import CalibrationSession
@@ -14,180 +17,248 @@ from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import UnrewrittenSource
 
-__all__ = ["PlanSource"]
+__all__ = ["Calibrated", "Empty", "Held", "Inherited", "PlanSource", "PlanState", "Resuming"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Empty:
+    """Nothing was calibrated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibrated:
+    """What ``session`` sees decides, from its first batch on."""
+
+    session: CalibrationSession
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Held:
+    """A plan that stays until the next calibration: a folder's, or one with scales from elsewhere.
+
+    Attributes:
+        plan: the one that counts.
+        products: what torch computed in the calibration before it.
+        regions: the modules that float16 could not hold then.
+        fingerprint: the weights that calibration saw; None: it is from before that was kept.
+        scales_replaced: its scales are not those of the calibration.
+        observed: the calibration that ran here, or what a folder keeps of one, to go on with; None: neither.
+    """
+
+    plan: Plan
+    products: tuple[CountedProduct, ...]
+    regions: Float32Modules
+    fingerprint: Fingerprint | None
+    scales_replaced: bool
+    observed: CalibrationSession | bytes | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resuming:
+    """A plan that stays until data comes to the ``session`` that goes on from it."""
+
+    held: Held
+    session: CalibrationSession
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inherited:
+    """What another quantizer saw, with the batches that it kept, until the model is there to decide for."""
+
+    snapshot: bytes
+    kept: ReplayBatches | None
+    fingerprint: Fingerprint | None
+
+
+PlanState = Empty | Calibrated | Held | Resuming | Inherited
 
 
 class PlanSource:
     """The plan before any fallback, wherever it comes from.
 
     Attributes:
-        calibration: the one that runs or ran here; None: there was none.
+        state: what there is to go by; it never changes itself, so whoever keeps it can put it back.
     """
 
     def __init__(self, config: QuantizerConfig) -> None:
         self._config = config
-        self.calibration: CalibrationSession | None = None
-        # What a folder or scales from elsewhere say counts, until the next calibration.
-        self._loaded: Plan | None = None
-        self._loaded_products: tuple[CountedProduct, ...] = ()
-        self._loaded_regions = Float32Modules()
-        self._loaded_fingerprint: Fingerprint | None = None
-        self._until_data = False  # what was loaded holds until calibration goes on
-        self._earlier: bytes | None = None
-        self._waits = False  # decides from what another saw, once the model is there
-        self._kept: ReplayBatches | None = None
-        self._scales_replaced = False
+        self.state: PlanState = Empty()
 
-    def load(
-        self,
-        plan: Plan,
-        products: tuple[CountedProduct, ...],
-        regions: Float32Modules,
-        observed: bytes | None,
-        fingerprint: Fingerprint | None,
-        *,
-        scales_replaced: bool,
-    ) -> None:
-        """Take over what a folder holds."""
-        self._loaded_regions, self._loaded_fingerprint = regions, fingerprint
-        self._loaded, self._loaded_products, self._earlier = plan, products, observed
-        self._scales_replaced = scales_replaced
+    # -- from one state to the next --------------------------------------------------------------------------------
 
-    def follow(self, other: PlanSource) -> None:
-        """Decide, for this configuration, from what another saw; once ``show`` has given the model.
+    def inherit_from(self, other: PlanSource) -> None:
+        """Decide, for this configuration, from what another saw; once ``bind`` has given the model.
 
         Raises:
             CalibrationError: it kept nothing of what it saw.
         """
-        self._earlier = other.seen()
-        if self._earlier is None:
+        snapshot = other.seen()
+        if snapshot is None:
             raise CalibrationError(
                 "for_backend() needs what calibration saw, which the folder that this Quantizer was loaded from does "
                 "not hold; calibrate again"
             )
-        self._kept = None if other.calibration is None else other.calibration.observation().kept
-        self._loaded_fingerprint = other.fingerprint
-        self._waits = True
+        kept = None if other.calibration is None else other.calibration.observation().kept
+        self.state = Inherited(snapshot, kept, other.fingerprint)
 
-    def show(self, model: nn.Module, skipped: list[UnrewrittenSource]) -> bool:
-        """Give the model to decisions that wait for it; whether they did."""
-        if not self._waits:
-            return False
-        self.calibration = CalibrationSession(
-            self._config,
-            model,
-            skipped,
-            self._earlier,
-            anew=True,
-            kept=self._kept,
-            fingerprint=self._loaded_fingerprint,
-        )
-        self._waits = False
-        return True
+    def bind(self, model: nn.Module, skipped: Iterable[UnrewrittenSource]) -> bool:
+        """Give the model to what was inherited, and return whether that waited for it."""
+        match self.state:
+            case Inherited(snapshot, kept, fingerprint):
+                self.state = Calibrated(
+                    CalibrationSession(
+                        self._config, model, skipped, snapshot, anew=True, kept=kept, fingerprint=fingerprint
+                    )
+                )
+                return True
+            case _:
+                return False
 
     def replace(self, plan: Plan) -> None:
         """Go by another plan from now on, with the products that were counted."""
-        self._loaded_fingerprint = self.fingerprint
-        self._loaded_products, self._loaded_regions = self.products(), self.regions()
-        self._loaded, self._until_data, self._scales_replaced = plan, False, True
+        fingerprint, products, regions = self.fingerprint, self.products(), self.regions()
+        self.state = Held(
+            plan=plan,
+            products=products,
+            regions=regions,
+            fingerprint=fingerprint,
+            scales_replaced=True,
+            observed=self._observed,
+        )
 
-    def calibrate(self, model: nn.Module, skipped: list[UnrewrittenSource]) -> nn.Module:
-        """The proxy of a new calibration."""
-        self.calibration = CalibrationSession(self._config, model, skipped)
-        self._loaded, self._until_data, self._earlier = None, False, None
-        self._waits, self._kept = False, None
-        return self.calibration.proxy
+    def start(self, model: nn.Module, skipped: Iterable[UnrewrittenSource]) -> nn.Module:
+        """Return the proxy of a new calibration."""
+        session = CalibrationSession(self._config, model, skipped)
+        self.state = Calibrated(session)
+        return session.proxy
 
-    def resume(self, model: nn.Module, skipped: list[UnrewrittenSource]) -> nn.Module:
-        """The proxy of the calibration that ran here, or in the quantizer that wrote the folder, to go on with.
+    def resume(self, model: nn.Module, skipped: Iterable[UnrewrittenSource]) -> nn.Module:
+        """Return the proxy of the calibration that ran here, or in the quantizer that wrote the folder, to go on with.
 
         Raises:
             CalibrationError: there is none, or it is of another model.
         """
-        if self.calibration is not None:
-            if self.calibration.has_weights_of(model):
-                self.calibration.resume()
-            else:
-                # Its proxy computes with the parameters that the model had before.
-                former = self.calibration
-                self.calibration = CalibrationSession(
-                    self._config,
-                    model,
-                    skipped,
-                    former.seen(),
-                    kept=former.observation().kept,
-                    fingerprint=former.fingerprint,
+        match self.state:
+            case Held(observed=bytes(snapshot)) as held:
+                session = CalibrationSession(self._config, model, skipped, snapshot, fingerprint=held.fingerprint)
+                self.state = Resuming(held, session)
+            case Calibrated(session) | Resuming(session=session) | Held(observed=CalibrationSession() as session):
+                if session.has_weights_of(model):
+                    session.resume()
+                else:
+                    # Its proxy computes with the parameters that the model had before.
+                    seen, kept = session.seen(), session.observation().kept
+                    session = CalibrationSession(
+                        self._config, model, skipped, seen, kept=kept, fingerprint=session.fingerprint
+                    )
+                self.state = Calibrated(session)
+            case _:
+                raise CalibrationError(
+                    "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept "
+                    "what it observed"
                 )
-            self._loaded, self._until_data = None, False
-            return self.calibration.proxy
-        if self._earlier is None:
-            raise CalibrationError(
-                "calib(resume=True) needs an earlier calib() of this Quantizer, or a folder whose quantizer kept "
-                "what it observed"
-            )
-        self.calibration = CalibrationSession(
-            self._config, model, skipped, self._earlier, fingerprint=self._loaded_fingerprint
-        )
-        self._until_data = True
-        return self.calibration.proxy
+        return session.proxy
+
+    # -- what a state tells ----------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """What was decided.
+        """Return what was decided.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
         """
-        if self._loaded is not None and not self._outdated:
-            return self._loaded
-        if self._waits:
-            raise CalibrationError(
-                "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the model: "
-                "call quantize(model) first"
-            )
-        if self.calibration is None:
-            raise CalibrationError(
-                "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
-            )
-        return self.calibration.plan()
-
-    @property
-    def decided(self) -> bool:
-        """Whether there is a plan."""
-        return self._loaded is not None or (self.calibration is not None and self.calibration.has_any)
-
-    @property
-    def counts(self) -> bool:
-        """Whether there is something that a new calibration would replace; no other rank is asked."""
-        return self._loaded is not None or self._waits or (self.calibration is not None and self.calibration.has_begun)
+        match self._deciding:
+            case Held(plan=plan):
+                return plan
+            case CalibrationSession() as session:
+                return session.decide()
+            case Inherited():
+                raise CalibrationError(
+                    "what calibration saw is not decided for this backend yet, as this Quantizer has not seen the "
+                    "model: call quantize(model) first"
+                )
+            case None:
+                raise CalibrationError(
+                    "nothing was calibrated yet: run data through calib(model), or call calibrate(model, batches)"
+                )
 
     def products(self) -> tuple[CountedProduct, ...]:
-        """What torch computed in calibration."""
-        if self._loaded is not None and not self._outdated:
-            return self._loaded_products
-        return self.calibration.products() if self.calibration is not None else ()
+        """Return what torch computed in calibration."""
+        match self._deciding:
+            case Held(products=products):
+                return products
+            case CalibrationSession() as session:
+                return session.products()
+            case _:
+                return ()
 
     def regions(self) -> Float32Modules:
-        """Which modules float16 cannot hold; none, where nothing was calibrated (a model quantized in place)."""
-        if self._loaded is not None and not self._outdated:
-            return self._loaded_regions
-        return self.calibration.regions() if self.calibration is not None else Float32Modules()
+        """Return which modules float16 cannot hold; none, where nothing was calibrated (a model quantized in place)."""
+        match self._deciding:
+            case Held(regions=regions):
+                return regions
+            case CalibrationSession() as session:
+                return session.regions()
+            case _:
+                return Float32Modules()
 
     @property
     def fingerprint(self) -> Fingerprint | None:
         """The weights that calibration saw; None: it is from before that was kept, or there was none."""
-        if self._loaded is not None and not self._outdated:
-            return self._loaded_fingerprint
-        return self.calibration.fingerprint if self.calibration is not None else self._loaded_fingerprint
-
-    def seen(self) -> bytes | None:
-        """What calibration observed, for a folder."""
-        return self._earlier if self.calibration is None else self.calibration.seen()
+        deciding = self._deciding
+        return None if deciding is None else deciding.fingerprint
 
     @property
     def scales_replaced(self) -> bool:
         """Whether scales from elsewhere count, and not those of the calibration."""
-        return self._scales_replaced and self._loaded is not None and not self._outdated
+        deciding = self._deciding
+        return isinstance(deciding, Held) and deciding.scales_replaced
 
     @property
-    def _outdated(self) -> bool:
-        return self._until_data and self.calibration is not None and self.calibration.has_new
+    def decided(self) -> bool:
+        """Whether there is a plan."""
+        state = self.state
+        return state.session.has_any if isinstance(state, Calibrated) else isinstance(state, Held | Resuming)
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is something that a new calibration would replace; no other rank is asked."""
+        state = self.state
+        return state.session.has_begun if isinstance(state, Calibrated) else not isinstance(state, Empty)
+
+    @property
+    def calibration(self) -> CalibrationSession | None:
+        """The one that runs or ran here; None: there was none."""
+        observed = self._observed
+        return observed if isinstance(observed, CalibrationSession) else None
+
+    def seen(self) -> bytes | None:
+        """Return what calibration observed, for a folder."""
+        observed = self._observed
+        return observed.seen() if isinstance(observed, CalibrationSession) else observed
+
+    @property
+    def _deciding(self) -> Held | CalibrationSession | Inherited | None:
+        """What gives the plan, once it can."""
+        match self.state:
+            case Calibrated(session):
+                return session
+            case Resuming(held, session):
+                return session if session.has_new else held
+            case Empty():
+                return None
+            case Held() | Inherited() as state:
+                return state
+
+    @property
+    def _observed(self) -> CalibrationSession | bytes | None:
+        """What calibration saw, or has to say it."""
+        match self.state:
+            case Calibrated(session) | Resuming(session=session):
+                return session
+            case Held(observed=observed):
+                return observed
+            case Inherited(snapshot=snapshot):
+                return snapshot
+            case Empty():
+                return None

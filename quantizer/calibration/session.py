@@ -163,8 +163,8 @@ class CalibrationSession:
                     )
                 seen.weight = replace(known, parameter=parameter)
 
-    def plan(self) -> Plan:
-        """What becomes of every site.
+    def decide(self) -> Plan:
+        """Return what becomes of every site.
 
         Raises:
             CalibrationError: no rank has seen any data, the ranks have different configurations, or ranges are to be

@@ -51,7 +51,7 @@ class SensitivitySession:
 
     Attributes:
         proxy: gives the float outputs, and measures.
-        plan: what calibration decided.
+        measured_plan: what calibration decided.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SensitivitySession:
         # Its floats are the model's, and its integers would be those of former weights.
         watch(self.proxy, "amp", lambda parameter: True)
         self._model = model
-        self.plan = plan
+        self.measured_plan = plan
         self._loss = loss
         self._measurement = Measurement(
             self.proxy, groups_of(sites_of(self.proxy), plan, granularity), measure, loss, metric
@@ -98,7 +98,7 @@ class SensitivitySession:
         """The groups to put back; arguments as in ``Quantizer.fallback``."""
         _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop)
         if names is not None:
-            return by_name(operands_of(self.plan), names)
+            return by_name(operands_of(self.measured_plan), names)
         if max_drop is None:
             return by_rank([entry for entry, _ in per_cost(self.ranking(), costs)], num=num, ratio=ratio)
         if metric is None:
@@ -120,7 +120,7 @@ class SensitivitySession:
         self, metric: Metric, cache: str | os.PathLike[str] | None
     ) -> Callable[[tuple[str, ...] | None], float]:
         """Takes scores with these groups put back (None: of the float model), each once."""
-        search = fingerprint(self.plan, metric.function, Fingerprint.of(self._model))
+        search = fingerprint(self.measured_plan, metric.function, Fingerprint.of(self._model))
         scores = ScoreCache(cache if get_rank() == 0 else None, search)
 
         def score(groups: tuple[str, ...] | None) -> float:
@@ -130,7 +130,7 @@ class SensitivitySession:
                     proxy = build_proxy(self._model, eager_attention=False).eval()
                     OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
-                plan = with_fallback(self.plan, dict.fromkeys(groups, "put back"))
+                plan = with_fallback(self.measured_plan, dict.fromkeys(groups, "put back"))
                 return metric.score(frozen_proxy(self._model, plan), f"the model with {len(groups)} groups put back")
 
             return _first_rank(scores.score(groups, take))
