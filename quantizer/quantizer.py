@@ -14,9 +14,6 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
-from quantizer.calibration.choose_ranges import make_plan
-from quantizer.calibration.settings import excluded_sites
-from quantizer.calibration.settings import make_observation
 from quantizer.common.batches import run_batches
 from quantizer.common.distributed import get_world_size
 from quantizer.config import QuantizerConfig
@@ -27,37 +24,26 @@ from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.float16.simulate import simulate
 from quantizer.model_session import ModelSession
-from quantizer.plan.replace_scales import scales_of
 from quantizer.plan.replace_scales import with_scales
-from quantizer.plan.site_plan import Plan
 from quantizer.plan.storage import load_state
 from quantizer.plan.storage import save_state
-from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
-from quantizer.proxy.build import skipped_sources
-from quantizer.proxy.build import source_diff
 from quantizer.qat import Scales
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
 from quantizer.sensitivity.session import SensitivitySession
-from quantizer.views.coverage import Coverage
-from quantizer.views.coverage import Ranges
-from quantizer.views.histogram_view import HistogramView
-from quantizer.views.histograms import histogram_of
-from quantizer.views.sensitivity_view import Sensitivity
+from quantizer.views.quantizer_views import QuantizerViews
 
 if TYPE_CHECKING:
     from quantizer.engines import BuildResult
 
 __all__ = ["Quantizer"]
 
-Dynamic = Mapping[str, tuple[int, int, int]]
 
-
-class Quantizer:
-    """Calibrates, measures and quantizes one model.
+class Quantizer(QuantizerViews):
+    """Calibration, sensitivity, training and quantization of one model, through proxies of it.
 
     Args:
         source: a YAML file (a run file or a ``quantizer:`` section alone), a mapping, a ``QuantizerConfig``, or None
@@ -75,14 +61,12 @@ class Quantizer:
         self.config = quantizer_config(source, **keywords)
         self._session = ModelSession(self.config)
 
-    # -- proxies ---------------------------------------------------------------------------------------------------
-
     def proxy(self, model: nn.Module) -> nn.Module:
-        """A proxy with every quantizer off: bit for bit the model, in the model's own train or eval mode."""
+        """Return a proxy with every quantizer off: bit for bit the model, in the model's own train or eval mode."""
         return build_proxy(model, eager_attention=False)
 
     def calib(self, model: nn.Module, *, resume: bool = False) -> nn.Module:
-        """A proxy that gives the float outputs (with eager attention) and observes what goes through it.
+        """Return a proxy that gives the float outputs (with eager attention) and observes what goes through it.
 
         It is in eval mode; the model keeps its own. A second call starts afresh; ``resume=True`` goes on with what was
         seen so far, also with what the folder that this quantizer was loaded from had seen.
@@ -105,7 +89,6 @@ class Quantizer:
         to count; of a first one, and with ``resume=True``, the batches before stay, and ``resume=True`` goes on.
 
         Args:
-            model: the float model.
             batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor.
             resume: as in ``calib``.
             progress: show a progress bar; None: only in a terminal.
@@ -130,10 +113,9 @@ class Quantizer:
         metric: Score | None = None,
         higher_is_better: bool = True,
     ) -> nn.Module:
-        """A proxy that gives the float outputs and measures, at each call, what every group of sites costs.
+        """Return a proxy that gives the float outputs and measures, at each call, what every group of sites costs.
 
         Args:
-            model: the float model.
             measure: ``gradient`` (a second-order estimate of the output's divergence: one backward pass for all
                 groups), ``output`` (that divergence itself: a pass for each), ``local`` (the relative error at the
                 sites) or ``metric`` (how much worse the metric is, on its own data: an evaluation for each).
@@ -168,7 +150,7 @@ class Quantizer:
     ) -> Fallback:
         """Put groups back to float: one of ``num``, ``ratio``, ``names`` and ``max_drop`` says which.
 
-        A second call replaces the first. The config is never changed.
+        A second call replaces the first.
 
         Args:
             amp: the proxy that ``amp()`` returned.
@@ -210,7 +192,7 @@ class Quantizer:
         self._session.fallback = None
 
     def qat(self, model: nn.Module, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
-        """A proxy to train: it rounds as the engine will, and gradients pass through the rounding.
+        """Return a proxy to train: it rounds as the engine will, and gradients pass through the rounding.
 
         It shares its parameters with the model: training it trains the model, which nothing else here does. What
         ``fallback`` put back is trained in float. ``quantize(model)`` then takes what was learned. A second call starts
@@ -231,7 +213,7 @@ class Quantizer:
         return self._session.train(model, scales, own=copy)
 
     def quantize(self, model: nn.Module) -> nn.Module:
-        """The frozen proxy: ranges fixed, weights held as integers, in eval mode.
+        """Return the frozen proxy: ranges fixed, weights held as integers, in eval mode.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
@@ -239,15 +221,12 @@ class Quantizer:
         return self._session.frozen(model)
 
     def for_backend(self, name: str) -> Quantizer:
-        """A quantizer for another backend, from this one's calibration: no data is needed again.
+        """Return a quantizer for the backend ``name``, from this one's calibration: no data is needed again.
 
         It decides as one that was configured for that backend and calibrated on the same data, bit for bit. What
         ``fallback`` put back stays float there, with the groups of that backend that it belongs to; what ``amp``
         measured is not carried over. This quantizer stays as it is, and neither sees what is calibrated in the other
         later on. Of one that was loaded, call ``quantize(model)`` before anything else.
-
-        Args:
-            name: the backend, as in the configuration.
 
         Raises:
             ConfigError: there is no such backend, or it cannot compute in a format of the configuration.
@@ -260,7 +239,7 @@ class Quantizer:
         return other
 
     def simulate(self, model: nn.Module) -> nn.Module:
-        """The frozen proxy as the target runs it: what is not quantized in half precision, where the target wants that.
+        """Return the frozen proxy as the target runs it: its float rest in half precision, where the target wants that.
 
         Scores of it foresee the engine's. It takes and gives what ``quantize()``'s does; it is not for ``export``.
         Where the target's floats are float32 it is the same model.
@@ -269,16 +248,6 @@ class Quantizer:
             CalibrationError: nothing was calibrated yet.
         """
         return simulate(self.quantize(model), self.config.target.torch_dtype, self._session.decisions.regions())
-
-    # -- scales from elsewhere -------------------------------------------------------------------------------------
-
-    def scales(self) -> dict[str, Tensor]:
-        """The scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet.
-        """
-        return scales_of(self._session.effective_plan())
 
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
         """Put scales from anywhere in the place of those that calibration found, until the next ``calib``.
@@ -293,8 +262,6 @@ class Quantizer:
             CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
         """
         self._session.replace(with_scales(self._session.decided(), scales, self.config.target.torch_dtype))
-
-    # -- files -----------------------------------------------------------------------------------------------------
 
     def export(
         self,
@@ -327,7 +294,7 @@ class Quantizer:
         onnx: str | os.PathLike[str],
         engine: str | os.PathLike[str],
         *,
-        dynamic: Dynamic | None = None,
+        dynamic: Mapping[str, tuple[int, int, int]] | None = None,
         compute_capability: str | Sequence[str] | None = None,
     ) -> BuildResult:
         """Build an engine of ``config.backend`` from an ONNX file.
@@ -365,7 +332,7 @@ class Quantizer:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
-        """The quantizer that ``save`` wrote; ``quantize()`` then gives the same model, bit for bit.
+        """Return the quantizer that ``save`` wrote; ``quantize()`` then gives the same model, bit for bit.
 
         ``calib(model, resume=True)`` goes on with the calibration, exactly; batches on which ranges are chosen are
         those that come then.
@@ -380,58 +347,3 @@ class Quantizer:
         except QuantizerError as error:
             raise QuantizerError(f"{folder} cannot be taken up: {error}") from error
         return loaded
-
-    # -- what there is to see --------------------------------------------------------------------------------------
-
-    def inspect(self, model: nn.Module) -> Coverage:
-        """The coverage of a model before any calibration: what would be rewritten, and what the rules leave out."""
-        proxy = build_proxy(model, eager_attention=True).eval()
-        refused = excluded_sites(self.config, proxy)
-        observation = make_observation(self.config, proxy, refused)
-        plan = make_plan(self.config, proxy, observation.seen, refused)
-        return Coverage.from_plan(plan, list(skipped_sources(model)), patches=applied_patches(model))
-
-    @property
-    def coverage(self) -> Coverage:
-        """Every site found: quantized, or why not; and every matrix product that calibration saw torch compute."""
-        return self._session.coverage()
-
-    @property
-    def ranges(self) -> Ranges:
-        """The range of every operand."""
-        return Ranges.from_plan(self._session.effective_plan())
-
-    def histogram(self, operand: str) -> HistogramView:
-        """The values that calibration saw of one operand (``SITE.OPERAND``), and what ranges it might have.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet.
-            QuantizerError: there is no such operand, or no histogram of it: it is a weight, it was calibrated with
-                ``max``, or this quantizer was loaded.
-        """
-        calibration = self._session.decisions.calibration
-        seen = calibration.observation() if calibration is not None else None
-        return HistogramView(histogram_of(operand, self._session.effective_plan(), seen))
-
-    @property
-    def sensitivity(self) -> Sensitivity:
-        """The groups, ranked by what they cost.
-
-        Raises:
-            SensitivityError: ``amp()`` was not used yet.
-        """
-        return self._session.sensitivity()
-
-    @property
-    def chosen_fallback(self) -> Fallback | None:
-        """What ``fallback`` put back; None before it, and after ``clear_fallback``."""
-        return self._session.fallback
-
-    @property
-    def plan(self) -> Plan:
-        """The decisions as data, by site name, fallback included."""
-        return self._session.effective_plan()
-
-    def diff(self, model: nn.Module) -> str:
-        """The rewritten source as a unified diff."""
-        return source_diff(model)

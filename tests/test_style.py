@@ -101,16 +101,6 @@ def test_no_pickle_no_eval_no_prints() -> None:
     assert not [found for file in FILES for found in _forbidden(file)]
 
 
-def test_files_and_functions_are_short() -> None:
-    assert not [file for file in FILES if len(_text(file).splitlines()) > 450]
-    assert not [
-        _at(file, function.lineno, function.name)
-        for file in FILES
-        for function in _functions(file)
-        if _length(function) > 60
-    ]
-
-
 def test_lines_are_short() -> None:
     """With their trailing pragmas, which the linter leaves out of its count."""
     python = [

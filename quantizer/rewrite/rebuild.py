@@ -20,8 +20,8 @@ from typing import Any
 from typing import TypeGuard
 
 from quantizer.errors import SourceError
-from quantizer.rewrite.decorator_keywords import hand_on_keywords
 from quantizer.rewrite.decorators import clone_chain
+from quantizer.rewrite.decorators import hand_on_keywords
 from quantizer.rewrite.decorators import innermost
 from quantizer.rewrite.decorators import transplant
 from quantizer.rewrite.host_argument import guarded

@@ -1,0 +1,98 @@
+"""What a ``Quantizer`` shows of a model and of what was decided for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch import nn
+
+from quantizer.calibration.choose_ranges import make_plan
+from quantizer.calibration.settings import excluded_sites
+from quantizer.calibration.settings import make_observation
+from quantizer.config import QuantizerConfig
+from quantizer.plan.replace_scales import scales_of
+from quantizer.plan.site_plan import Plan
+from quantizer.proxy.build import applied_patches
+from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.build import source_diff
+from quantizer.sensitivity import Fallback
+from quantizer.views.coverage import Coverage
+from quantizer.views.coverage import Ranges
+from quantizer.views.histogram_view import HistogramView
+from quantizer.views.histograms import histogram_of
+from quantizer.views.sensitivity_view import Sensitivity
+
+if TYPE_CHECKING:
+    from quantizer.model_session import ModelSession
+
+__all__ = ["QuantizerViews"]
+
+
+class QuantizerViews:
+    """The part of ``Quantizer`` that reads: nothing here changes what was calibrated or decided."""
+
+    config: QuantizerConfig
+    _session: ModelSession
+
+    def inspect(self, model: nn.Module) -> Coverage:
+        """Return the coverage of a model before calibration: what would be rewritten, and what rules leave out."""
+        proxy = build_proxy(model, eager_attention=True).eval()
+        refused = excluded_sites(self.config, proxy)
+        observation = make_observation(self.config, proxy, refused)
+        plan = make_plan(self.config, proxy, observation.seen, refused)
+        return Coverage.from_plan(plan, list(skipped_sources(model)), patches=applied_patches(model))
+
+    def diff(self, model: nn.Module) -> str:
+        """Return the rewritten source as a unified diff."""
+        return source_diff(model)
+
+    def scales(self) -> dict[str, Tensor]:
+        """Return the scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        return scales_of(self._session.effective_plan())
+
+    @property
+    def coverage(self) -> Coverage:
+        """Every site found: quantized, or why not; and every matrix product that calibration saw torch compute."""
+        return self._session.coverage()
+
+    @property
+    def ranges(self) -> Ranges:
+        """The range of every operand."""
+        return Ranges.from_plan(self._session.effective_plan())
+
+    def histogram(self, operand: str) -> HistogramView:
+        """Return the values that calibration saw of one operand (``SITE.OPERAND``), and what ranges it might have.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+            QuantizerError: there is no such operand, or no histogram of it: it is a weight, it was calibrated with
+                ``max``, or this quantizer was loaded.
+        """
+        calibration = self._session.decisions.calibration
+        seen = calibration.observation() if calibration is not None else None
+        return HistogramView(histogram_of(operand, self._session.effective_plan(), seen))
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """The groups, ranked by what they cost.
+
+        Raises:
+            SensitivityError: ``amp()`` was not used yet.
+        """
+        return self._session.sensitivity()
+
+    @property
+    def chosen_fallback(self) -> Fallback | None:
+        """What ``fallback`` put back; None before it, and after ``clear_fallback``."""
+        return self._session.fallback
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions as data, by site name, fallback included."""
+        return self._session.effective_plan()
