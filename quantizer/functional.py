@@ -37,7 +37,7 @@ def quantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """The nearest steps of a format, clipped to its range.
+    """Return the nearest steps of a format, clipped to its range.
 
     Args:
         x: [*] float16, bfloat16, float32 or float64; computed in float32.
@@ -69,7 +69,7 @@ def dequantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """The values that steps stand for.
+    """Return the values that steps stand for.
 
     Args:
         q: [*] steps as ``quantize`` gives them, in the format's storage type.
@@ -187,5 +187,5 @@ def _check_zero_point(zero_point: Tensor, scale: Tensor, kind: QType) -> None:
 
 
 def _worst(scale: Tensor) -> float:
-    """One value of a scale that cannot be."""
+    """Return one value of a scale that cannot be."""
     return float(scale[~((scale > 0) & scale.isfinite())].flatten()[0])

@@ -126,7 +126,7 @@ class QATCalibrate:
         self._calibrating.append((model, observation, refused))
 
     def coverage(self, model: nn.Module) -> Coverage:
-        """Every site of a model that was calibrated here: quantized, or why not.
+        """Return every site of a model that was calibrated here: quantized, or why not.
 
         Raises:
             CalibrationError: its ranges were not loaded by this block.

@@ -139,7 +139,7 @@ class ModelSession:
             raise
 
     def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
-        """The proxy that is trained; see ``Quantizer.qat``."""
+        """Return the proxy that is trained; see ``Quantizer.qat``."""
         self.bind(model)
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
@@ -154,11 +154,11 @@ class ModelSession:
         return trainable.proxy
 
     def trained(self, model: nn.Module) -> nn.Module:
-        """The model, or the copy of it that was trained."""
+        """Return the model, or the copy of it that was trained."""
         return model if self.trainable is None else self.trainable.model
 
     def frozen(self, model: nn.Module) -> nn.Module:
-        """The frozen proxy of a model, or of the copy of it that was trained."""
+        """Return the frozen proxy of a model, or of the copy of it that was trained."""
         self.bind(model)
         plan = self.fitted(model, self.effective_plan())
         tell_where_nothing_is_quantized(plan)
@@ -179,7 +179,7 @@ class ModelSession:
         return plan
 
     def _scaled_for(self, model: nn.Module, plan: Plan, *, told: bool) -> Plan:
-        """The plan with the scales of a model's weights; ``told``: it is known that they changed since."""
+        """Return the plan with the scales of a model's weights; ``told``: it is known that they changed since."""
         before = self.decisions.fingerprint
         if before is not None:
             now = Fingerprint.of(model)
@@ -189,7 +189,7 @@ class ModelSession:
         return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_steps)
 
     def decided(self) -> Plan:
-        """What calibration decided or training learned, with what was put back."""
+        """Return what calibration decided or training learned, with what was put back."""
         if self.trainable is None:
             return self.decisions.plan()
         return self.trainable.learned_plan()
@@ -203,7 +203,7 @@ class ModelSession:
 
     @property
     def scales_replaced(self) -> bool:
-        """Whether scales from elsewhere count, or those that the weights had before a training."""
+        """True if scales from elsewhere count, or those that the weights had before a training."""
         return self.trainable is not None or self.decisions.scales_replaced
 
     def effective_plan(self) -> Plan:
@@ -221,7 +221,7 @@ class ModelSession:
         self.fallback, self._chosen_in = fallback, plan
 
     def is_working_proxy(self, proxy: nn.Module) -> bool:
-        """Whether it is one of those that calibrate, measure and train."""
+        """Return whether it is one of those that calibrate, measure and train."""
         return any(
             proxy is stage.proxy
             for stage in (self.decisions.calibration, self.amp, self.trainable)
@@ -257,7 +257,7 @@ class ModelSession:
         )
 
     def document(self) -> dict[str, Any]:
-        """What is saved beside plan and products, as plain values."""
+        """Return what is saved beside plan and products, as plain values."""
         return {
             "config": self._config.model_dump(mode="json"),
             "scales_replaced": self.scales_replaced,
@@ -267,7 +267,7 @@ class ModelSession:
         }
 
     def _fingerprint(self) -> Fingerprint | None:
-        """The weights that the plan is for: those of calibration, or of the training after it."""
+        """Return the weights that the plan is for: those of calibration, or of the training after it."""
         return self.decisions.fingerprint if self.trainable is None else Fingerprint.of(self.trainable.model)
 
     def load(
@@ -290,14 +290,14 @@ class ModelSession:
             self.put_back(Fallback.from_document(document["fallback"]), plan)
 
     def coverage(self) -> Coverage:
-        """Every site found, and every product that calibration saw."""
+        """Return every site found, and every product that calibration saw."""
         decided, final = self.decided(), self.effective_plan()
         back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
         regions = self.decisions.regions()
         return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches, regions)
 
     def sensitivity(self) -> Sensitivity:
-        """The groups, ranked.
+        """Return the groups, ranked.
 
         Raises:
             SensitivityError: nothing was measured yet.

@@ -56,7 +56,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 class ReasonCode(_Template):
-    """Why a site or an operand stays in float."""
+    """The reasons why a site or an operand stays in float."""
 
     EXCLUDED = "excluded by rule"
     SWITCHED_OFF = "this kind of site is switched off"
@@ -115,7 +115,7 @@ class ReasonCode(_Template):
 
 
 class RuleKind(_Template):
-    """What decided about a site, apart from what calibration saw."""
+    """The rules that decide about a site, apart from what calibration saw."""
 
     INCLUDE = "not among the included"
     EXCLUDE = "exclude.{key}: {value}"

@@ -92,7 +92,7 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
 
 @contextmanager
 def _migrated(trial: Trial) -> Iterator[None]:
-    """The site's operands with their outliers migrated, where the plan does so, and not rounded; off afterwards."""
+    """Migrate outliers of the site's operands, where the plan does so, without rounding; switch that off afterwards."""
     quantizers = [(trial.site.quantizer_of(planned.name), planned) for planned in trial.planned]
     try:
         for quantizer, planned in quantizers:

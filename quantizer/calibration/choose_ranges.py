@@ -76,7 +76,7 @@ def make_plan(config: QuantizerConfig, proxy: nn.Module, observation: Seen, refu
 
 
 def _trials(proxy: nn.Module, plan: Plan, observation: Seen, settings: PlanSettings) -> Iterator[Trial]:
-    """The activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
+    """Yield the activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
             seen = observation.records[site.path].operands[operand.name]
@@ -117,7 +117,7 @@ def _take_percentile(observation: Seen, percentile: float) -> None:
 
 @contextmanager
 def _quantized(proxy: nn.Module, plan: Plan) -> Iterator[None]:
-    """The proxy with a plan carried out, its weights still float parameters; as it was afterwards."""
+    """Carry out a plan in the proxy, its weights still float parameters; leave it as it was afterwards."""
     apply_plan(proxy, plan)
     try:
         switch_on(proxy, plan)

@@ -1,4 +1,4 @@
-"""What a quantizer goes by: what its calibration decided, what a folder holds, or scales from elsewhere."""
+"""The source of a quantizer's plan: its calibration, a saved folder, or scales from elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Empty:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibrated:
-    """What ``session`` sees decides, from its first batch on."""
+    """The state in which ``session`` decides, from its first batch on."""
 
     session: CalibrationSession
 
@@ -63,7 +63,7 @@ class Resuming:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inherited:
-    """What another quantizer saw, with the batches that it kept, until the model is there to decide for."""
+    """The statistics of another quantizer, with the batches that it kept, until the model is there to decide for."""
 
     snapshot: bytes
     kept: ReplayBatches | None
@@ -210,19 +210,19 @@ class PlanSource:
 
     @property
     def scales_replaced(self) -> bool:
-        """Whether scales from elsewhere count, and not those of the calibration."""
+        """True if scales from elsewhere count, and not those of the calibration."""
         deciding = self._deciding
         return isinstance(deciding, Held) and deciding.scales_replaced
 
     @property
     def decided(self) -> bool:
-        """Whether there is a plan."""
+        """True if there is a plan."""
         state = self.state
         return state.session.has_any if isinstance(state, Calibrated) else isinstance(state, Held | Resuming)
 
     @property
     def counts(self) -> bool:
-        """Whether there is something that a new calibration would replace; no other rank is asked."""
+        """True if there is something that a new calibration would replace; no other rank is asked."""
         state = self.state
         return state.session.has_begun if isinstance(state, Calibrated) else not isinstance(state, Empty)
 
@@ -239,7 +239,7 @@ class PlanSource:
 
     @property
     def _deciding(self) -> Held | CalibrationSession | Inherited | None:
-        """What gives the plan, once it can."""
+        """The session that gives the plan, once it can."""
         match self.state:
             case Calibrated(session):
                 return session
@@ -252,7 +252,7 @@ class PlanSource:
 
     @property
     def _observed(self) -> CalibrationSession | bytes | None:
-        """What calibration saw, or has to say it."""
+        """The statistics of calibration, or the bytes of them."""
         match self.state:
             case Calibrated(session) | Resuming(session=session):
                 return session

@@ -50,7 +50,7 @@ class SiteCall:
         self._all = (args, keywords, mask)
 
     def operand(self, name: str) -> Any:
-        """The operand as it was given, without padding."""
+        """Return the operand as it was given, without padding."""
         args, keywords, mask = self._all
         entry = next(entry for entry in self.site.operation.operands if entry.name == name)
         assert entry.index is not None
@@ -64,7 +64,7 @@ class SiteCall:
         return self._rows()
 
     def error(self) -> float:
-        """The relative error of the output with the site's quantizers as they are now; ``expected`` was read before."""
+        """Return the relative error of the output with the site's quantizers as they are; ``expected`` is read."""
         expected, rows = self.expected, self._rows()
         assert expected is not None
         assert rows is not None
@@ -133,7 +133,7 @@ class _Watcher:
 def _sample(
     site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None
 ) -> tuple[list[Any], dict[str, Any], Tensor | None]:
-    """A part of a call's operands that is enough to judge ranges by, and the mask [B, S] that goes with it."""
+    """Return a part of a call's operands that is enough to judge ranges by, and the mask [B, S] that goes with it."""
     if site.operation.name == "linear" and args and isinstance(args[0], Tensor):
         rows = without_padding(args[0], mask, channels_last=True).reshape(-1, args[0].shape[-1])
         return [rows[:: max(1, len(rows) // _ROWS)], *args[1:]], keywords, None

@@ -39,7 +39,7 @@ __all__ = ["CalibrationSession", "merge_across_ranks"]
 
 
 class CalibrationSession:
-    """What went through ``proxy`` so far, and what follows from it.
+    """The statistics of all batches that went through ``proxy``, and the plan that they give.
 
     Under ``torch.distributed`` every rank calibrates on data of its own. The first question about the outcome gathers
     what all of them saw, so every rank must ask it; it is gathered again after ``resume()``, and when more data came to
@@ -101,17 +101,17 @@ class CalibrationSession:
 
     @property
     def has_new(self) -> bool:
-        """Whether a batch came since it began; of several ranks, whether one may have come to any of them."""
+        """True if a batch came since it began; of several ranks, if one may have come to any of them."""
         return get_world_size() > 1 or self._observation.seen.batches > self._began_with
 
     @property
     def has_any(self) -> bool:
-        """Whether any rank has seen a batch, or took up what an earlier calibration saw."""
+        """True if any rank has seen a batch, or took up what an earlier calibration saw."""
         return self.observation().batches > 0
 
     @property
     def has_begun(self) -> bool:
-        """Whether this process has seen a batch, or took up what was seen; no other rank is asked."""
+        """True if this process has seen a batch, or took up what was seen; no other rank is asked."""
         return self._gathered is not None or self._observation.seen.batches > 0
 
     def resume(self) -> None:
@@ -195,11 +195,11 @@ class CalibrationSession:
             return make_plan(self._config, self.proxy, whole, self._refused)
 
     def products(self) -> tuple[CountedProduct, ...]:
-        """What torch computed."""
+        """Return what torch computed."""
         return self.observation().counted()
 
     def regions(self) -> Float32Modules:
-        """Which modules float16 cannot hold."""
+        """Return which modules float16 cannot hold."""
         return self.observation().regions
 
     def seen(self) -> bytes:
@@ -207,7 +207,7 @@ class CalibrationSession:
         return snapshot(self.observation())
 
     def observation(self) -> Seen:
-        """What all ranks saw."""
+        """Return what all ranks saw."""
         batches = self._observation.seen.batches
         if self._gathered is None or self._gathered[0] != batches:
             whole = merge_across_ranks(self._config, self.proxy, self._observation)
@@ -216,7 +216,7 @@ class CalibrationSession:
 
 
 def merge_across_ranks(config: QuantizerConfig, proxy: nn.Module, observation: Observation) -> Seen:
-    """What every rank has observed, together; of one process, its own observation. All ranks must call this.
+    """Return what every rank has observed, together; of one process, its own observation. All ranks must call this.
 
     Raises:
         CalibrationError: the ranks have different configurations or models.

@@ -1,4 +1,4 @@
-"""What the stages take as plain arguments, from a ``QuantizerConfig``: the config itself does not enter them."""
+"""Plain arguments of the stages, from a ``QuantizerConfig``: the config itself does not enter them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 def make_observation(
     config: QuantizerConfig, proxy: nn.Module, refused: Mapping[str, str], skipped: Iterable[UnrewrittenSource] = ()
 ) -> Observation:
-    """What watches the sites of ``proxy``, still to be attached; ``skipped``: calls that are no sites, and why."""
+    """Return an observation of ``proxy``, not attached yet; ``skipped``: calls that are no sites, and why."""
     # What a switch turns off need not be observed either.
     off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
     return Observation(
@@ -64,14 +64,14 @@ def make_observation(
 
 
 def replays_batches(config: QuantizerConfig) -> bool:
-    """Whether ranges are found by running the model again: a few batches are kept for that."""
+    """Return whether ranges are found by running the model again: a few batches are kept for that."""
     activations = config.activations
     several = activations.calibrator == "percentile" and len(activations.percentiles) > 1
     return several or activations.calibrator == "auto" or activations.smooth is not None
 
 
 def calibrator_of(config: QuantizerConfig, histogram: bool) -> Calibrator:
-    """A calibrator as the config wants it; ``histogram`` asks for a histogram in any case."""
+    """Return a calibrator as the config wants it; ``histogram`` asks for a histogram in any case."""
     activations = config.activations
     # Until ranges are chosen: the estimate that needs nothing but the values.
     name = "mse" if activations.calibrator == "auto" else activations.calibrator
@@ -84,7 +84,7 @@ def calibrator_of(config: QuantizerConfig, histogram: bool) -> Calibrator:
 
 
 def excluded_sites(config: QuantizerConfig, proxy: nn.Module) -> dict[str, str]:
-    """The sites and operands that rules leave out, each with the rule that decided.
+    """Return the sites and operands that rules leave out, each with the rule that decided.
 
     Raises:
         ConfigError: a rule matches nothing in the model.
@@ -115,7 +115,7 @@ def tell_where_nothing_is_quantized(plan: Plan) -> None:
 
 
 def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
-    """What a plan for ``proxy`` depends on besides the data.
+    """Return what a plan for ``proxy`` depends on besides the data.
 
     Raises:
         ConfigError: a rule of ``formats`` matches nothing in it, or asks for what the target cannot compute in.

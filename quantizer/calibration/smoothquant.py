@@ -141,7 +141,7 @@ def migrate(
 
 
 def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
-    """The tensors that linears alone read in low precision; the others are given their reason."""
+    """Yield the tensors that linears alone read in low precision; the others are given their reason."""
     members: dict[RangeGroup, list[tuple[str, str, OperandRecord]]] = defaultdict(list)
     for path, entry in plan.items():
         for operand in entry.operands:

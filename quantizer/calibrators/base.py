@@ -1,4 +1,4 @@
-"""What every calibrator is: a streaming estimator of an operand's range."""
+"""The base of all calibrators: a streaming estimator of an operand's range."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Calibrator:
             self.histogram.add(x, float(x.detach().abs().max()))
 
     def copy(self) -> Calibrator:
-        """The same, which more values may be shown to."""
+        """Return a copy, which may be shown more values."""
         other = copy.copy(self)
         other.histogram = copy.copy(self.histogram)
         return other
@@ -95,7 +95,7 @@ class Calibrator:
         return max(abs(self.minimum), abs(self.maximum)) if self.count else 0.0
 
     def seen_as(self, name: str, **options: Any) -> Calibrator:
-        """A calibrator of the registered ``name`` over the values that this one has seen.
+        """Return a calibrator of the registered ``name`` over the values that this one has seen.
 
         Its histogram is this one's: observe no more data with either.
 
@@ -110,20 +110,20 @@ class Calibrator:
         return other
 
     def for_format(self, dtype: str) -> Calibrator:
-        """The same estimate for another format; itself where the estimate does not depend on one."""
+        """Return the same estimate for another format; itself where the estimate does not depend on one."""
         return self
 
     def amax(self) -> float:
-        """The magnitude that maps to the largest step of the format; computed again only where data came since."""
+        """Return the magnitude that maps to the largest step of the format; computed again only after new data."""
         if self._estimated is None or self._estimated[0] != self.count:
             self._estimated = (self.count, self.estimate())
         return self._estimated[1]
 
     def estimate(self) -> float:
-        """The formula behind ``amax``."""
+        """Compute ``amax``."""
         raise NotImplementedError
 
 
 def make_calibrator(name: str, *, histogram: bool = False, **options: Any) -> Calibrator:
-    """A new calibrator of the registered ``name``; ``options`` are its own keywords (``percentile=99.99``)."""
+    """Return a new calibrator of the registered ``name``; ``options`` are its own keywords (``percentile=99.99``)."""
     return CALIBRATORS[name](histogram=histogram, **options)

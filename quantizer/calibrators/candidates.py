@@ -26,7 +26,7 @@ CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 def estimates(calibrator: Calibrator, dtype: QType) -> Iterator[tuple[str, float]]:
-    """What each candidate calls itself and its amax; ``entropy`` counts equal steps, which a float format has not.
+    """Yield name and amax of each candidate; ``entropy`` counts equal steps, which a float format has not.
 
     Raises:
         CalibrationError: ``calibrator`` kept no histogram.

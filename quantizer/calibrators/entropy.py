@@ -64,7 +64,7 @@ class EntropyCalibrator(Calibrator):
 
 
 def ranges(counts: Tensor, levels: int) -> Tensor:
-    """The ranges that are tried, in bins, ascending: from ``levels`` on, or the one shorter range that clips no more.
+    """Return the ranges to try, in bins, ascending: from ``levels`` on, or the one shorter range that clips no more.
 
     There are more counts than levels.
     """
@@ -108,12 +108,12 @@ def divergences(counts: Tensor, levels: int, ends: Tensor) -> Tensor:
 
 
 def _prefix(values: Tensor) -> Tensor:
-    """Sums of the first 0, 1, .. values."""
+    """Return sums of the first 0, 1, .. values."""
     return torch.cat([values.new_zeros(1), values.cumsum(0)])
 
 
 def _differences(values: Tensor, starts: Tensor) -> Tensor:
-    """Sums of the values from one start to the next: starts [R, L + 1] to sums [R, L]."""
+    """Return sums of the values from one start to the next: starts [R, L + 1] to sums [R, L]."""
     sums: Tensor = _prefix(values)[starts].diff(dim=1)
     return sums
 

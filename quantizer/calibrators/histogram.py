@@ -42,19 +42,19 @@ class Histogram:
 
     @classmethod
     def restored(cls, counts: Tensor, exponent: int | None, zeros: int) -> Histogram:
-        """A histogram with the ``counts`` int64 [BINS], ``exponent`` and ``zeros`` of another."""
+        """Return a histogram with the ``counts`` int64 [BINS], ``exponent`` and ``zeros`` of another."""
         made = cls()
         made.counts, made.exponent, made._zeros = counts.clone(), exponent, zeros
         return made
 
     @property
     def zeros(self) -> int:
-        """How many of the values came in batches of zeros alone; the bins do not hold these."""
+        """The number of values in batches of zeros alone; the bins do not hold these."""
         return self._zeros
 
     @property
     def total(self) -> int:
-        """How many values were counted."""
+        """The number of values that were counted."""
         return int(self.counts.sum()) + self._zeros
 
     def add(self, x: Tensor, amax: float) -> None:
@@ -84,12 +84,12 @@ class Histogram:
         self.counts = self.counts + _coarsened(other.counts, self.exponent - other.exponent)
 
     def centres(self) -> Tensor:
-        """The middle of each bin, float64 [BINS]; zeros stand in the first bin."""
+        """Return the middle of each bin, float64 [BINS]; zeros stand in the first bin."""
         width = 2.0 ** (self.exponent or 0)
         return (torch.arange(BINS, dtype=torch.float64) + 0.5) * width
 
     def quantile(self, share: float) -> float:
-        """The upper edge of the bin that holds the value below which ``share`` of all values lie."""
+        """Return the upper edge of the bin that holds the value below which ``share`` of all values lie."""
         if self.exponent is None:
             return 0.0
         wanted = math.ceil(share * self.total) - self._zeros
@@ -98,7 +98,7 @@ class Histogram:
         return float((min(place, BINS - 1) + 1) * 2.0**self.exponent)
 
     def share_above(self, amax: float) -> float:
-        """The share of values in bins that lie wholly above ``amax``."""
+        """Return the share of values in bins that lie wholly above ``amax``."""
         if self.exponent is None:
             return 0.0
         first = math.ceil(amax * 2.0**-self.exponent)
@@ -138,7 +138,7 @@ def in_memory_order(x: Tensor) -> Tensor:
 
 
 def _exponent_for(amax: float) -> int:
-    """The smallest exponent e from ``_FINEST`` on for which amax falls into one of ``BINS`` bins of width 2**e."""
+    """Return the smallest exponent e from ``_FINEST`` on with which amax is in one of ``BINS`` bins of width 2**e."""
     _, exponent = math.frexp(amax)  # amax = mantissa * 2**exponent, 0.5 <= mantissa < 1
     return max(exponent - int(math.log2(BINS)), _FINEST)
 

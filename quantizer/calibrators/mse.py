@@ -44,7 +44,7 @@ class MseCalibrator(Calibrator):
 
 
 def squared_errors(counts: Tensor, levels: Tensor) -> Tensor:
-    """The sum of squared errors for the range of the first 1, 2, .. bins, in squared bin widths: float64 [bins].
+    """Return the sum of squared errors for the range of the first 1, 2, .. bins, in squared bin widths: float64 [bins].
 
     Legend: counts [bins]; levels [L] the magnitudes that the format holds, ascending from 0; a range of i bins puts
     level l at l * i / max(levels) bin widths.

@@ -1,4 +1,4 @@
-"""What the processes of one ``torchrun`` tell each other: tensors of bytes, and never a pickled object."""
+"""Communication of the processes of one ``torchrun``: tensors of bytes, and never a pickled object."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["all_gather_bytes", "get_rank", "get_world_size", "all_reduce_sum"]
 
 
 def get_world_size() -> int:
-    """How many processes work together: 1 where ``torch.distributed`` is not initialised."""
+    """Return how many processes work together: 1 where ``torch.distributed`` is not initialised."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def get_rank() -> int:
-    """The number of this process among them, from 0."""
+    """Return the number of this process among them, from 0."""
     return distributed.get_rank() if get_world_size() > 1 else 0
 
 
 def all_gather_bytes(data: bytes) -> list[bytes]:
-    """What every rank passed here, in the order of ranks; each of them must call this."""
+    """Return the bytes of every rank, in the order of ranks; each of them must call this."""
     if get_world_size() == 1:
         return [data]
     # NCCL knows no other tensors.
@@ -37,7 +37,7 @@ def all_gather_bytes(data: bytes) -> list[bytes]:
 
 
 def all_reduce_sum(values: Iterable[float]) -> list[float]:
-    """The sums over all ranks, added in the order of ranks, so that they are the same everywhere."""
+    """Return the sums over all ranks, added in the order of ranks, so that they are the same everywhere."""
     mine = np.array(list(values), dtype=np.float64)
     parts = [np.frombuffer(part) for part in all_gather_bytes(mine.tobytes())]
     return [float(total) for total in np.sum(parts, axis=0)]

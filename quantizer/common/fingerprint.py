@@ -1,4 +1,4 @@
-"""Which weights a model had when it was calibrated, to tell whether it has them still.
+"""Fingerprints of a model's weights, to tell whether it still has those that it was calibrated with.
 
 Ranges of activations belong to the weights that made them. A change is noticed by a checksum of every parameter: a
 version counter would miss what is written through ``.data``, and what a file holds has none.
@@ -30,7 +30,7 @@ _CAST = 0.02
 
 @dataclass(frozen=True, slots=True)
 class _Print:
-    """What is known of one parameter; without a checksum it held no values (it is on the meta device)."""
+    """The fingerprint of one parameter; without a checksum it held no values (it is on the meta device)."""
 
     shape: tuple[int, ...]
     dtype: str

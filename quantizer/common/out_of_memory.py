@@ -9,7 +9,7 @@ _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Defaul
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is Python's own, or what torch's allocators raise."""
+    """Return whether an error means too little memory: Python's own, or what torch's allocators raise."""
     if isinstance(error, RuntimeError):
         return any(word in str(error) for word in _WORDS)
     return isinstance(error, MemoryError)

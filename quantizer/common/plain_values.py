@@ -30,7 +30,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def json_values(text: str | bytes) -> Any:
-    """The values of a JSON text.
+    """Return the values of a JSON text.
 
     Raises:
         ValueError: it is none, is nested too deep, or has text that is no Unicode.
@@ -50,7 +50,7 @@ def json_values(text: str | bytes) -> Any:
 
 
 def yaml_values(text: bytes) -> Any:
-    """The values of a YAML text in UTF-8.
+    """Return the values of a YAML text in UTF-8.
 
     Raises:
         ValueError: it is none, is nested too deep, or has values that cannot be.
@@ -71,7 +71,7 @@ def yaml_values(text: bytes) -> Any:
 
 
 def decoded(hint: Any, value: Any, path: str, strings: Mapping[str, float] = types.MappingProxyType({})) -> Any:
-    """A plain value as the type that an annotation says, dataclasses and all below them included.
+    """Return a plain value as the type that an annotation says, dataclasses and all below them included.
 
     Args:
         hint: a dataclass, an enumeration, ``str``, ``int``, ``float``, ``bool``, ``Any``, a union, ``tuple``, ``list``,
@@ -179,7 +179,7 @@ def _of_choice(choices: Mapping[Any, Any], value: Any, path: str) -> Any:
 
 @functools.cache
 def _fields(cls: Any) -> tuple[dict[str, Any], list[str]]:
-    """The type of each field of a dataclass, and the fields that have no default."""
+    """Return the type of each field of a dataclass, and the fields that have no default."""
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init]
     required = [

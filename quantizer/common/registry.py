@@ -55,5 +55,5 @@ class Registry(Generic[T]):
         return iter(dict.fromkeys((*self._known, *self._entries)))
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
         return sorted(self._entries)

@@ -1,4 +1,4 @@
-"""How often a tensor was written into, which tells a later pass whether it still holds what it held."""
+"""The version counter of a tensor, which tells a later pass whether it was written into."""
 
 from __future__ import annotations
 

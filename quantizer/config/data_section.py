@@ -53,7 +53,7 @@ class DatasetConfig(Section):
     subset: Text | None = Field(default=None, description="Part of the data set, such as 'movieReviewSnippets'.")
 
     def shares_rows_with(self, other: DatasetConfig) -> bool:
-        """Whether a row of one is, or may be, a row of the other."""
+        """Return whether a row of one is, or may be, a row of the other."""
         if self._source != other._source:
             return False
         if self.split != other.split:

@@ -1,4 +1,4 @@
-"""What a configuration may hold at a path, and what it does hold, in the words of an error message."""
+"""Expected and given values of a configuration at a path, in the words of an error message."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 @dataclass(frozen=True)
 class Slot:
-    """What one path of a configuration accepts.
+    """The values that one path of a configuration accepts.
 
     Attributes:
         annotation: its type, without ``Annotated`` and without ``None``.
@@ -57,7 +57,7 @@ class Slot:
 
     @classmethod
     def of(cls, annotation: Any, metadata: Sequence[Any] = ()) -> Slot:
-        """The slot of a type as it is written in a schema."""
+        """Return the slot of a type as it is written in a schema."""
         found = list(metadata)
         nullable = False
         while True:
@@ -77,7 +77,7 @@ class Slot:
         return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, Section) else None
 
     def child(self, key: str | int) -> Slot | None:
-        """The slot of a key of a section or of an entry of a list; None where there is none."""
+        """Return the slot of a key of a section or of an entry of a list; None where there is none."""
         if self.section is not None:
             field = self.section.model_fields.get(str(key))
             return None if field is None else Slot.of(field.annotation, field.metadata)
@@ -86,13 +86,13 @@ class Slot:
         return None
 
     def names(self) -> list[str]:
-        """The strings that can stand here: keys of a section, or names to choose from."""
+        """Return the strings that can stand here: keys of a section, or names to choose from."""
         if self.section is not None:
             return list(self.section.model_fields)
         return [value for value in self._values() if isinstance(value, str)]
 
     def _values(self) -> tuple[Any, ...]:
-        """The values of a ``Literal`` or the names of a registry, where only those can stand here."""
+        """Return the values of a ``Literal`` or the names of a registry, where only those can stand here."""
         if get_origin(self.annotation) is Literal:
             return get_args(self.annotation)
         return next((tuple(extra.registry) for extra in self.metadata if isinstance(extra, OneOf)), ())
@@ -121,7 +121,7 @@ def _bound(constraint: Gt | Ge | Le) -> str:
 
 
 def slot_at(schema: type[Section], path: KeyPath) -> Slot | None:
-    """The slot at ``path`` below ``schema``; None where the schema has no such path."""
+    """Return the slot at ``path`` below ``schema``; None where the schema has no such path."""
     slot: Slot | None = Slot(schema)
     for key in path:
         slot = slot.child(key) if slot is not None else None
@@ -129,13 +129,13 @@ def slot_at(schema: type[Section], path: KeyPath) -> Slot | None:
 
 
 def paths_ending_in(schema: type[Section], name: str) -> Sequence[KeyPath]:
-    """Every path of ``schema`` whose last key is ``name``."""
+    """Return every path of ``schema`` whose last key is ``name``."""
     return _paths(schema).get(name, ())
 
 
 @cache
 def _paths(schema: type[Section]) -> dict[str, list[KeyPath]]:
-    """Every path of ``schema`` by its last key: found once, as a file may have thousands of unknown keys."""
+    """Return every path of ``schema`` by its last key: found once, as a file may have thousands of unknown keys."""
     found: dict[str, list[KeyPath]] = {}
     waiting: list[tuple[KeyPath, type[Section]]] = [((), schema)]
     while waiting:
@@ -149,7 +149,7 @@ def _paths(schema: type[Section]) -> dict[str, list[KeyPath]]:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The one of ``known`` that ``name`` most likely means, if any is near."""
+    """Return the one of ``known`` that ``name`` most likely means, if any is near."""
     plain = name.lower()
     return next(iter(get_close_matches(_ABBREVIATIONS.get(plain, plain), known, n=1)), None)
 

@@ -1,4 +1,4 @@
-"""Whether a target can do what a configuration asks for: from its profile alone, before anything is loaded."""
+"""Checks of a configuration against a target's profile, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunCon
 def quantizer_config(
     source: str | PathLike[str] | Mapping[str, Any] | QuantizerConfig | RunConfig | None = None, **keywords: Any
 ) -> QuantizerConfig:
-    """The settings of a ``Quantizer`` from whatever the caller has.
+    """Return the settings of a ``Quantizer`` from whatever the caller has.
 
     Args:
         source: None for the defaults; a YAML file or a mapping, either of a whole run (its ``quantizer`` section is

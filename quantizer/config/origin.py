@@ -46,7 +46,7 @@ class Draft:
         self.problems.append((position, f"{where}: {shown}: {text}" if shown else f"{where}: {text}"))
 
     def place(self, path: KeyPath) -> tuple[int, str]:
-        """Where the value at ``path`` was written: its position, and "FILE:LINE" or "override '...'"."""
+        """Return where the value at ``path`` was written: its position, and "FILE:LINE" or "override '...'"."""
         for index, (target, label) in reversed(list(enumerate(self.overrides))):
             if path[: len(target)] == target:
                 return 10**9 + index, label

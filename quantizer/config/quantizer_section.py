@@ -58,7 +58,7 @@ _CALIBRATORS = OneOf(CALIBRATORS)
 
 
 class ActivationsConfig(Section):
-    """How the ranges of activations are found."""
+    """The estimation of activation ranges."""
 
     calibrator: Annotated[str, AfterValidator(_CALIBRATORS.check), _CALIBRATORS] = Field(
         default="percentile",
@@ -90,7 +90,7 @@ class ActivationsConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How the ranges of weights are found."""
+    """The estimation of weight ranges."""
 
     granularity: Literal["per_channel", "per_tensor"] = Field(
         default="per_channel", description="One scale for each output channel, or one for the whole weight."
@@ -106,7 +106,7 @@ def _no_number(value: Any) -> Any:
 
 
 class SitesConfig(Section):
-    """Which kinds of operation are quantized."""
+    """The kinds of operation that are quantized."""
 
     linear: bool = Field(
         default=True, description="Quantize linear layers, and any matrix product by a weight: input and weight."
@@ -208,5 +208,5 @@ class QuantizerConfig(Section):
         return profile(self.backend, self.fallback_dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values, and the name that transformers knows them by."""
+        """Return all fields as plain values, and the name that transformers knows them by."""
         return {"quant_method": self.quant_method, **self.model_dump(mode="json")}

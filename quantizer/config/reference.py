@@ -70,14 +70,14 @@ Rows that a search was scored on flatter its choice: `tuning` may hold no row of
 
 
 def reference() -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page, as Markdown."""
     places = _places()
     parts = [_HEAD, *(_table(section, places) for section in places), _TAIL]
     return "\n".join(parts)
 
 
 def _places() -> dict[type[Section], list[str]]:
-    """Every section of a file, in order, with all paths at which it stands."""
+    """Return every section of a file, in order, with all paths at which it stands."""
     places: dict[type[Section], list[str]] = {}
 
     def walk(section: type[Section], path: str) -> None:
@@ -116,7 +116,7 @@ def _heading(paths: Sequence[str]) -> str:
 
 
 def _anchor(heading: str) -> str:
-    """How GitHub links to a heading."""
+    """Return how GitHub links to a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 

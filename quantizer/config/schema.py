@@ -49,7 +49,7 @@ class DynamicConfig(Section):
 
 
 class ExportConfig(Section):
-    """How the ONNX file is written."""
+    """The form of the ONNX file."""
 
     opset: int = Field(
         default=20,
@@ -72,7 +72,7 @@ def _capability(value: Any) -> str | tuple[str, ...] | None:
 
 
 class EngineConfig(Section):
-    """How the engine is built and run."""
+    """The build and the run of the engine."""
 
     compute_capability: Annotated[
         str | tuple[str, ...] | None,
@@ -96,7 +96,7 @@ class EngineConfig(Section):
 
 
 class ReportConfig(Section):
-    """What is measured at the end, and how it is written."""
+    """The measurements at the end, and the form of the report."""
 
     formats: Annotated[
         tuple[Literal["json", "html"], ...],
@@ -163,7 +163,7 @@ class RunConfig(Section):
     @field_validator("qat")
     @classmethod
     def _choices_have_what_they_need(cls, qat: QatConfig | None, info: ValidationInfo) -> QatConfig | None:
-        """A ranking, and rows to tune and to train on: there where they are needed, and only there."""
+        """Return a ranking, and rows to tune and to train on: there where they are needed, and only there."""
         problems = []
         data, amp, fallback = (info.data.get(name) for name in ("data", "amp", "fallback"))
         if isinstance(fallback, FallbackConfig) and fallback.names is None and "amp" in info.data and amp is None:

@@ -1,4 +1,4 @@
-"""What every section of a configuration shares: the base model, and the field types used more than once."""
+"""The base of every section of a configuration, and the field types used more than once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Expects:
-    """What a field wants, in the words of an error message, where its type does not say it.
+    """The value that a field wants, in the words of an error message, where its type does not say it.
 
     Attributes:
         words: completes the sentence "expected ...".
@@ -77,7 +77,7 @@ def reject(*problems: tuple[str, str]) -> NoReturn:
 
 
 def tuple_from_list(value: Any) -> Any:
-    """A list as a tuple; anything else as it is, for the type check to judge."""
+    """Return a list as a tuple; anything else as it is, for the type check to judge."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -89,7 +89,7 @@ def _check_range(value: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def some_and_unique(value: Sequence[Any]) -> Sequence[Any]:
-    """The sequence itself, or an error where it is empty or an entry comes twice."""
+    """Return the sequence itself, or an error where it is empty or an entry comes twice."""
     if not value:
         reject(("", "is an empty list; expected at least one entry"))
     twice = sorted({entry for entry in value if value.count(entry) > 1})

@@ -21,7 +21,7 @@ _CHOICES = ("num", "ratio", "names", "max_drop")
 
 
 class AmpConfig(Section):
-    """How the cost of each group of sites is measured."""
+    """The measurement of what each group of sites costs."""
 
     measure: Literal["gradient", "output", "local", "metric"] = Field(
         default="gradient",
@@ -40,7 +40,7 @@ class AmpConfig(Section):
 
 
 class FallbackConfig(Section):
-    """Which groups go back to the fallback type: exactly one of ``num``, ``ratio``, ``names`` and ``max_drop``."""
+    """The groups that go back to the fallback type: exactly one of ``num``, ``ratio``, ``names`` and ``max_drop``."""
 
     num: int | None = Field(default=None, ge=1, description="Put back this many of the most sensitive groups.")
     ratio: float | None = Field(default=None, gt=0, le=1, description="Put back this share of all groups.")
@@ -70,7 +70,7 @@ class FallbackConfig(Section):
 
     @property
     def evaluations(self) -> int:
-        """How many scores a search may take."""
+        """The number of scores that a search may take."""
         return _MAX_EVALUATIONS if self.max_evaluations is None else self.max_evaluations
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ _HINTED = 100
 
 
 def finish(draft: Draft, schema: type[S], at: KeyPath = ()) -> S:
-    """The section that the draft holds.
+    """Return the section that the draft holds.
 
     Args:
         draft: values and the problems known so far.
@@ -76,7 +76,7 @@ def check_keys(value: Mapping[Any, Any], draft: Draft, schema: type[Section]) ->
 
 
 def _explain(detail: ErrorDetails, schema: type[Section], at: KeyPath, *, hint: bool) -> str:
-    """What is wrong, what was expected, and what may have been meant."""
+    """Return what is wrong, what was expected, and what may have been meant."""
     path, value, kind = detail["loc"], detail["input"], detail["type"]
     if kind == "extra_forbidden":
         return _unknown(str(path[-1]), path[:-1], schema, at, hint=hint)

@@ -63,7 +63,7 @@ class Document:
     _places: dict[int, dict[str, tuple[int, yaml.Node]]] = field(default_factory=dict)
 
     def line(self, path: KeyPath) -> int | None:
-        """The line of the key or list entry at ``path``, counted from 1; None where the text has no such path."""
+        """Return the line of the key or list entry at ``path``, counted from 1; None if the text has no such path."""
         node = self.root
         line = node.start_mark.line if node is not None else None
         for step in path:
@@ -77,7 +77,7 @@ class Document:
         return line + 1 if line is not None else None
 
     def _keys(self, mapping: yaml.MappingNode) -> dict[str, tuple[int, yaml.Node]]:
-        """The line, from 0, and the value of each key; looked for once, as thousands of keys may be asked for."""
+        """Return the line, from 0, and the value of each key; read once, as thousands of keys may be asked for."""
         found = self._places.get(id(mapping))
         if found is None:
             found = self._places[id(mapping)] = {}

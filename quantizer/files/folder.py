@@ -42,7 +42,7 @@ _SHOWN = 3
 
 
 def checked_folder(folder: str | os.PathLike[str], kind: str, *, replace: bool) -> Path:
-    """The real place of a folder, when a folder of this kind may be written there: asked before the work.
+    """Return the real place of a folder, when a folder of this kind may be written there: asked before the work.
 
     Args:
         folder: where it is to be.
@@ -114,7 +114,7 @@ def write_folder(
 
 @contextmanager
 def said_complete(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """An interruption of the block, which comes after the work, says that the folder is complete."""
+    """Say that the folder is complete when the block, which comes after the work, is interrupted."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -132,7 +132,7 @@ def restore_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def _kept_reason(place: Path, kind: str) -> str | None:
-    """Why a folder is kept for what lies in it; None where there is nothing, or nothing but what was written here."""
+    """Return why a folder is kept for what lies in it; None where nothing does but what was written here."""
     names = sorted(os.listdir(place))
     if not names:
         return None

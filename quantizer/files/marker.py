@@ -1,4 +1,4 @@
-"""What a folder of ours says of itself: a hidden file with its kind and the names of all that was written into it.
+"""The marker of a folder of ours: a hidden file with its kind and the names of all that was written into it.
 
 It is written last, so that a folder that has it is complete. By it a folder is known that may be replaced or removed,
 and by its list what of it: whatever else lies there is somebody else's.
@@ -31,7 +31,7 @@ _FORMER_BEGIN = b"format: 1\n"
 
 @dataclass(frozen=True)
 class Marker:
-    """What a folder of ours says of itself.
+    """The content of a folder's marker.
 
     Attributes:
         kind: what it is, such as "run".
@@ -52,7 +52,7 @@ def write_marker(folder: Path, kind: str) -> None:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """What a folder says of itself; None where it is none of ours, or what it says cannot be read."""
+    """Return what a folder says of itself; None where it is none of ours, or what it says cannot be read."""
     try:
         document = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         kind, holds, known = document["kind"], document["holds"], document["format"] == _FORMAT
@@ -66,7 +66,7 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def foreign(folder: Path, marker: Marker) -> list[str]:
-    """The first names of what lies in a folder and is not on its list."""
+    """Return the first names of what lies in a folder and is not on its list."""
     others = (name for name, _ in _entries(folder) if name not in marker.holds and name != MARKER)
     return list(islice(others, 3))
 

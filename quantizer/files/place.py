@@ -1,4 +1,4 @@
-"""What lies behind a path, and whether something may be written there: asked before any work, and again after it."""
+"""The real place behind a path, checked for writing before any work, and again after it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def real_place(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """The absolute place that a path means, with every link followed.
+    """Return the absolute place that a path means, with every link followed.
 
     Raises:
         QuantizerError: it is empty or no name of a file, or a link on the way leads nowhere; ``error`` is the kind.
@@ -62,7 +62,7 @@ def real_place(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
 
 
 def file_behind(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """The place of a file that may be written or replaced.
+    """Return the place of a file that may be written or replaced.
 
     Raises:
         QuantizerError: it is no name of a file, its folder is missing, or what stands there is no file.
@@ -84,7 +84,7 @@ def file_behind(path: str | os.PathLike[str], error: type[QuantizerError] = Quan
 
 
 def checked_file(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """The place of a file, when one can be written there: tried, so that no work is lost to it.
+    """Return the place of a file, when one can be written there: tried, so that no work is lost to it.
 
     Raises:
         QuantizerError: it cannot; ``error`` is the kind.
@@ -103,7 +103,7 @@ def checked_file(path: str | os.PathLike[str], error: type[QuantizerError] = Qua
 
 
 def protected_reason(folder: Path) -> str | None:
-    """Why an existing folder is never replaced, whatever lies in it; None where it may be."""
+    """Return why an existing folder is never replaced, whatever lies in it; None where it may be."""
     if folder == folder.parent:
         return "is the root of a file system"
     with suppress(FileNotFoundError):

@@ -48,7 +48,7 @@ def temporary_beside(target: Path) -> Iterator[Path]:
 
 
 def new_name(target: Path) -> Path:
-    """A name beside ``target`` that nothing has, and that says whose it is."""
+    """Return a name beside ``target`` that nothing has, and that says whose it is."""
     owner = f"{_machine()}-{_this()}-{_started(_this()) or 0}"
     return target.with_name(f".{_stem(target)}.{owner}-{secrets.token_hex(4)}{NEW}")
 
@@ -63,7 +63,7 @@ def remove_leftovers(target: Path) -> None:
 
 
 def leftovers(target: Path, ending: str) -> list[Path]:
-    """The folders beside ``target`` whose owners are gone."""
+    """Return the folders beside ``target`` whose owners are gone."""
     pattern = re.compile(
         re.escape(f".{_stem(target)}.")
         + r"(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}"
@@ -88,12 +88,12 @@ def _is_left(folder: Path, name: re.Match[str]) -> bool:
 
 
 def _this() -> int:
-    """The number of this thread; that of the process, where the system has no table of threads."""
+    """Return the number of this thread; that of the process, where the system has no table of threads."""
     return threading.get_native_id() if _THREADS else os.getpid()
 
 
 def _started(owner: int) -> int | None:
-    """When a thread of this machine began, in the kernel's ticks; 0 where that cannot be told, None: it has ended."""
+    """Return when a thread of this machine began, in kernel ticks; 0 where that is unknown, None: it has ended."""
     try:
         os.kill(owner, 0)
     except ProcessLookupError:
@@ -119,13 +119,13 @@ def _machine() -> str:
 
 
 def _stem(target: Path) -> str:
-    """The name, or what stands for one that leaves no room for more."""
+    """Return the name, or what stands for one that leaves no room for more."""
     name = os.fsencode(target.name)
     return target.name if len(name) <= _LONGEST_NAME else hashlib.sha256(name).hexdigest()
 
 
 def _changed(folder: Path) -> float:
-    """When something in a folder was changed last."""
+    """Return when something in a folder was changed last."""
     latest = folder.lstat().st_mtime
     for root, folders, names in os.walk(folder):
         for name in (*folders, *names):

@@ -1,1 +1,1 @@
-"""Which values float16 cannot hold, and which modules stay in float32 because of them."""
+"""Values that float16 cannot hold, and the modules that stay in float32 because of them."""

@@ -31,7 +31,7 @@ _STORAGE = {kind.storage for kind in QTYPES.values()}
 
 @dataclass(frozen=True, kw_only=True)
 class Float32Modules:
-    """What calibration saw of values that float16 cannot hold.
+    """The modules in which calibration saw values that float16 cannot hold.
 
     Attributes:
         wide: modules that compute with such values, or hand them on, by path, each with the largest magnitude.
@@ -46,7 +46,7 @@ class Float32Modules:
     wide_inputs: bool = False
 
     def joined(self, other: Float32Modules) -> Float32Modules:
-        """What both saw."""
+        """Return the union of both."""
         wide = dict(self.wide)
         for path, largest in other.wide.items():
             wide[path] = max(largest, wide.get(path, 0.0))
@@ -68,7 +68,7 @@ class Float32Modules:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any] | None) -> Float32Modules:
-        """What ``plain`` gave; None: it is from before there were regions.
+        """Return what ``plain`` gave; None: it is from before there were regions.
 
         Raises:
             QuantizerError: it is damaged.
@@ -85,7 +85,7 @@ class Float32Modules:
         return made
 
     def text(self) -> str:
-        """How many modules stay float32, and why."""
+        """Return a line on how many modules stay float32, and why."""
         path, largest = max(self.wide.items(), key=lambda entry: entry[1])
         return (
             f"{len(self.wide)} modules stay float32: their values are beyond float16, the largest {largest:.3g} in "
@@ -93,16 +93,16 @@ class Float32Modules:
         )
 
     def io_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of the model's own inputs, where ``dtype`` is that of its floats."""
+        """Return the type of the model's own inputs, where ``dtype`` is that of its floats."""
         return torch.float32 if self.applies_to(dtype) and self.wide_inputs else dtype
 
     def applies_to(self, dtype: torch.dtype) -> bool:
-        """Whether modules stay float32 in a model of floats in ``dtype``."""
+        """Return whether modules stay float32 in a model of floats in ``dtype``."""
         return dtype is torch.float16 and bool(self.wide)
 
 
 def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
-    """The model with its floats in ``dtype``, in place; wide modules stay float32, with casts at their borders.
+    """Return the model with its floats in ``dtype``, in place; wide modules stay float32, with casts at their borders.
 
     Stored steps of FP8 stay what they are.
 
@@ -151,7 +151,7 @@ def _cast(dtype: torch.dtype, value: Tensor) -> Tensor:
 
 
 def _of_site(module: nn.Module, path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module is a site or stands in one: it computes what its host computes."""
+    """Return whether a module is a site or stands in one: it computes what its host computes."""
     return isinstance(module, Site) or isinstance(modules.get(path.rpartition(".")[0]), Site)
 
 
@@ -203,7 +203,7 @@ class _Border:
 
 
 def _at_border(dtype: torch.dtype, masked: bool, value: Any) -> Any:
-    """The floats of a value in ``dtype``, wherever torch's trees reach; the value itself where they are already."""
+    """Return the floats of a value in ``dtype``, wherever torch's trees reach; the value itself if they are already."""
     floats = (torch.float16, torch.float32)
 
     def foreign(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which tensors of a pass hold a mask's low numbers, so that a softmax can read them as it will in the exported file.
+"""Tensors of a pass that hold a mask's low numbers, so that a softmax reads them as it will in the exported file.
 
 There the mask's constant is ``FLOAT16_MASK``, see ``ClampMasks``. In a pass nobody knows yet where a constant will get
 to: the low number stays as it is, is followed through what hands it on, and is raised where a softmax reads it. What

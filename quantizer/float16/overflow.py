@@ -1,4 +1,4 @@
-"""How large the values of a pass can be, and which modules compute with those that float16 cannot hold.
+"""Bounds of the values of a pass, and the modules that compute with those that float16 cannot hold.
 
 Every operation gives a bound for what it makes from bounds for what it reads, which costs a few numbers and touches no
 tensor. Where that does not show that float16 holds the result, the smaller of operands and result are measured, and
@@ -41,7 +41,7 @@ Frame = tuple[str, int]
 
 
 class _Seen:
-    """What is known of one tensor.
+    """The bound of one tensor, and where it comes from.
 
     Attributes:
         tensor: the tensor, to tell it from another that got its id.
@@ -64,12 +64,12 @@ class _Seen:
 
     @property
     def marked(self) -> bool:
-        """Whether modules that meet it must know."""
+        """True if modules that meet it must know."""
         return self.mask or beyond(self.bound)
 
 
 class ParameterMagnitudes:
-    """What was measured of parameters: it holds for all passes, until they change.
+    """Measurements of parameters, which hold for all passes, until they change.
 
     Attributes:
         norms: the largest norm of a column of each matrix that a parameter, or a view of it, is.
@@ -102,7 +102,7 @@ class OverflowTracker:
             self._wide_inputs |= beyond(seen.bound)
 
     def regions(self) -> Float32Modules:
-        """What follows for a model in half."""
+        """Return the modules that stay float32 in a model of half floats."""
         return Float32Modules(
             wide=dict(self._wide),
             computing=frozenset(self._computing),
@@ -117,7 +117,7 @@ class OverflowTracker:
             seen.bound, seen.exact = bound, True
 
     def returned(self, result: Any) -> None:
-        """The model gave this: what is in it travelled out of all modules."""
+        """Note that the model returned ``result``: what is in it travelled out of all modules."""
         for value in _floats(_pytree.tree_leaves(result)):
             seen = self._of(value)
             if seen.marked:
@@ -184,7 +184,7 @@ class OverflowTracker:
         return result_bound(name, args, keywords, bounds, lambda place: self._column(args[place], read[place]))
 
     def _column(self, value: Tensor, seen: _Seen) -> float:
-        """The largest norm of a column of value [.., K, N], or a bound for it."""
+        """Return the largest norm of a column of value [.., K, N], or a bound for it."""
         if seen.parameter is None:
             return math.sqrt(value.shape[-2]) * seen.bound
         key = (id(seen.parameter), tensor_version(seen.parameter), value.shape, value.stride(), value.storage_offset())
@@ -237,7 +237,7 @@ class OverflowTracker:
         seen.bound, seen.exact = max(-low, high), True
 
     def _written(self, value: Tensor, new: _Seen) -> None:
-        """What was written into a tensor is in all that share its memory."""
+        """Note that what was written into a tensor is in all that share its memory."""
         memory = value.untyped_storage()._cdata
         for seen in self._seen.values():
             other = seen.tensor()

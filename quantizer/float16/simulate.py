@@ -46,12 +46,12 @@ def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> n
 
 
 def is_simulation(model: nn.Module) -> bool:
-    """Whether ``simulate`` made it compute in another type than it takes."""
+    """Return whether ``simulate`` made it compute in another type than it takes."""
     return _MARK in vars(model)
 
 
 class _Pass:
-    """What surrounds each pass of the proxy.
+    """The hooks around each pass of the proxy.
 
     Attributes:
         modes: of passes that run.
@@ -105,12 +105,12 @@ class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _in_half(self, values: Any) -> bool:
-        """Whether an operation reads or makes half tensors."""
+        """Return whether an operation reads or makes half tensors."""
         return any(
             value is self._dtype or (isinstance(value, Tensor) and value.dtype is self._dtype) for value in values
         )
 
 
 def _held(value: Any) -> Any:
-    """A number as half holds it: torch refuses to fill with what is beyond."""
+    """Return a number as half holds it: torch refuses to fill with what is beyond."""
     return max(value, -FLOAT16_MAX) if isinstance(value, float) and value != -math.inf else value

@@ -48,7 +48,7 @@ _PRODUCTS = {"q": (0, "lhs"), "k": (0, "rhs"), "p": (1, "lhs"), "v": (1, "rhs")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolkitScales:
-    """What a state dict held.
+    """The content of a state dict.
 
     Attributes:
         scales: by ``SITE.OPERAND``, float32 [] or [C], for ``Quantizer.load_scales``.
@@ -99,7 +99,7 @@ def read_toolkit_scales(source: Mapping[str, Any] | str | os.PathLike[str], plan
 
 
 class _Unmatched(Exception):
-    """Why a range is that of no operand of the plan."""
+    """The reason why a range belongs to no operand of the plan."""
 
 
 def _operand(quantizer: str, sites: list[SitePlan]) -> tuple[str, OperandPlan]:
@@ -128,7 +128,7 @@ def _operand(quantizer: str, sites: list[SitePlan]) -> tuple[str, OperandPlan]:
 
 
 def _is_attention(products: list[SitePlan]) -> bool:
-    """Whether two products are of one function, and the second one weighs values with probabilities."""
+    """Return whether two products are of one function, and the second one weighs values with probabilities."""
     if len(products) != 2 or len({entry.name.rpartition(".")[0] for entry in products}) != 1:
         return False
     left, right = (_named(products[1], name) for name in ("lhs", "rhs"))
@@ -154,7 +154,7 @@ def _quantized(entry: SitePlan, operand: OperandPlan | None) -> tuple[str, Opera
 
 
 def _steps(operand: OperandPlan) -> int:
-    """The last step that a range maps to: that of the format, or the last that the target uses of a weight."""
+    """Return the last step that a range maps to: that of the format, or the last that the target uses of a weight."""
     qmax = qtype(operand.dtype).qmax
     if operand.role != "weight" or operand.given or operand.scale is None or operand.amax is None:
         return qmax

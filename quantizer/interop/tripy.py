@@ -28,7 +28,7 @@ __all__ = ["TripyLinear", "TripyScales", "tripy_scales", "write_tripy_scales"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TripyLinear:
-    """What one quantized ``nvtripy.Linear`` takes.
+    """The scales of one quantized ``nvtripy.Linear``.
 
     Attributes:
         input_scale: float32 [].
@@ -57,7 +57,7 @@ class TripyScales:
 
 
 def tripy_scales(plan: Plan) -> TripyScales:
-    """The scales of every quantized linear of ``plan`` (``Quantizer.plan``), in tripy's orientation."""
+    """Return the scales of every quantized linear of ``plan`` (``Quantizer.plan``), in tripy's orientation."""
     readers: dict[str, int] = {}
     for parameter in (parameter for entry in plan.values() for parameter in entry.reads):
         readers[parameter] = readers.get(parameter, 0) + 1
@@ -112,7 +112,7 @@ def write_tripy_scales(plan: Plan, path: str | os.PathLike[str]) -> TripyScales:
 
 
 def _no_linear(entry: SitePlan, weight: OperandPlan | None, readers: dict[str, int]) -> str | None:
-    """Why a quantized site cannot be an ``nvtripy.Linear``; None where it can."""
+    """Return why a quantized site cannot be an ``nvtripy.Linear``; None where it can."""
     if entry.kind != "linear" or weight is None:
         return f"a {entry.kind} is no Linear"
     if weight.name not in ("weight", "rhs") or entry.operation == "einsum":
@@ -126,7 +126,7 @@ def _no_linear(entry: SitePlan, weight: OperandPlan | None, readers: dict[str, i
 
 
 def _no_int8(entry: SitePlan) -> str | None:
-    """Why the operands are held in another way than ``nvtripy.Linear`` holds them; None where they are not."""
+    """Return why the operands are held in another way than ``nvtripy.Linear`` holds them; None where they are not."""
     for operand in entry.operands:
         if not operand.quantized or operand.dtype != INT8.name:
             return f"{operand.name} is in {operand.dtype if operand.quantized else 'float'}, and int8 is needed"
@@ -136,6 +136,6 @@ def _no_int8(entry: SitePlan) -> str | None:
 
 
 def _out_axis(weight: OperandPlan) -> int:
-    """The axis of the parameter, [out, in] or [in, out], that holds the output channels."""
+    """Return the axis of the parameter, [out, in] or [in, out], that holds the output channels."""
     axis = 0 if weight.name == "weight" else 1
     return axis if weight.view is None else weight.view.order[axis]

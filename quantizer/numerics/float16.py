@@ -1,4 +1,4 @@
-"""What float16 holds."""
+"""The limits of float16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many values share one scale: all of them, those of one index along an axis, or a block of neighbours.
+"""The values that share one scale: all of them, those of one index along an axis, or a block of neighbours.
 
 Legend: x [.., A, ..] the values, A the size of ``axis``; B the block size.
 
@@ -23,7 +23,7 @@ __all__ = ["beside", "in_blocks", "scale_shape"]
 
 
 def scale_shape(shape: Sequence[int], axis: int | None, block_size: int | None) -> tuple[int, ...]:
-    """The shape that the scale of values [*shape] has. Axis and block size must fit the shape."""
+    """Return the shape that the scale of values [*shape] has. Axis and block size must fit the shape."""
     if axis is None:
         return ()
     if block_size is None:
@@ -42,7 +42,7 @@ def in_blocks(x: Tensor, axis: int | None, block_size: int | None) -> Tensor:
 
 
 def beside(scale: Tensor, ndim: int, axis: int | None, block_size: int | None) -> Tensor:
-    """A scale or zero point in float32, as it broadcasts against ``in_blocks(x)`` of an x of ``ndim`` axes."""
+    """Return a scale or zero point in float32, as it broadcasts against ``in_blocks(x)`` of an x of ``ndim`` axes."""
     if axis is None:
         return scale.float()
     axis %= ndim

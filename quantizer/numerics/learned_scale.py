@@ -18,7 +18,7 @@ Weights are trained further with rates of some hundred thousandths, at which no 
 
 
 class _Divided(torch.autograd.Function):
-    """What comes in, with its gradient multiplied by a factor."""
+    """The identity, with its gradient multiplied by a factor."""
 
     @staticmethod
     def forward(change: Tensor, factor: float) -> Tensor:

@@ -14,18 +14,18 @@ _SIGN = 0b1000
 
 
 def packed_size(count: int) -> int:
-    """The bytes that so many steps take."""
+    """Return the bytes that so many steps take."""
     return (count + 1) // 2
 
 
 def pack_pairs(steps: Tensor) -> Tensor:
-    """Steps int8 [*] from -8 to 7 as uint8 [packed_size(*)], the first of two in the lower half of a byte."""
+    """Return steps int8 [*] from -8 to 7 as uint8 [packed_size(*)], the first of two in the lower half of a byte."""
     flat = torch.nn.functional.pad(steps.flatten(), (0, steps.numel() % 2)).view(torch.uint8) & _LOW
     return flat[0::2] | (flat[1::2] << _LOW.bit_length())
 
 
 def unpack_pairs(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """What ``pack_pairs`` was given, int8 of that shape."""
+    """Return what ``pack_pairs`` was given, int8 of that shape."""
     halves = torch.stack([packed & _LOW, packed >> _LOW.bit_length()], dim=1).flatten()
     # Two's complement of 4 bits: the highest one counts negative.
     steps = (halves ^ _SIGN).view(torch.int8) - _SIGN

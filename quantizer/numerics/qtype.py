@@ -105,7 +105,7 @@ QTYPES = {entry.name: entry for entry in (INT8, UINT8, FP8, INT4)}
 
 
 def qtype(name: str) -> QType:
-    """The format called ``name``.
+    """Return the format called ``name``.
 
     Raises:
         ValueError: there is none of that name.

@@ -86,7 +86,7 @@ def dequantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Steps q [*] to x' [*] in the scale's type. ``dtype`` says how a file stores q: two formats share int8 here."""
+    """Return x' [*] for codes q [*], in the scale's type. ``dtype`` is how a file stores q: two formats share int8."""
     return _to_values(q.float(), scale, axis, block_size, zero_point).to(scale.dtype)
 
 

@@ -60,7 +60,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """What is watched in every pass, and what of it is known from earlier ones.
+    """The sites and modules that every pass watches, and what is known of them from earlier ones.
 
     Attributes:
         make: makes a calibrator; its argument asks for a histogram.
@@ -140,7 +140,7 @@ class Pass:
             self._provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def whole(self, result: Any) -> Seen:
-        """What was seen, once the model has given its ``result``."""
+        """Return what was seen, once the model has given its ``result``."""
         self._magnitudes.returned(result)
         return replace(self.seen, batches=1, products=self._counter.products(), regions=self._magnitudes.regions())
 
@@ -253,7 +253,7 @@ class Pass:
         return None
 
     def _varies(self, record: SiteStatistics, site: Site, weights: list[Weight | None]) -> str | None:
-        """Why a site that is called many times cannot hold its weight: it is not always the same."""
+        """Return why a site that is called many times cannot hold its weight: it is not always the same."""
         given = (operand for operand in site.operation.operands if operand.index is not None)
         for operand, weight in zip(given, weights, strict=True):
             seen = record.operands.get(operand.name)
@@ -263,7 +263,7 @@ class Pass:
         return None
 
     def _why_not_residual(self, tensors: list[Tensor]) -> str | None:
-        """Why an add does not join two branches of the network.
+        """Return why an add does not join two branches of the network.
 
         A residual add has two computed operands of one shape, at least one of them made by a weighted product, and
         not both by the same one (a rotary embedding adds two halves of one projection). What a product of two
@@ -321,7 +321,7 @@ class Pass:
         self._groups[value] = (version, record.group)
 
     def _real(self, site: Site, value: Tensor) -> Tensor:
-        """The operand without padding."""
+        """Return the operand without padding."""
         return without_padding(value, self._mask, channels_last=site.operation.name == "linear")
 
     def _join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:

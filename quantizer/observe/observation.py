@@ -205,7 +205,7 @@ class Observation:
             current.after(site, result)
 
     def _pass_of(self, site: Site) -> Pass | None:
-        """The pass that a call is part of; None where a part of the model runs alone, which is no batch."""
+        """Return the pass that a call is part of; None where a part of the model runs alone, which is no batch."""
         running = self._of_thread()
         if running is not None or not self._running:
             return running
@@ -221,7 +221,7 @@ class Observation:
 
 
 def _only_zeros(inputs: Any) -> bool:
-    """Whether there are values in the inputs, and all of them are zeros."""
+    """Return whether there are values in the inputs, and all of them are zeros."""
     tensors = [leaf for leaf in _pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
         return False

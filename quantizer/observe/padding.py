@@ -20,12 +20,12 @@ _AXES = 2  # of a mask [B, S]
 
 
 def padding_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> Tensor | None:
-    """The mask [B, S] among a model's inputs, True where a token is real; None where nothing is certainly padding."""
+    """Return the mask [B, S] among a model's inputs, True where a token is real; None if nothing surely is padding."""
     return read_mask(keywords, args)[0]
 
 
 def read_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> tuple[Tensor | None, str | None]:
-    """The mask as ``padding_mask`` gives it, and why an ``attention_mask`` is taken for none (None: it is, or hides
+    """Return the mask of ``padding_mask``, and why an ``attention_mask`` is taken for none (None: it is one, or hides
     nothing)."""
     mask = keywords.get(_NAME)
     if not isinstance(mask, Tensor) or mask.numel() == 0 or bool((mask == mask.flatten()[0]).all()):
@@ -43,7 +43,7 @@ def read_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> tuple[
 
 
 def without_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool = False) -> Tensor:
-    """The real positions of an operand [B, .., S, ..]; all of it where no axis, or more than one, has the length S.
+    """Return the real positions of an operand [B, .., S, ..]; all of it unless one axis alone has the length S.
 
     What the network computes at padding is read by nobody, yet it can set the range of everything else.
 
@@ -59,7 +59,7 @@ def without_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool =
 
 
 def has_padding(output: Tensor, mask: Tensor | None) -> bool:
-    """Whether an output [B, S, ..] has a position for each token of the mask [B, S].
+    """Return whether an output [B, S, ..] has a position for each token of the mask [B, S].
 
     Logits [B, C] have none, also where there are as many classes as tokens.
     """
@@ -67,12 +67,12 @@ def has_padding(output: Tensor, mask: Tensor | None) -> bool:
 
 
 def output_without_padding(output: Tensor, mask: Tensor | None) -> Tensor:
-    """The real positions of an output [B, S, ..]; all of what has another shape."""
+    """Return the real positions of an output [B, S, ..]; all of what has another shape."""
     return output[mask] if has_padding(output, mask) else output
 
 
 def _doubt(mask: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
-    """Why a mask that hides something may mean something else; ``inputs`` are the model's tensors, by name."""
+    """Return why a mask that hides something may mean something else; ``inputs`` are the model's tensors, by name."""
     if mask.dtype == torch.bool:
         return "booleans may be True for either"
     if mask.is_floating_point() or mask.is_complex():
@@ -90,7 +90,7 @@ def _doubt(mask: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def _doubt_beside(real: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
-    """Why the other inputs leave a doubt whether ``real`` [B, S] says which tokens are real."""
+    """Return why the other inputs leave a doubt whether ``real`` [B, S] says which tokens are real."""
     alike = {name: value for name, value in inputs.items() if value.shape[:_AXES] == real.shape}
     if not alike:
         return "no other input has that batch and sequence"

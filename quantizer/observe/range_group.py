@@ -1,4 +1,4 @@
-"""What calibration collects of an operand: the group that shares its range, and what the channels of a group hold."""
+"""Operands as calibration sees them: the group that shares a range, and the channels of a group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ChannelRange:
 
     @classmethod
     def of(cls, x: Tensor) -> ChannelRange:
-        """The channels of x [.., K], which is not empty."""
+        """Return the channels of x [.., K], which is not empty."""
         low, high = torch.aminmax(x.detach().reshape(-1, x.shape[-1]), dim=0)
         return cls(low.float(), high.float())
 
@@ -34,7 +34,7 @@ class ChannelRange:
         return torch.maximum(self.low.abs(), self.high.abs())
 
     def joined(self, other: ChannelRange) -> ChannelRange | None:
-        """The channels of both; None where their numbers differ."""
+        """Return the channels of both; None where their numbers differ."""
         if self.low.shape != other.low.shape:
             return None
         return ChannelRange(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
@@ -42,7 +42,7 @@ class ChannelRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Migration:
-    """How far outliers of an activation x [.., K] move into the weights W it meets: (x / s) (W * s) is x W.
+    """The migration of outliers of an activation x [.., K] into the weights W it meets: (x / s) (W * s) is x W.
 
     ``factors`` are s, float32 [K]; ``alpha`` is the share of the activation, see ``smooth.migration_factors``.
     """
@@ -83,17 +83,17 @@ class RangeGroup:
         self.chosen = self.chosen or other.chosen
 
     def copy(self) -> RangeGroup:
-        """The same, to which more may be added."""
+        """Return a copy, to which more may be added."""
         return replace(self, calibrator=self.calibrator.copy(), operands=list(self.operands))
 
     def amax(self, dtype: str) -> float:
-        """The magnitude that maps to the largest step of a format."""
+        """Return the magnitude that maps to the largest step of a format."""
         return self.calibrator.for_format(dtype).amax() if self.chosen is None else self.chosen[0]
 
 
 @dataclass(kw_only=True, slots=True)
 class OperandRecord:
-    """What was seen of one operand: a weight, or an activation's group.
+    """The record of one operand: a weight, or an activation's group.
 
     Attributes:
         weight: the weight that it is.

@@ -34,13 +34,13 @@ class ReplayBatches:
         self._kept: dict[bytes, Batch] = {}
 
     def copy(self) -> ReplayBatches:
-        """The same batches, to which others may come."""
+        """Return a copy, to which other batches may come."""
         other = ReplayBatches()
         other._kept = dict(self._kept)
         return other
 
     def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
-        """A copy of a batch for ``keep``, where it is among those that are kept; ask before the model has seen it."""
+        """Return a copy of a batch for ``keep`` if it is among those that are kept; call this before the model runs."""
         key = _hash((args, dict(keywords)))
         if key in self._kept or (len(self._kept) == _KEPT and key > max(self._kept)):
             return None
@@ -53,7 +53,7 @@ class ReplayBatches:
             del self._kept[max(self._kept)]
 
     def shared(self) -> ReplayBatches:
-        """This rank's part of the batches that one process would have kept of all ranks' data.
+        """Return this rank's part of the batches that one process would have kept of all ranks' data.
 
         Each of them is in the part of one rank.
         """
@@ -70,7 +70,7 @@ class ReplayBatches:
 
 
 def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
-    """The inputs as they are now: a loader may fill the same tensors again, and a model may change what it is given."""
+    """Return the inputs as they are now: a loader may reuse the tensors, and a model may write into them."""
     leaves, structure = pytree.tree_flatten((args, dict(keywords)))
     own = [leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
     batch: Batch = pytree.tree_unflatten(own, structure)

@@ -1,4 +1,4 @@
-"""What was seen of one site in all its calls."""
+"""The statistics of one site over all its calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SiteStatistics", "merge_dimension", "same_weight"]
 
 @dataclass(kw_only=True, slots=True)
 class SiteStatistics:
-    """What was seen of one site.
+    """The statistics of one site over all its calls.
 
     ``kind`` is what its operands make it (None: none seen yet). ``calls`` counts all calls and ``fit`` those whose
     operands can be rounded; ``reasons`` says why others cannot. ``reads`` are the paths of the parameters among its
@@ -71,7 +71,7 @@ def merge_dimension(first: int | None, second: int | None) -> int | None:
 
 
 def same_weight(first: Weight | None, second: Weight | None) -> bool:
-    """Whether an operand is the same weight, or none, in both calls."""
+    """Return whether an operand is the same weight, or none, in both calls."""
     if first is None or second is None:
         return first is second
     # A parameter that no module has registered is known by nothing else across processes.

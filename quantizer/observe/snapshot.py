@@ -1,4 +1,4 @@
-"""What was seen, as bytes: to be saved, and to be told to other processes.
+"""Statistics as bytes: to be saved, and to be sent to other processes.
 
 The bytes are those of a safetensors file: ``counts`` int64 [H, BINS], a row for each histogram, and ``document`` uint8,
 the rest as JSON. Adding up what they say is exact, whatever the order: counts are integers, and bins of two widths
@@ -71,7 +71,7 @@ def snapshot(seen: Seen) -> bytes:
 
 
 def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callable[[bool], Calibrator]) -> Seen:
-    """What ``snapshot`` gave the bytes of, for a proxy of the same model.
+    """Return what ``snapshot`` gave the bytes of, for a proxy of the same model.
 
     Args:
         data: the snapshot.

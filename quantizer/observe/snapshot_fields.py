@@ -1,4 +1,4 @@
-"""What a snapshot of an observation holds beside its histograms, as types, and what its values mean."""
+"""The fields of a snapshot beside its histograms, as types, and what their values mean."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SeenDocument:
 
 
 def seen_document(values: Any, rows: int) -> SeenDocument:
-    """The document of a snapshot out of plain values.
+    """Return the document of a snapshot out of plain values.
 
     Args:
         values: as they were read.

@@ -1,4 +1,4 @@
-"""What was seen of a proxy: in one pass, in a whole calibration, in another process or in an earlier one.
+"""The statistics of a proxy: of one pass, of a whole calibration, of another process or of an earlier one.
 
 They add up: a pass is added to a calibration as what another process saw is, and the order does not matter.
 """
@@ -25,7 +25,7 @@ __all__ = ["Seen"]
 
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """What was seen.
+    """The statistics of all sites, range groups and products.
 
     Attributes:
         records: by site name.
@@ -59,7 +59,7 @@ class Seen:
         yield from dict.fromkeys(group for group in seen if group is not None)
 
     def counted(self) -> tuple[CountedProduct, ...]:
-        """What torch computed."""
+        """Return the products that torch computed."""
         return tuple(replace(product, multiply_adds=number) for product, number in self.products.items())
 
     def forget_choices(self) -> None:
@@ -69,7 +69,7 @@ class Seen:
             group.chosen = None
 
     def with_added(self, other: Seen) -> Seen:
-        """What was seen here and there; both stay as they are.
+        """Return what was seen here and there; both stay as they are.
 
         So a batch counts as a whole or not at all, wherever this is interrupted.
         """
@@ -78,7 +78,7 @@ class Seen:
         return whole
 
     def copy(self) -> Seen:
-        """The same, to which more may be added."""
+        """Return a copy, to which more may be added."""
         groups: dict[RangeGroup, RangeGroup] = {}
 
         def operand(record: OperandRecord) -> OperandRecord:

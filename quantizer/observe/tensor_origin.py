@@ -1,4 +1,4 @@
-"""Where tensors come from, while a proxy observes: what makes an add a *residual* add.
+"""Origins of tensors, while a proxy observes: they make an add a *residual* add.
 
 A dispatch mode sees every operation below Python and hands a tensor's origin on to what is computed from it. The
 origin is the last site that made it. Tensors themselves carry nothing of ours: the table is keyed by identity and
@@ -52,7 +52,7 @@ _PART_OF_PRODUCT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a tensor was last made by.
+    """The product that a tensor was last made by.
 
     ``kind`` is ``weighted`` (a linear or convolution), ``product`` (of two activations), ``add`` (an add of two
     tensors), ``softmax`` or ``parameter`` (computed from parameters alone); ``name`` tells two of a kind apart.
@@ -102,14 +102,14 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._constants[id(value)] = (weakref.ref(value), memory)
 
     def version(self, value: Tensor) -> int:
-        """How often something was written into a tensor: torch counts that, but not under ``inference_mode``."""
+        """Return how often something was written into a tensor: torch counts that, but not under ``inference_mode``."""
         if not value.is_inference():
             return value._version
         memory = _memory(value)
         return 0 if memory is None else self._written[memory]
 
     def origin(self, value: Tensor) -> Origin | None:
-        """The origin of a tensor; None where nothing is known of it."""
+        """Return the origin of a tensor; None where nothing is known of it."""
         # The first question spares most tensors the second, which is slow: a parameter is always of another type.
         if type(value) is not Tensor and isinstance(value, nn.Parameter):
             return _OF_PARAMETERS
@@ -154,7 +154,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _joined(self, inputs: Iterable[Tensor]) -> Origin | None:
-        """The origin of what is computed from ``inputs``: that of the first input with one, parameters last.
+        """Return the origin of what is computed from ``inputs``: that of the first input with one, parameters last.
 
         Integers count as inputs: what an embedding looks up in a parameter depends on the data.
         """
@@ -171,7 +171,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(value: Tensor) -> int | None:
-    """What tells the memory of a tensor from others; None where it has none of its own."""
+    """Return what tells the memory of a tensor from others; None where it has none of its own."""
     if value.is_meta or value.layout is not torch.strided or value.is_nested or is_transformed(value):
         return None
     identity: int = value.untyped_storage()._cdata
@@ -180,13 +180,13 @@ def _memory(value: Tensor) -> int | None:
 
 @cache
 def _writes(func: Any) -> bool:
-    """Whether an operation writes into what it is given."""
+    """Return whether an operation writes into what it is given."""
     return bool(func._schema.is_mutable)
 
 
 @cache
 def _known_of(func: Any) -> tuple[bool, str | None]:
-    """Whether an operation is composite, and its name among the products."""
+    """Return whether an operation is composite, and its name among the products."""
     return is_composite(func), product_name(func)
 
 

@@ -1,1 +1,1 @@
-"""Which operations of torch are quantizable, and how large the products are that they compute."""
+"""The quantizable operations of torch, and the sizes of the products that they compute."""

@@ -28,7 +28,7 @@ class Product:
     count: Callable[[Arguments, Any], int]
 
     def tensors(self, args: Arguments) -> list[Tensor]:
-        """The operands; a list of weights counts as so many operands."""
+        """Return the operands; a list of weights counts as so many operands."""
         found: list[Tensor] = []
         for place in self.operands:
             value = args[place] if place < len(args) else None
@@ -68,7 +68,7 @@ def _tokens(source: Tensor) -> tuple[int, int]:
 
 
 def _self_attention(weights: Sequence[int]) -> Callable[[Arguments, Any], int]:
-    """A whole attention, or encoder layer, on [B, S, E] in one kernel: its ``weights``, and both products inside."""
+    """Return the multiply-adds of an attention or encoder layer on [B, S, E]: ``weights``, and both products inside."""
 
     def count(args: Arguments, result: Any) -> int:
         tokens, pairs = _tokens(args[0])
@@ -78,7 +78,7 @@ def _self_attention(weights: Sequence[int]) -> Callable[[Arguments, Any], int]:
 
 
 def _recurrent(weights: Sequence[int]) -> Callable[[Arguments, Any], int]:
-    """One layer on [T, B, I] or a whole stack of them: each step multiplies every weight matrix once."""
+    """Return the multiply-adds of recurrent layers on [T, B, I]: each step multiplies every weight matrix once."""
 
     def count(args: Arguments, result: Any) -> int:
         source = args[0]
@@ -133,14 +133,14 @@ PRODUCTS: dict[str, Product] = {
 
 
 def product_name(func: Any) -> str | None:
-    """The name in ``PRODUCTS`` of what a dispatch mode sees; None where it is no product."""
+    """Return the name in ``PRODUCTS`` of what a dispatch mode sees; None where it is no product."""
     # An overload's name stands behind a dot.
     name: str = func.name().partition(".")[0]
     return name if name in PRODUCTS else None
 
 
 def is_composite(func: Any) -> bool:
-    """Whether torch defines an operation by others, such as ``linear`` by ``addmm``; then those are counted."""
+    """Return whether torch defines an operation by others, such as ``linear`` by ``addmm``; then those are counted."""
     if not isinstance(func, torch._ops.OpOverload):
         return False
     try:

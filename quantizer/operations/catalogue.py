@@ -81,7 +81,7 @@ def _product(
     methods: tuple[str, ...],
     operators: tuple[str, ...] = (),
 ) -> Operation:
-    """A matrix product of two operands; what stands before ``start`` is added to it and stays float."""
+    """Return a matrix product of two operands; what stands before ``start`` is added to it and stays float."""
     operands = (
         Operand(name="lhs", index=start, keyword=first),
         Operand(name="rhs", index=start + 1, keyword=second),
@@ -164,7 +164,7 @@ CATALOGUE: tuple[Operation, ...] = (
 
 
 def kind_of(entry: Operation, *, weighted: bool) -> Kind:
-    """The kind of a site, once its operands were seen: a matrix product by a weight is a linear."""
+    """Return the kind of a site, once its operands were seen: a matrix product by a weight is a linear."""
     return "linear" if weighted and entry.kind == "matmul" else entry.kind
 
 
@@ -178,7 +178,7 @@ _BY_NAME = {entry.name: entry for entry in CATALOGUE}
 
 
 def operation(name: str) -> Operation:
-    """The entry called ``name``."""
+    """Return the entry called ``name``."""
     return _BY_NAME[name]
 
 
@@ -228,7 +228,7 @@ def _problem(entry: Operation) -> str | None:
 
 
 def is_fast_path_switch(function: object) -> bool:
-    """Whether ``function`` tells torch's transformer layers that they may leave Python for one fused kernel."""
+    """Return whether ``function`` tells torch's transformer layers that they may leave Python for one fused kernel."""
     return function is _resolve("torch.backends.mha.get_fastpath_enabled")
 
 
@@ -249,5 +249,5 @@ def _functions(entry: Operation) -> Iterator[Callable[..., Any]]:
 
 
 def operation_of(function: object) -> Operation | None:
-    """The entry that ``function`` is a spelling of, or None."""
+    """Return the entry that ``function`` is a spelling of, or None."""
     return _by_identity().get(id(function))

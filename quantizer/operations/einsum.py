@@ -25,7 +25,7 @@ class Labels:
     output: frozenset[str]
 
     def sizes(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """The length of every label; that of the longer operand where one has length 1 and is broadcast."""
+        """Return the length of every label; that of the longer operand where one has length 1 and is broadcast."""
         found: dict[str, int] = {}
         for names, shape in zip(self.operands, shapes, strict=True):
             for name, size in zip(names, shape, strict=True):
@@ -33,7 +33,7 @@ class Labels:
         return found
 
     def channels(self, operand: int) -> frozenset[str]:
-        """The labels that only this operand and the output have."""
+        """Return the labels that only this operand and the output have."""
         return frozenset(self.operands[operand]) & self.output - frozenset(self.operands[1 - operand])
 
     @property
@@ -42,14 +42,14 @@ class Labels:
         return frozenset(self.operands[0] + self.operands[1]) - self.output
 
     def channel_axis(self, operand: int, shape: Sequence[int]) -> int | None:
-        """The axis of an operand's largest channel label, the first of equals; None where it has none."""
+        """Return the axis of an operand's largest channel label, the first of equals; None where it has none."""
         own = self.channels(operand)
         axes = [axis for axis, name in enumerate(self.operands[operand]) if name in own]
         return max(axes, key=lambda axis: shape[axis], default=None)
 
 
 def problem(node: ast.Call, equation: str) -> str | None:
-    """Why a call in the text is not the product of two operands whose channels can be told; None where it is.
+    """Return why a call in the text is not the product of two operands whose channels can be told; None where it is.
 
     ``equation`` is what its first argument says; empty where the text does not tell.
     """
@@ -68,7 +68,7 @@ def problem(node: ast.Call, equation: str) -> str | None:
 
 
 def labels(equation: str, dimensions: Sequence[int]) -> Labels:
-    """The labels of an equation without ``problem``, for operands of so many dimensions."""
+    """Return the labels of an equation without ``problem``, for operands of so many dimensions."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     first, second = inputs.split(",")
     names = (_expanded(first, dimensions[0]), _expanded(second, dimensions[1]))
@@ -88,5 +88,5 @@ def _expanded(names: str, dimensions: int) -> tuple[str, ...]:
 
 
 def volume(sizes: dict[str, int], names: frozenset[str] | set[str]) -> int:
-    """The product of the lengths of some labels."""
+    """Return the product of the lengths of some labels."""
     return math.prod(sizes[name] for name in names)

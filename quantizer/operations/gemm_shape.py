@@ -1,4 +1,4 @@
-"""What a product amounts to: its K and N, its multiply-adds, and the axis of a weight's output channels.
+"""The size of a product: its K and N, its multiply-adds, and the axis of a weight's output channels.
 
 Legend: a product of [M, K] and [K, N]; a convolution is one too, with its input patches as rows. Shapes are plain
 numbers: nothing here needs torch.
@@ -72,7 +72,7 @@ GeometryOf = Callable[[Call], Geometry]
 
 
 def weighted(call: Call) -> Geometry:
-    """A linear or a convolution: the weight is [N, ...] and all its other axes are K."""
+    """Return the size of a linear or a convolution: the weight is [N, ...] and all its other axes are K."""
     weight = call.operands[1]
     depth = math.prod(weight[1:])
     inner = 1 if len(weight) == _LINEAR else None
@@ -82,7 +82,7 @@ def weighted(call: Call) -> Geometry:
 
 
 def transposed(call: Call) -> Geometry:
-    """A transposed convolution: the weight is [channels in, channels out / groups, ...].
+    """Return the size of a transposed convolution: its weight is [channels in, channels out / groups, ...].
 
     With groups, axis 1 holds channels of all groups at once. Where each group has one input channel (depthwise), axis 0
     counts the groups, and all that a channel out is made of stands in one row of it. Elsewhere no axis is the channels'
@@ -98,7 +98,7 @@ def transposed(call: Call) -> Geometry:
 
 
 def product(call: Call) -> Geometry:
-    """A matrix product, batched or not; a vector has no channels. Batches may be summed (``addbmm``)."""
+    """Return the size of a matrix product, batched or not; a vector has no channels, ``addbmm`` sums its batches."""
     first, second = call.operands
     rows, columns = (first[-2] if len(first) > 1 else 1), (second[-1] if len(second) > 1 else 1)
     depth = first[-1]
@@ -118,7 +118,7 @@ def product(call: Call) -> Geometry:
 
 
 def einsum(call: Call) -> Geometry:
-    """A product of two operands: K are the labels summed over, N the second operand's own (or the weight's)."""
+    """Return the size of an einsum: K are the labels summed over, N the second operand's own (or the weight's)."""
     found = labels(call.equation, [len(shape) for shape in call.operands])
     sizes = found.sizes(call.operands)
     of = 1 if call.weight is None else call.weight
@@ -147,7 +147,7 @@ def attention(call: Call) -> Geometry:
 
 
 def lookup(call: Call) -> Geometry:
-    """An embedding computes nothing; each row of its table has a scale."""
+    """Return the size of an embedding: it computes nothing, and each row of its table has a scale."""
     return Geometry(depth=0, width=0, multiply_adds=0, axis=0)
 
 

@@ -83,7 +83,7 @@ def _overflow_guards() -> list[OperatorPatch]:
 
 
 def _float_masks() -> list[OperatorPatch]:
-    """A float minus an integer mask: the mask becomes float first, as it does anyway."""
+    """Return the line for a float minus an integer mask: the mask becomes float first, as it does anyway."""
     reason = "aten.sub of a float and an int64 tensor has no translation in torch's ONNX exporter"
     ngrams = "prophetnet.modeling_prophetnet:ProphetNet"
     heads = "[:, None, None, :].repeat(1, self.config.num_{}_attention_heads, 1, 1)"

@@ -154,13 +154,13 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
 
 
 def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[str]:
-    """The parameters that a frozen proxy of this plan has no more: it reads them from its sites."""
+    """Return the parameters that a frozen proxy of this plan has no more: it reads them from its sites."""
     weights = ((planned.parameter or "", *_owner(proxy, planned)) for _, _, planned in _weights(proxy, plan))
     return sorted({path for path, owner, name in weights if name not in owner._parameters})
 
 
 def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
-    """Whether a proxy is a frozen one of this very plan: these sites on, with these formats and scales."""
+    """Return whether a proxy is a frozen one of this very plan: these sites on, with these formats and scales."""
     sites = {site.path: site for site in sites_of(proxy)}
     if set(sites) != set(plan):
         return False
@@ -195,7 +195,7 @@ def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) 
 
 
 def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
-    """Whether an operand is rounded as the plan says."""
+    """Return whether an operand is rounded as the plan says."""
     if not planned.quantized:
         return not quantizer.enabled
     scale = quantizer.scale
@@ -212,7 +212,7 @@ def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 
 def _weight(proxy: nn.Module, site: Site, planned: OperandPlan) -> Tensor:
-    """The weight as its site sees it."""
+    """Return the weight as its site sees it."""
     owner, name = _owner(proxy, planned)
     parameter = owner._parameters.get(name)
     if parameter is None:
@@ -239,7 +239,7 @@ def _list_weights(proxy: nn.Module) -> None:
 
 
 def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:
-    """The weight operands that the plan quantizes."""
+    """Yield the weight operands that the plan quantizes."""
     for site in sites_of(proxy):
         planned = {operand.name: operand for operand in plan[site.path].operands}
         for position, operand in enumerate(site.operation.operands):
@@ -249,7 +249,7 @@ def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[S
 
 
 def _owner(proxy: nn.Module, weight: OperandPlan) -> tuple[nn.Module, str]:
-    """The module that has the parameter, and its name there.
+    """Return the module that has the parameter, and its name there.
 
     Raises:
         ProxyError: there is no such module.

@@ -92,7 +92,7 @@ class _Check:
 
 
 def _sample(tensor: Tensor) -> Any:
-    """A view in numpy of some elements, spread over all of a tensor on the CPU; None of one elsewhere."""
+    """Return a view in numpy of some elements, spread over all of a tensor on the CPU; None of one elsewhere."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
     flat = tensor.detach().view(-1)

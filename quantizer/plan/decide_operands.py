@@ -41,7 +41,7 @@ _MATRIX = 2  # axes of a weight that has blocks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """What a plan depends on besides the data.
+    """The settings that a plan depends on besides the data.
 
     ``scale_dtype`` is the float type that holds the scales on the target.
     """
@@ -62,7 +62,7 @@ def operand_plans(
     wanted: Format,
     indivisible: list[str],
 ) -> tuple[OperandPlan, ...]:
-    """What becomes of each operand of a site that was seen.
+    """Return what becomes of each operand of a site that was seen.
 
     Args:
         site: the site.
@@ -196,7 +196,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
 
 
 def _unheld(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) -> str | None:
-    """Why an operand stays float: the target's float type does not hold its scale; None where it does."""
+    """Return why an operand stays float: the target's float type does not hold its scale; None where it does."""
     if amax and not dtype.is_float and not bool(is_normal(scale, scale_dtype)):
         least, name = torch.finfo(scale_dtype).smallest_normal, str(scale_dtype).removeprefix("torch.")
         return ReasonCode.SCALE_TOO_SMALL.text(amax=f"{amax:.3g}", least=f"{least:.2g}", dtype=name)
@@ -204,12 +204,12 @@ def _unheld(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) 
 
 
 def judged_as(dtype: QType) -> QType:
-    """The format by which a range is estimated: histograms are of magnitudes, which know no zero point."""
+    """Return the format by which a range is estimated: histograms are of magnitudes, which know no zero point."""
     return INT8 if dtype.has_zero_point else dtype
 
 
 def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: torch.dtype) -> tuple[Tensor, int]:
-    """The scale and the zero point of a range that holds 0: what was seen, clipped at amax on either side."""
+    """Return the scale and the zero point of a range that holds 0: what was seen, clipped at amax on either side."""
     low, high = max(min(calibrator.minimum, 0.0), -amax), min(max(calibrator.maximum, 0.0), amax)
     # As if the range were symmetric, with as many steps on its one side as the format has in all.
     scale = scale_of(torch.tensor(high - low, dtype=torch.float32), dtype, scale_dtype)

@@ -93,7 +93,7 @@ def decide(
 def _refusal(
     site: Site, record: SiteStatistics, refused: Mapping[str, str], settings: PlanSettings
 ) -> tuple[str | None, str | None]:
-    """Why a site is left in float before its ranges are looked at, and the rule that says so."""
+    """Return why a site is left in float before its ranges are looked at, and the rule that says so."""
     if site.path in refused:
         return ReasonCode.EXCLUDED.text(), refused[site.path]
     kind = record.kind or site.operation.kind
@@ -120,7 +120,7 @@ def _refusal(
 
 
 def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str | None:
-    """Why the site as a whole stays float: a product has all operands in low precision or none, or weights alone."""
+    """Return why the site stays float as a whole: a product quantizes all operands, none, or weights alone."""
     missing = [operand for operand in operands if not operand.quantized]
     if site.operation.kind != "residual_add":
         if len(operands) < len(site.operation.operands):
@@ -134,7 +134,7 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str
 
 
 def _product_alone(record: SiteStatistics, operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str | None:
-    """Why a residual add stays float of which only what a product gives would be quantized; None where it may be."""
+    """Return why a residual add stays float if only its product's side would be quantized; None where it may be."""
     if settings.switches["residual_add"] != "auto":
         return None
     quantized = [operand for operand in operands if operand.quantized]
@@ -147,7 +147,7 @@ def _product_alone(record: SiteStatistics, operands: tuple[OperandPlan, ...], se
 def _rule(
     site: Site, operands: tuple[OperandPlan, ...], refused: Mapping[str, str], settings: PlanSettings
 ) -> str | None:
-    """The rule by which operands that can be quantized are not."""
+    """Return the rule by which operands that can be quantized are not."""
     excluded = (refused.get(f"{site.path}.{operand.name}") for operand in operands)
     found = next((rule for rule in excluded if rule is not None), None)
     auto = site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto"
@@ -155,7 +155,7 @@ def _rule(
 
 
 def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
-    """The products of two activations that ran, by the function that they stand in."""
+    """Return the products of two activations that ran, by the function that they stand in."""
     functions: dict[str, list[SitePlan]] = defaultdict(list)
     for entry in plan.values():
         if entry.kind == "matmul" and ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN:

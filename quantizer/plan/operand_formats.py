@@ -1,4 +1,4 @@
-"""Which format each site's operands are held in: a default, and rules of which the last that matches decides."""
+"""The format of each site's operands: a default, and rules of which the last that matches decides."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Formats:
         self._rules = tuple(rules)
 
     def of(self, site: str, kind: Kind) -> Format:
-        """The format of a site of a kind; the kind is known once its operands were seen."""
+        """Return the format of a site of a kind; the kind is known once its operands were seen."""
         for rule, sites in reversed(self._rules):
             if (not rule.kinds or kind in rule.kinds) and (sites is None or site in sites):
                 return rule.format

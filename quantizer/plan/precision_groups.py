@@ -21,7 +21,7 @@ __all__ = ["group_names"]
 
 
 def group_names(plan: Mapping[str, SitePlan]) -> dict[tuple[str, str], str]:
-    """The group of each operand of a quantized site, by (site name, operand name)."""
+    """Return the group of each operand of a quantized site, by (site name, operand name)."""
     keys: dict[str, list[str]] = defaultdict(list)
     names: dict[tuple[str, str], str] = {}
     for path, site in plan.items():
@@ -58,5 +58,5 @@ def _common_name(paths: Iterable[str]) -> str:
 
 
 def _shared(sequences: Sequence[Sequence[str]]) -> int:
-    """How many first entries all sequences have in common."""
+    """Return how many first entries all sequences have in common."""
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*sequences, strict=False)))

@@ -20,7 +20,7 @@ __all__ = ["scale_group", "scales_of", "with_given_weights", "with_scales"]
 
 
 def scales_of(plan: Plan) -> dict[str, Tensor]:
-    """The scale of every operand that the plan quantizes, float32 [] or [C], by ``SITE.OPERAND``."""
+    """Return the scale of every operand that the plan quantizes, float32 [] or [C], by ``SITE.OPERAND``."""
     return {
         f"{path}.{operand.name}": operand.scale.clone()
         for path, entry in plan.items()
@@ -32,7 +32,7 @@ def scales_of(plan: Plan) -> dict[str, Tensor]:
 def with_scales(
     plan: Plan, scales: Mapping[str, Tensor], scale_dtype: torch.dtype, *, keep_zero_points: bool = False
 ) -> Plan:
-    """The plan with other scales for some of its operands.
+    """Return the plan with other scales for some of its operands.
 
     A scale is rounded to the target's float type; amax is what the format reaches with the scale as given. A scale for
     one operand of a range group holds for all of it.
@@ -93,14 +93,14 @@ def with_given_weights(plan: Plan) -> Plan:
 
 
 def scale_group(operand: OperandPlan) -> tuple[str, str, bool] | None:
-    """What operands have in common that have one scale: the tensor that they read, its format, and its migration."""
+    """Return the key of operands that share a scale: the tensor that they read, its format, and its migration."""
     if operand.range_group is None:
         return None
     return operand.range_group, operand.dtype, operand.smooth is not None
 
 
 def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> str | None:
-    """Why a scale cannot be taken; None where it can."""
+    """Return why a scale cannot be taken; None where it can."""
     path, _, last = name.rpartition(".")
     entry = plan.get(path)
     operand = None if entry is None else next((o for o in entry.operands if o.name == last), None)

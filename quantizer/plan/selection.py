@@ -31,7 +31,7 @@ __all__ = ["Selection", "by_kind", "matched", "matches", "exclusions"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What to include, or what to exclude."""
+    """The rules of ``include``, or of ``exclude``."""
 
     module_types: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Selection:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a dotted pattern matches a whole dotted path.
+    """Return whether a dotted pattern matches a whole dotted path.
 
     ``layer.1`` does not match ``layer.10``; ``**.dense`` matches ``dense`` and ``a.b.dense``.
     """
@@ -58,7 +58,7 @@ def _segments_match(pattern: Sequence[str], path: Sequence[str]) -> bool:
 
 
 def exclusions(proxy: nn.Module, sites: Iterable[Site], include: Selection, exclude: Selection) -> dict[str, str]:
-    """Why sites and operands are left out by a rule: by site name or by ``SITE.OPERAND``.
+    """Return why sites and operands are left out by a rule: by site name or by ``SITE.OPERAND``.
 
     Raises:
         ConfigError: a pattern or type matches nothing; all such are listed.
@@ -86,7 +86,7 @@ def exclusions(proxy: nn.Module, sites: Iterable[Site], include: Selection, excl
 def matched(
     proxy: nn.Module, sites: Sequence[Site], rules: Selection, section: str, problems: list[str]
 ) -> dict[str, tuple[str, str]]:
-    """The key and pattern that matched each site or operand, by its name; ``problems`` gets what matches nothing."""
+    """Return the key and pattern that matched each site or operand, by name; ``problems`` gets those without match."""
     found: dict[str, tuple[str, str]] = {}
     modules = {
         path: module for path, module in proxy.named_modules() if not isinstance(module, Site | OperandQuantizer)
@@ -147,5 +147,5 @@ def _nothing(place: str, wanted: str, what: str, known: Iterable[str]) -> str:
 
 
 def by_kind(switches: Mapping[str, bool | str], kind: Kind) -> str | None:
-    """The switch of the ``sites:`` section that leaves a kind of site out; None where none does."""
+    """Return the switch of the ``sites:`` section that leaves a kind of site out; None where none does."""
     return RuleKind.SWITCH.text(key=kind, value="false") if switches[kind] is False else None

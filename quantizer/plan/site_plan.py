@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OperandPlan:
-    """What becomes of one operand, held in the format ``dtype`` where it is quantized.
+    """The decision for one operand, held in the format ``dtype`` where it is quantized.
 
     ``amax`` [] or [C] is the range before the target's float type rounds the scale; ``scale`` [] or [C] is what the
     quantizer uses. ``range_group`` names the operands that share one range; ``clipped`` is the share of values beyond
@@ -75,12 +75,12 @@ class OperandPlan:
 
     @property
     def factor(self) -> Tensor | None:
-        """What the operand is multiplied by before it is rounded, [K] along ``smooth_axis``; None: nothing."""
+        """The factor of the operand before it is rounded, [K] along ``smooth_axis``; None: 1."""
         return self.smooth if self.smooth is None or self.role == "weight" else self.smooth.reciprocal()
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the coverage should know besides."""
+        """A note for the reader of a coverage."""
         outside = f"read as floats outside of its site too, {self.read_outside}" if self.read_outside else None
         return [text for text in (self.note, outside) if text is not None]
 
@@ -91,7 +91,7 @@ class OperandPlan:
 
     @property
     def scales(self) -> int:
-        """How many scales it has; 1 where no range was seen."""
+        """The number of its scales; 1 where no range was seen."""
         return 1 if self.amax is None else self.amax.numel()
 
     @property
@@ -102,7 +102,7 @@ class OperandPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SitePlan:
-    """What becomes of one site, and why.
+    """The decision for one site, with its reason.
 
     ``rule`` is what decided: an entry of the configuration, ``target NAME`` for the target's profile (also of a site
     that is quantized), ``fallback``; None: what calibration saw of the operands, as ``reason`` says.
@@ -130,7 +130,7 @@ Plan = dict[str, SitePlan]
 
 
 def with_fallback(plan: Plan, groups: Mapping[str, str]) -> Plan:
-    """The plan with whole groups back in float; ``groups`` gives each one's reason."""
+    """Return the plan with whole groups back in float; ``groups`` gives each one's reason."""
     result: Plan = {}
     for path, entry in plan.items():
         operands = tuple(

@@ -102,7 +102,7 @@ def save_state(
 def load_state(
     folder: str | os.PathLike[str],
 ) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any], bytes | None]:
-    """What ``save_state`` wrote: the plan, the products, the document and the snapshot.
+    """Return what ``save_state`` wrote: the plan, the products, the document and the snapshot.
 
     A folder from before they were kept has no products or no snapshot.
 
@@ -150,14 +150,14 @@ def _check_sums(told: Any, files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def state_bytes(plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]) -> bytes:
-    """What ``save_state`` writes, without a snapshot, as the bytes of one safetensors file."""
+    """Return what ``save_state`` writes, without a snapshot, as the bytes of one safetensors file."""
     whole, tensors = _plain(plan, products, document)
     text = bytearray(json.dumps({"format": FORMAT, _SUMS: tensors_digest(tensors), **whole}).encode())
     return save({**tensors, _DOCUMENT: torch.frombuffer(text, dtype=torch.uint8)})
 
 
 def state_of_bytes(data: bytes, place: object) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any]]:
-    """What ``state_bytes`` gave: the plan, the products and the document.
+    """Return what ``state_bytes`` gave: the plan, the products and the document.
 
     Args:
         data: the bytes.

@@ -1,4 +1,4 @@
-"""Whether a plan out of a file fits together: types were checked when it was read, here it is what they mean."""
+"""Checks that a plan out of a file fits together; the types of its values were checked when it was read."""
 
 from __future__ import annotations
 

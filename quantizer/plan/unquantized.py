@@ -1,4 +1,4 @@
-"""What became of the products that were counted: covered by a plan, or escaped, and why."""
+"""The counted products that no plan covers, each with its reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | Non
 def escaped_products(
     products: Sequence[CountedProduct], plan: Plan, put_back: Collection[str] = ()
 ) -> tuple[UnquantizedProduct, ...]:
-    """The products that the plan does not cover, the largest first; ``put_back`` are the sites that fallback moved."""
+    """Return the products that the plan does not cover, the largest first; ``put_back`` are the sites of fallback."""
     total = sum(product.multiply_adds for product in products)
     rows = []
     for product in products:

@@ -124,7 +124,7 @@ def _check_steps(name: str, operand: OperandPlan, weight: Tensor, steps: int) ->
 
 
 def _as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
-    """The weight in float32 [*], multiplied by what smoothing moves into it: the values that are rounded."""
+    """Return the weight in float32 [*], multiplied by what smoothing moves into it: the values that are rounded."""
     values = weight.detach().float()
     if operand.smooth is None:
         return values
@@ -134,7 +134,7 @@ def _as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
 
 
 def _amax(values: Tensor, axis: int | None, block_size: int | None) -> Tensor:
-    """The largest magnitude of each scale's share of values [*]."""
+    """Return the largest magnitude of each scale's share of values [*]."""
     if block_size is not None:
         assert axis is not None
         return in_blocks(values, axis, block_size).abs().amax(dim=axis + 1)
@@ -144,7 +144,7 @@ def _amax(values: Tensor, axis: int | None, block_size: int | None) -> Tensor:
 
 
 def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
-    """Which channels have weights so small that the target's float type holds their scales with fewer digits."""
+    """Return which channels have weights so small that the target's float type holds their scales with fewer digits."""
     few = int((~is_normal(scale, scale_dtype)).sum())
     if not few:
         return None
@@ -152,7 +152,7 @@ def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
 
 
 def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
-    """The weight of an operand in a model; None where the model has no such parameter."""
+    """Return the weight of an operand in a model; None where the model has no such parameter."""
     path = operand.parameter or ""
     owner, _, name = path.rpartition(".")
     try:

@@ -66,12 +66,12 @@ class UnrewrittenSource:
 
 
 def is_proxy(model: nn.Module) -> bool:
-    """Whether ``model`` was made by ``build_proxy``."""
+    """Return whether ``model`` was made by ``build_proxy``."""
     return _MARK in model.__dict__
 
 
 def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
-    """A copy of ``model`` with every quantizable call behind a ``Site``; all sites off.
+    """Return a copy of ``model`` with every quantizable call behind a ``Site``; all sites off.
 
     Parameters, buffers and other tensors are shared; everything else (configs, lists of modules, bound methods) is the
     proxy's own. The model itself is not changed.
@@ -116,7 +116,7 @@ def own_copy(model: nn.Module, shared: dict[int, Any] | None = None) -> nn.Modul
 
 
 def _copied(model: nn.Module, copies: dict[int, Any]) -> nn.Module:
-    """A copy of a model; ``copies`` says of what, by id, which object is its copy already."""
+    """Return a copy of a model; ``copies`` says of what, by id, which object is its copy already."""
     try:
         copied: nn.Module = copy.deepcopy(model, copies)
     except (TypeError, RuntimeError) as error:
@@ -160,14 +160,14 @@ def instrument(model: nn.Module) -> None:
 
 
 def sites_of(proxy: nn.Module) -> Iterator[Site]:
-    """All sites of a proxy, in the order of its modules."""
+    """Yield all sites of a proxy, in the order of its modules."""
     for module in proxy.modules():
         if isinstance(module, Site):
             yield module
 
 
 def quantizers_of(proxy: nn.Module) -> list[OperandQuantizer]:
-    """The quantizers of all operands of a proxy, in the order of its modules."""
+    """Return the quantizers of all operands of a proxy, in the order of its modules."""
     return [module for module in proxy.modules() if isinstance(module, OperandQuantizer)]
 
 
@@ -195,12 +195,12 @@ def skipped_sources(model: nn.Module) -> Iterator[UnrewrittenSource]:
 
 
 def source_diff(model: nn.Module) -> str:
-    """A unified diff, original source to rewritten source, of all functions that a proxy of ``model`` replaces."""
+    """Return a unified diff, original to rewritten source, of all functions that a proxy of ``model`` replaces."""
     return "".join(file.diff(keys) for file, keys in _rewritten_functions(model))
 
 
 def applied_patches(model: nn.Module) -> tuple[OperatorPatch, ...]:
-    """The operator patches that the source of a proxy of ``model`` holds, by name."""
+    """Return the operator patches that the source of a proxy of ``model`` holds, by name."""
     patches = {
         patch for file, keys in _rewritten_functions(model) for key in keys for patch in file.functions[key].patches
     }
@@ -208,7 +208,7 @@ def applied_patches(model: nn.Module) -> tuple[OperatorPatch, ...]:
 
 
 def _rewritten_functions(model: nn.Module) -> Iterator[tuple[SourceFile, list[Key]]]:
-    """The functions that a proxy of ``model`` replaces, by file."""
+    """Yield the functions that a proxy of ``model`` replaces, by file."""
     reachable = reachable_in(model)
     keys = {key for module in model.modules() for key in REWRITER.rewrite(original_class(module), reachable).keys}
     files = {file.rewritten_name: file for file in REWRITER.files()}
@@ -217,7 +217,7 @@ def _rewritten_functions(model: nn.Module) -> Iterator[tuple[SourceFile, list[Ke
 
 
 def _shared_tensors(model: nn.Module) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy`` that says of every tensor: this is its own copy."""
+    """Return a memo for ``copy.deepcopy`` that says of every tensor: this is its own copy."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]

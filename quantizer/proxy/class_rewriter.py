@@ -46,7 +46,7 @@ _Derive = Callable[[type[nn.Module], tuple[type, ...], dict[str, Any], frozenset
 
 @dataclass(kw_only=True, slots=True)
 class Rewritten:
-    """What became of one class: the generated class (the class itself where nothing changed), its sites, problems, and
+    """The result for one class: the generated class (the class itself where nothing changed), its sites, problems, and
     why operator patches were refused."""
 
     cls: type[nn.Module]
@@ -59,7 +59,7 @@ class Rewritten:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
-    """Which variants of its functions a class and its bases take.
+    """The variants of its functions that a class and its bases take.
 
     A module holds one site of a name. Where a class and a base have sites of one name (both have a product in
     ``forward``, say), those of the base's function are named with its class. It is one choice for all bases: with two
@@ -80,7 +80,7 @@ class _Choice:
     lends: frozenset[str] = frozenset()
 
     def within(self, cls: type) -> _Choice:
-        """The part that concerns a base."""
+        """Return the part that concerns a base."""
 
         def part(places: frozenset[_Place]) -> frozenset[_Place]:
             return frozenset(place for place in places if place[0] in cls.__mro__)
@@ -91,7 +91,7 @@ class _Choice:
 def _one_at_a_time(
     method: Callable[Concatenate[ClassRewriter, _P], _T],
 ) -> Callable[Concatenate[ClassRewriter, _P], _T]:
-    """A method that one thread runs at a time: a result is registered before the work on it is done."""
+    """Return a method that one thread runs at a time: a result is registered before the work on it is done."""
 
     @functools.wraps(method)
     def locked(self: ClassRewriter, /, *args: _P.args, **keywords: _P.kwargs) -> _T:
@@ -143,12 +143,12 @@ class ClassRewriter:
 
     @_one_at_a_time
     def files(self) -> list[SourceFile]:
-        """Every file that was searched."""
+        """Return every file that was searched."""
         return [*self.rebuilder.files.values(), *self.qualified.files.values()]
 
     @_one_at_a_time
     def holds_sites(self, value: Any) -> bool:
-        """Whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
+        """Return whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
         return self.rebuilder.holds_sites(value)
 
     @_one_at_a_time
@@ -181,7 +181,7 @@ class ClassRewriter:
 
     @_one_at_a_time
     def rewrite(self, cls: type[nn.Module], reachable: frozenset[str]) -> Rewritten:
-        """The generated class of a module class, with those of its functions rewritten that are ``reachable``."""
+        """Return the generated class of a module class, with its ``reachable`` functions rewritten."""
         self._renew()
         key = self._key(cls, reachable)
         if key not in self.chosen:
@@ -236,7 +236,7 @@ class ClassRewriter:
                 self.qualified.modules.add_variant(function, rebuilt)
 
     def _is_mentioned(self, cls: type, owner: type, name: str) -> bool:
-        """Whether a function of a base may run: it is not overridden, or a subclass mentions its name."""
+        """Return whether a function of a base may run: it is not overridden, or a subclass mentions its name."""
         above = [base for base in cls.__mro__[: cls.__mro__.index(owner)] if is_ours(base)]
         if not any(name in vars(base) for base in above):
             return True
@@ -303,7 +303,7 @@ class ClassRewriter:
         )
 
     def _rebuild(self, cls: type, name: str, attribute: Any, choice: _Choice) -> Rebuilt:
-        """What becomes of one function of a class under a choice."""
+        """Return what becomes of one function of a class under a choice."""
         if (cls, name) in choice.unused:
             return Rebuilt()
         if (cls, name) in choice.left_out:
@@ -317,14 +317,14 @@ class ClassRewriter:
 
 
 def _clash(rebuilt: Rebuilt, taken: dict[str, SiteSource]) -> bool:
-    """Whether two different sites would have one name."""
+    """Return whether two different sites would have one name."""
     names = dict(taken)
     hosted = [site for site in rebuilt.sites if site.reason is None]
     return any(names.setdefault(site.attribute, site) != site for site in hosted)
 
 
 def _each_once(sites: Iterable[SiteSource]) -> tuple[SiteSource, ...]:
-    """The sites, without those that one function leaves out and another one has."""
+    """Return the sites, without those that one function leaves out and another one has."""
     sites = list(sites)
     names = {site.name for site in sites if site.reason is None}
     return tuple(site for site in sites if site.reason is None or site.name not in names)

@@ -24,7 +24,7 @@ __all__ = ["container_views"]
 
 
 def _own(container: nn.Module) -> dict[str, nn.Module]:
-    """A container's own children."""
+    """Return a container's own children."""
     modules: dict[str, Any] = container._modules
     return {name: module for name, module in modules.items() if not isinstance(module, Site)}
 
@@ -43,7 +43,7 @@ def _alone(container: nn.Module) -> Iterator[None]:
 
 
 class _Sequence(nn.Module):
-    """What sequences have in common."""
+    """The common part of sequences."""
 
     def __len__(self) -> int:
         return len(_own(self))
@@ -117,7 +117,7 @@ _VIEWS: tuple[type[nn.Module], ...] = (_Sequential, _ModuleList, _ModuleDict)
 
 
 def container_views(bases: tuple[type, ...]) -> tuple[type, ...]:
-    """The bases that a generated class of these bases needs besides, so that it shows its own children only."""
+    """Return the bases that a generated class of these bases needs besides, so that it shows its own children only."""
     return tuple(
         view
         for view in _VIEWS

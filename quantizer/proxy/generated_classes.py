@@ -48,7 +48,7 @@ def _derive(
 
 
 def _unannounced() -> Any:
-    """A first base while a class is made: no ``__init_subclass__`` of the model's classes hears of that class.
+    """Return a first base while a class is made: no ``__init_subclass__`` of the model's classes hears of that class.
 
     One for each class: as a base that stays, it must stand in the order of resolution once for each of them.
     """
@@ -65,7 +65,7 @@ def _unannounced() -> Any:
 
 
 def _generated(bases: tuple[type, ...], body: dict[str, Any]) -> type[nn.Module]:
-    """A class named after its first base, of which neither ``__init_subclass__`` nor a metaclass of the model is told.
+    """Return a class named after its first base, unknown to ``__init_subclass__`` and metaclasses of the model.
 
     Registries of models are filled there, and would give generated classes to who asks for the model's.
     """
@@ -84,7 +84,7 @@ REWRITER = ClassRewriter(_derive)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """A module's class as its author wrote it."""
+    """Return a module's class as its author wrote it."""
     original: type[nn.Module] = as_written(type(module))
     return original
 
@@ -105,7 +105,7 @@ def kept_methods(module: nn.Module) -> Iterator[types.MethodType]:
 
 
 def leads_to_forward(value: Any, module: nn.Module) -> bool:
-    """Whether a function kept on a module leads to the forward of its class: it stands around it."""
+    """Return whether a function kept on a module leads to the forward of its class: it stands around it."""
     return any(_is_own(part) and part.__self__ is module and part.__name__ == "forward" for part in held(value))
 
 
@@ -119,7 +119,7 @@ def rebind_kept(module: nn.Module, twin: Callable[[Any], Any]) -> None:
 
 
 def rewritten_method(value: Any) -> types.MethodType | None:
-    """The rewritten method for a module's own one; None for anything else."""
+    """Return the rewritten method for a module's own one; None for anything else."""
     if not _is_own(value):
         return None
     function = getattr(type(value.__self__), value.__name__)
@@ -155,7 +155,7 @@ def as_sharer(module: nn.Module) -> None:
 
 
 def with_forward(cls: type[nn.Module], reachable: frozenset[str]) -> type[nn.Module]:
-    """A subclass whose ``forward`` is the ``__call__`` of a class without any; every other class as it is.
+    """Return a subclass whose ``forward`` is the ``__call__`` of a class without any; every other class as it is.
 
     It is called as torch calls modules, by way of their hooks, and everybody who goes by ``forward`` finds it.
     """
@@ -196,7 +196,7 @@ def called_through(module: nn.Module, call: Callable[[nn.Module, Callable[[], An
 
 
 def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str) -> type[nn.Module]:
-    """A subclass whose parameter ``name`` is a property that reads the integers of an operand of the child ``site``."""
+    """Return a subclass whose parameter ``name`` is a property that reads the codes of an operand of ``site``."""
     key = (cls, name, site, operand)
     if key not in _STORED:
 
@@ -216,7 +216,7 @@ def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str)
 
 
 def with_listed_weights(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass whose ``parameters()`` lists the stored weights below too, where the float ones stood.
+    """Yield a subclass whose ``parameters()`` lists the stored weights below too, where the float ones stood.
 
     Models ask their first parameter for its type and its device. What is listed is the weight as the model computes
     with it, made at each read, and not trained; ``named_parameters()`` and the state dict hold what is there.
@@ -236,7 +236,7 @@ def with_listed_weights(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _with_stored(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """The parameters of a module itself; a weight that it handed over stands first, as in torch's modules."""
+    """Yield the parameters of a module itself; a weight that it handed over stands first, as in torch's modules."""
     for name, *_ in getattr(type(module), "_quantizer_stored", ()):
         yield name, nn.Parameter(getattr(module, name), requires_grad=False)
     yield from module._parameters.items()
@@ -249,7 +249,7 @@ def restore(
     is_sharer: bool,
     lists: bool = False,
 ) -> nn.Module:
-    """An empty instance of the class that a pickled or copied proxy module had."""
+    """Return an empty instance of the class that a pickled or copied proxy module had."""
     cls = with_forward(REWRITER.rewrite(original, reachable).cls, reachable)
     for entry in stored:
         cls = with_stored_weight(cls, *entry)
@@ -268,7 +268,7 @@ _STORED: dict[tuple[type[nn.Module], str, str, str], type[nn.Module]] = {}
 
 
 def _naming(original: type[nn.Module], reachable: frozenset[str]) -> dict[str, Any]:
-    """What makes a generated class call itself what its original does.
+    """Return what makes a generated class call itself what its original does.
 
     Libraries look classes up by ``str(type(module))``, which is made of ``__module__`` and ``__qualname__``; with
     another name they would find nothing, silently.

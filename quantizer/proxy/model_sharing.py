@@ -1,4 +1,4 @@
-"""What a proxy shares with the user's model, and how it stops sharing before a cast would change the model too.
+"""Tensors that a proxy shares with the user's model, and the end of sharing before a cast would change the model.
 
 A proxy in training never stops: what is done to its tensors is done to the model's. One that calibrates, measures or is
 frozen shares no buffers: a forward pass may write into them.
@@ -128,14 +128,14 @@ def _same(now: list[tuple[str, Tensor, int]], then: list[tuple[str, Tensor, int]
 
 
 def _written_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a pass may write into beside parameters."""
+    """Yield what a pass may write into beside parameters."""
     for name, value in (*module._buffers.items(), *vars(module).items()):
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             yield name, value
 
 
 def _memory(tensor: Tensor) -> int:
-    """What tells the memory of a tensor; that of its object where it has none of its own kind."""
+    """Return what tells the memory of a tensor; that of its object where it has none of its own kind."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
         return id(tensor)
     identity: int = tensor.untyped_storage()._cdata

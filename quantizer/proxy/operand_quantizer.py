@@ -25,7 +25,7 @@ __all__ = ["OperandQuantizer", "Watcher"]
 
 
 class Watcher(Protocol):
-    """Who is shown what is rounded while gradients are recorded."""
+    """A listener to values that are rounded while gradients are recorded."""
 
     def __call__(self, x: Tensor, quantizer: OperandQuantizer) -> None:
         """x [*], multiplied by the quantizer's factor and not rounded yet."""
@@ -114,7 +114,7 @@ class OperandQuantizer(nn.Module):
         self.change = change
 
     def current_scale(self) -> Tensor:
-        """The scale with what it learned, as the target holds it."""
+        """Return the scale with what it learned, as the target holds it."""
         assert self.scale is not None
         scale = self.scale
         if self.change is not None and self.moves:
@@ -148,19 +148,19 @@ class OperandQuantizer(nn.Module):
         self.stored_dtype = weight.dtype
 
     def dequantized(self) -> Tensor:
-        """The stored weight in its own float type, multiplied by its factor."""
+        """Return the stored weight in its own float type, multiplied by its factor."""
         assert self.scale is not None
         assert self.stored is not None
         result: Tensor = ops.dequantize(self.stored, self.scale, self.dtype, self.axis, self.block_size)
         return result.to(self.stored_dtype)
 
     def as_parameter(self) -> Tensor:
-        """The stored weight as the model knows it: in its own float type, without the factor."""
+        """Return the stored weight as the model knows it: in its own float type, without the factor."""
         weight = self.dequantized()
         return weight if self.factor is None else weight / self._shaped_factor(weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What ``.to()`` and ``.half()`` do. Steps follow to a device; those of FP8 are no floats to convert.
+        """Apply ``.to()`` and ``.half()``. Codes follow to a device; those of FP8 are no floats to convert.
 
         Nor are scale and factor: they describe the operand, and are no part of what the model computes with.
         """
@@ -180,7 +180,7 @@ class OperandQuantizer(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        """What is loaded may be from before the scale was fixed, when ``change`` counted; afterwards it is 0."""
+        """Load a state; one that holds ``change`` is from before the scale was fixed."""
         super()._load_from_state_dict(state_dict, prefix, *others)
         if f"{prefix}change" in state_dict:
             self.moves = True
@@ -220,7 +220,7 @@ class OperandQuantizer(nn.Module):
         return x if self.factor is None else x * self._shaped_factor(x)
 
     def _shaped_factor(self, x: Tensor) -> Tensor:
-        """The factor [K] as [K, 1, ..], to be multiplied by x along its axis, in x's own dtype."""
+        """Return the factor [K] as [K, 1, ..], to be multiplied by x along its axis, in x's own dtype."""
         assert self.factor is not None
         after = x.dim() - 1 - self.factor_axis % x.dim()
         return self.factor.to(x.dtype).reshape([-1] + [1] * after)
@@ -238,7 +238,7 @@ class OperandQuantizer(nn.Module):
 
 
 def _in_type_of(former: Tensor | None, moved: Tensor | None) -> Tensor | None:
-    """A tensor where a cast has put it, in the type that it had before; on the meta device there are no values."""
+    """Return a tensor where a cast has put it, in the type that it had before; meta tensors have no values."""
     if former is None or moved is None or former.dtype == moved.dtype:
         return moved
     return former.to(moved.device)

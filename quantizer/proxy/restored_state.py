@@ -35,7 +35,7 @@ class _Copy:
         return cls(tensor, tensor.detach().clone())
 
     def put_back(self) -> Tensor:
-        """The tensor with the values that it had."""
+        """Return the tensor with the values that it had."""
         if self.tensor.is_meta or self.tensor.layout is not torch.strided:
             return self.tensor
         if self.tensor.is_inference():
@@ -49,7 +49,7 @@ class _Copy:
 
 
 class Held:
-    """What the modules of a model hold now."""
+    """The state of a model's modules at one time."""
 
     def __init__(self, model: nn.Module) -> None:
         # The sites are ours, and who runs a pass sets them.

@@ -26,20 +26,20 @@ __all__ = ["CallOverride", "Observer", "Site"]
 
 
 class Observer(Protocol):
-    """Who is told of each call of a site while a proxy observes."""
+    """A listener to each call of a site while a proxy observes."""
 
     def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
-        """The operands given, in the catalogue's order, None where one is missing; ``inside`` computes one more."""
+        """Take the operands, in the catalogue's order, None where one is missing; ``inside`` computes one more."""
 
     def after(self, site: Site, result: Any) -> None:
-        """What the float operation gave."""
+        """Take the result of the float operation."""
 
 
 class CallOverride(Protocol):
-    """Who makes the calls of a site itself, to see what they would give with other ranges."""
+    """An override of a site's calls, to see what they would give with other ranges."""
 
     def __call__(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-        """The float result of ``function(*args, **keywords)``."""
+        """Return the float result of ``function(*args, **keywords)``."""
 
 
 def _call_method(name: str, value: Any, /, *args: Any, **keywords: Any) -> Any:
@@ -97,13 +97,13 @@ class Site(nn.Module):
         return operation(self.source.operation)
 
     def quantizer(self, index: int) -> OperandQuantizer:
-        """The quantizer of one operand."""
+        """Return the quantizer of one operand."""
         found = self._modules[self.quantizers[index]]
         assert isinstance(found, OperandQuantizer)
         return found
 
     def quantizer_of(self, operand: str) -> OperandQuantizer:
-        """The quantizer of the operand called ``operand``."""
+        """Return the quantizer of the operand called ``operand``."""
         return self.quantizer([entry.name for entry in self.operation.operands].index(operand))
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
@@ -123,7 +123,7 @@ class Site(nn.Module):
         return result
 
     def rounded(self, function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """What the call gives with the operands rounded whose quantizers are on; no tensor of the caller changes."""
+        """Return the result with the operands rounded whose quantizers are on; no tensor of the caller changes."""
         if self._fused:
             names = (operand.name for operand in self.operation.operands)
             return attention({name: self.quantizer_of(name) for name in names}, *args, **keywords)

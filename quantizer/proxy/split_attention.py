@@ -32,7 +32,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The attention, each operand of its products rounded by its entry in ``rounded``, directly before the product."""
+    """Return the attention, each operand of its products rounded by its entry in ``rounded`` right before it."""
     probabilities = _probabilities(rounded, query, key, attn_mask, is_causal, scale, enable_gqa)
     if dropout_p > 0:
         probabilities = functional.dropout(probabilities, dropout_p)
@@ -46,7 +46,7 @@ def attention(
 
 
 def observed_probabilities(args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
-    """The probabilities of a call, before dropout, computed beside it."""
+    """Return the probabilities of a call, before dropout, computed beside it."""
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
     given.update(keywords)
     wanted = {name: given.get(name, default) for name, default in _DEFAULTS.items()}

@@ -31,7 +31,7 @@ class WeightView:
     offset: int = 0
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The operand, contiguous."""
+        """Return the operand, contiguous."""
         part = parameter.detach().flatten()[self.offset : self.offset + math.prod(self.shape)]
         return laid_out(part.reshape(self.shape).permute(self.order))
 
@@ -51,7 +51,7 @@ class Weight:
     view: WeightView | None = None
 
     def tensor(self) -> Tensor:
-        """The weight as the operand shows it."""
+        """Return the weight as the operand shows it."""
         return self.parameter.detach() if self.view is None else self.view.of(self.parameter)
 
 
@@ -71,7 +71,7 @@ class Weights:
                 self._owners.setdefault(_storage(parameter), []).append(parameter)
 
     def find(self, value: object) -> Weight | None:
-        """The weight that an operand is; None where it is no parameter and no unbroken part of one."""
+        """Return the weight that an operand is; None where it is no parameter and no unbroken part of one."""
         if isinstance(value, nn.Parameter):
             return Weight(value, self._paths.get(id(value)))
         if not isinstance(value, Tensor) or is_transformed(value) or value.layout != torch.strided:
@@ -92,12 +92,12 @@ class Weights:
 
 
 def is_transformed(value: object) -> bool:
-    """Whether a tensor stands for others inside ``torch.vmap`` or a transform of ``torch.func``: it has no memory."""
+    """Return whether a tensor stands for others inside ``torch.vmap`` or ``torch.func``: it has no memory."""
     return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def non_finite(value: Tensor) -> str | None:
-    """What a weight [*] has that no step can hold: ``NaN``, ``inf`` or, if it has no other such, ``-inf``; or None."""
+    """Return a value of a weight [*] that no code can hold: ``NaN``, ``inf``, else ``-inf``; None: there is none."""
     if value.is_meta or value.layout != torch.strided or value.numel() == 0 or not value.is_floating_point():
         return None
     # Of floats of 8 bits torch knows no extremes.
@@ -118,7 +118,7 @@ def _storage(value: Tensor) -> int:
 
 
 def _view(parameter: nn.Parameter, value: Tensor) -> WeightView | None:
-    """How ``value`` shows ``parameter`` or a part of it; None where it does not, or not element by element."""
+    """Return how ``value`` shows ``parameter`` or a part of it; None where it does not, or not element by element."""
     offset = int(value.storage_offset() - parameter.storage_offset())
     inside = offset >= 0 and offset + value.numel() <= parameter.numel()
     if value.dtype != parameter.dtype or not inside or not parameter.is_contiguous():

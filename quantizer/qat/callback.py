@@ -1,4 +1,4 @@
-"""What a training by the ``Trainer`` of transformers needs besides a proxy: its schedule, and a stop in time."""
+"""The callback for the ``Trainer`` of transformers: the schedule of a proxy, and a stop in time."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _first_not_finite(model: nn.Module) -> str:
 
 
 def _last_checkpoint(args: transformers.TrainingArguments, state: transformers.TrainerState) -> str:
-    """Where to go on from, in words; folders that another run left are none of ours where they are further on."""
+    """Return where to go on from, in words; folders that are further on were left by another run."""
     prefix = transformers.trainer_utils.PREFIX_CHECKPOINT_DIR + "-"
     found = {
         int(number): folder

@@ -91,7 +91,7 @@ def write_checkpoint(
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts in a file; its tensors are not read.
+    """Return the facts in a file; its tensors are not read.
 
     Raises:
         TrainingError: it is no such file, or damaged.

@@ -59,7 +59,7 @@ class Distillation:
         self._doubted = False
 
     def __call__(self, output: Any, *args: Any, **keywords: Any) -> Tensor:
-        """The loss [] of a proxy's output.
+        """Return the loss [] of a proxy's output.
 
         Args:
             output: what the proxy gave for the batch; with ``hidden``, called with ``output_hidden_states=True``.
@@ -127,7 +127,7 @@ def _is_logits(name: str) -> bool:
 
 
 def _heads(output: Any) -> dict[str, Tensor]:
-    """The floating-point tensors that a model gives, by name; by number where they have none."""
+    """Return the floating-point tensors that a model gives, by name; by number where they have none."""
     if not isinstance(output, Mapping) and isinstance(getattr(output, "logits", None), Tensor):
         return {"logits": output.logits}
     if isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""What the gradients of a step say of a training."""
+"""A check of the gradients of a step."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["has_gradient"]
 
 
 def has_gradient(parameters: Iterable[Tensor]) -> bool:
-    """Whether any of them has a gradient that is not all zeros."""
+    """Return whether any of them has a gradient that is not all zeros."""
     return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)

@@ -31,7 +31,7 @@ MOMENTUM = 0.9
 
 
 class Padding:
-    """Which tokens of the batch in hand are real.
+    """The mask of real tokens of the current batch.
 
     Attributes:
         mask: [B, S]; None: all of them.
@@ -99,14 +99,14 @@ class MovingAverage:
 
 
 def step(quantizers: Iterable[OperandQuantizer]) -> None:
-    """One step of all moving averages among the watchers of ``quantizers``."""
+    """Move all moving averages among the watchers of ``quantizers`` by one step."""
     averages = {id(q.watcher): q.watcher for q in quantizers if isinstance(q.watcher, MovingAverage)}
     for average in averages.values():
         average.step()
 
 
 def least_scale(x: Tensor, quantizer: OperandQuantizer) -> Tensor:
-    """The least scale [*], of the shape of the quantizer's, with which nothing of x is clipped."""
+    """Return the least scale [*], of the shape of the quantizer's, with which nothing of x is clipped."""
     scale, kind = quantizer.scale, qtype(quantizer.dtype)
     assert scale is not None
     zero = 0 if quantizer.zero_point is None else int(quantizer.zero_point)

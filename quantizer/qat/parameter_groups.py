@@ -1,4 +1,4 @@
-"""What an optimizer trains at which rate: ranges of activations have further to go than anything else."""
+"""Parameter groups of an optimizer: ranges of activations have further to go than anything else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["parameter_groups"]
 def parameter_groups(
     proxy: nn.Module, learning_rate: float, *, scale_learning_rate: float = 0.2
 ) -> list[dict[str, Any]]:
-    """The groups to give to an Adam or AdamW.
+    """Return the groups to give to an Adam or AdamW.
 
     Learned scales of activations have a rate of their own: calibration may have left one at a third of what training
     wants, and a rate that is right for weights would not get there in thousands of steps. Scales of weights start where

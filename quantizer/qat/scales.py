@@ -1,4 +1,4 @@
-"""What becomes of each scale in training: it stays, follows its operand, or is learned.
+"""The kinds of scales in training: a scale stays, follows its operand, or is learned.
 
 Learned ones are multiplied by what a parameter says that starts at 0 (LSQ, Esser et al. 2020, arXiv:1902.08153).
 Operands that read one tensor share a parameter, as they share one Q in the exported file.
@@ -37,7 +37,7 @@ that match one, the last decides, and what none matches is fixed."""
 
 
 def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
-    """The kind of each scale of a plan, by ``SITE.OPERAND``.
+    """Return the kind of each scale of a plan, by ``SITE.OPERAND``.
 
     Raises:
         ConfigError: there is no such kind, a pattern matches nothing, or operands that share a scale are given several
@@ -103,7 +103,7 @@ def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind], 
 
 
 def changed_scales(proxy: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """The scales that are others than the plan's now, by ``SITE.OPERAND``."""
+    """Return the scales that are others than the plan's now, by ``SITE.OPERAND``."""
     now = ((name, operand, quantizer.current_scale()) for name, operand, quantizer in _scaled(proxy, plan))
     return {name: scale.clone() for name, operand, scale in now if not _same(scale, operand.scale)}
 

@@ -1,4 +1,4 @@
-"""What changes in the course of a training: scales are fixed late, and batch statistics before that."""
+"""The schedule of a training: scales are fixed late, and batch statistics before that."""
 
 from __future__ import annotations
 

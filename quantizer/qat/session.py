@@ -119,7 +119,7 @@ class QatSession:
         handle = self.proxy.register_forward_pre_hook(LocalHook(observe), with_kwargs=True)
 
     def learned_plan(self) -> Plan:
-        """What was decided before the training, with the scales that the proxy has, as the target holds them.
+        """Return what was decided before the training, with the scales that the proxy has, as the target holds them.
 
         They are others where they moved, and where a checkpoint was loaded.
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a proxy in training holds besides the model's parameters, so that only its own proxy loads it.
+"""Entries of a proxy's checkpoint besides the model's parameters, so that only its own proxy loads it.
 
 A buffer keeps, as the bytes of a text, what was decided of every operand. A parameter that several operands share is
 in a checkpoint once: formats without shared tensors (safetensors) refuse it otherwise.
@@ -44,7 +44,7 @@ def prepare_state_dict(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None
 
 
 def _decisions(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> dict[str, str]:
-    """What is rounded, and how, by ``SITE.OPERAND``."""
+    """Return what is rounded, and how, by ``SITE.OPERAND``."""
     names = (
         (f"{site.path}.{operand.name}", site.quantizer(position))
         for site in sites_of(proxy)
@@ -55,7 +55,7 @@ def _decisions(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> dict[str, st
 
 
 def _description(quantizer: OperandQuantizer, kind: ScaleKind) -> str:
-    """How an operand is rounded. The scales themselves may be others: a checkpoint has its own."""
+    """Return how an operand is rounded. The scales themselves may be others: a checkpoint has its own."""
     parts = [quantizer.dtype, "per tensor" if quantizer.axis is None else f"axis {quantizer.axis}"]
     if quantizer.block_size is not None:
         parts.append(f"blocks of {quantizer.block_size}")
@@ -85,7 +85,7 @@ def _from_bytes(stored: Tensor) -> dict[str, str]:
 
 
 def _before_saving(kinds: Mapping[str, ScaleKind], proxy: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """What was decided may have changed with the first batches."""
+    """Write the decisions anew: they may have changed with the first batches."""
     buffer = getattr(proxy, _BUFFER)
     setattr(proxy, _BUFFER, _as_bytes(_decisions(proxy, kinds)).to(buffer.device))
 
@@ -132,7 +132,7 @@ def _compare(there: dict[str, str], here: dict[str, str]) -> None:
 
 
 def _shared(proxy: nn.Module) -> dict[str, list[str]]:
-    """The names of parameters of scales that several operands share: the first, and the others."""
+    """Return the names of parameters of scales that several operands share: the first, and the others."""
     names = defaultdict(list)
     for path, module in proxy.named_modules():
         if isinstance(module, OperandQuantizer) and module.change is not None:

@@ -34,7 +34,7 @@ def mapping_from_record(record: RunRecord) -> dict[str, Any]:
 
 
 def record_from_mapping(mapping: Any, where: str = "report") -> RunRecord:
-    """The record that :func:`mapping_from_record` gave.
+    """Return the record that :func:`mapping_from_record` gave.
 
     Args:
         mapping: JSON values.

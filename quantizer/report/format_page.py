@@ -36,7 +36,7 @@ Read it with `quantizer.report.read_record(path)`, which gives the same objects 
 
 
 def field_documentation(cls: type) -> dict[str, str]:
-    """The text under each field of the dataclass ``cls``, by name of the field; empty for a field without one."""
+    """Return the text under each field of the dataclass ``cls``, by its name; empty for a field without one."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
     documentation = {}
@@ -50,7 +50,7 @@ def field_documentation(cls: type) -> dict[str, str]:
 
 
 def format_page() -> str:
-    """The page as Markdown: one table for each record, :class:`RunRecord` first."""
+    """Return the page as Markdown: one table for each record, :class:`RunRecord` first."""
     classes = [getattr(record, name) for name in record.__all__ if isinstance(getattr(record, name), type)]
     ordered = [RunRecord, *(cls for cls in classes if cls is not RunRecord)]
     return _INTRODUCTION + "".join(_section(cls) for cls in ordered)
@@ -77,13 +77,13 @@ def _markdown(text: str) -> str:
 
 
 def _default(item: dataclasses.Field[Any]) -> str:
-    """The default as JSON."""
+    """Return the default as JSON."""
     factory = item.default_factory
     return json.dumps(item.default if factory is dataclasses.MISSING else factory())
 
 
 def _json_type(annotation: str) -> str:
-    """A Python annotation in JSON's words: ``float | None`` is ``number or null``."""
+    """Return a Python annotation in JSON's words: ``float | None`` is ``number or null``."""
     optional = annotation.removesuffix(" | None")
     if optional != annotation:
         return f"{_json_type(optional)} or null"

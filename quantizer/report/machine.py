@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: installed versions and the machine."""
+"""The circumstances of a figure: installed versions and the machine."""
 
 from __future__ import annotations
 

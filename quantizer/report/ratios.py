@@ -57,13 +57,13 @@ def memory_entries(peaks_mib: Mapping[str, float], reference: str = "float") -> 
 
 
 def reference_entry(entries: Sequence[Entry]) -> Entry | None:
-    """The float entry: the one named ``float``, else the first; None where there is none."""
+    """Return the float entry: the one named ``float``, else the first; None where there is none."""
     named = [entry for entry in entries if entry.name == "float"]
     return next(iter(named or entries), None)
 
 
 def quantized_entry(entries: Sequence[Entry]) -> Entry | None:
-    """The entry that the headline is about: the one named ``engine``, else the last that is not the reference."""
+    """Return the entry that the headline is about: the one named ``engine``, else the last but the reference."""
     named = [entry for entry in entries if entry.name == "engine"]
     reference = reference_entry(entries)
     others = [entry for entry in entries if entry is not reference]

@@ -89,7 +89,7 @@ class Score(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyEntry(Record):
-    """How long one batch takes in one engine."""
+    """The time that one batch takes in one engine."""
 
     name: str
     """The engine; ``float`` names the reference and ``engine`` the quantized engine of this run."""
@@ -119,7 +119,7 @@ class Latency(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeEntry(Record):
-    """What one form of the model takes on disk."""
+    """The size of one form of the model on disk."""
 
     name: str
     """The form; ``float`` names the reference and ``engine`` the quantized one."""
@@ -131,7 +131,7 @@ class SizeEntry(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEntry(Record):
-    """What one form of the model takes in memory while it runs."""
+    """The memory of one form of the model while it runs."""
 
     name: str
     """The form; ``float`` names the reference and ``engine`` the quantized one."""
@@ -144,7 +144,7 @@ class MemoryEntry(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SensitivityRow(Record):
-    """What quantizing one group alone costs."""
+    """The cost of quantizing one group alone."""
 
     group: str
     """Name of the group."""

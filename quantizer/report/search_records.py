@@ -1,4 +1,4 @@
-"""What was put back, and the search that found it, as records."""
+"""A fallback and the search that found it, as records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["fallback_reason", "fallback_record"]
 
 
 def fallback_record(chosen: Chosen) -> Fallback:
-    """The groups with the reason for them, and every score of the search, if there was one."""
+    """Return the groups with the reason for them, and every score of the search, if there was one."""
     front = chosen.pareto_front()
     return Fallback(
         groups=chosen.groups,
@@ -32,7 +32,7 @@ def fallback_record(chosen: Chosen) -> Fallback:
 
 
 def fallback_reason(chosen: Chosen) -> str:
-    """Why these groups: what was asked, and what a search found."""
+    """Return why these groups: what was asked, and what a search found."""
     if chosen.float_score is None:
         return f"chosen by fallback({chosen.asked})"
     scores = {frozenset(evaluation.groups): evaluation.score for evaluation in chosen.evaluations}

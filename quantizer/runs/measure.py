@@ -1,4 +1,4 @@
-"""What the engines of a run cost: their latency in turns, and the memory of each in a process of its own."""
+"""Measurements of a run's engines: latency in turns, and the memory of each in a process of its own."""
 
 from __future__ import annotations
 

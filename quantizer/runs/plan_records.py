@@ -17,7 +17,7 @@ __all__ = ["escaped_records", "site_records"]
 
 
 def site_records(coverage: Iterable[CoverageRow], plan: Plan) -> tuple[Site, ...]:
-    """Every row of a coverage, with the operands that the plan knows; additions that are no candidates left out."""
+    """Return every row of a coverage, with its operands in the plan; additions that are no candidates left out."""
     return tuple(
         Site(
             name=row.name,
@@ -37,7 +37,7 @@ def site_records(coverage: Iterable[CoverageRow], plan: Plan) -> tuple[Site, ...
 
 
 def escaped_records(products: Iterable[EscapedRow]) -> tuple[UnquantizedProduct, ...]:
-    """The products of a coverage that are not in low precision."""
+    """Return the products of a coverage that are not in low precision."""
     return tuple(UnquantizedProduct(**asdict(product)) for product in products)
 
 

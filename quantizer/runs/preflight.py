@@ -1,4 +1,4 @@
-"""What can be known before the first pass of a model is told before it: packages, targets, rows and labels."""
+"""Checks before the first pass of a model: packages, targets, rows and labels."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class _Run:
             )
 
     def _quantize(self, quantizer: Quantizer, metric: TaskMetric) -> tuple[dict[str, nn.Module], TrainingResult | None]:
-        """The frozen model, and before it the one of PTQ where it is trained, with what came of the training."""
+        """Return the frozen model, and before it the one of PTQ where it is trained, with what came of the training."""
         settings, course = self.config.qat, None
         forms = {}
         if settings is not None:
@@ -235,7 +235,7 @@ class _Run:
         return forms, course
 
     def _nearest(self, engines: Mapping[str, Engine], quantizer: Quantizer) -> dict[str, nn.Module | Engine]:
-        """The engine, or what foresees its score where nothing here runs it; nothing, where the proxy does."""
+        """Return the engine, or what foresees its score where nothing here runs it; nothing, where the proxy does."""
         if engines:
             return {"engine": engines["engine"]}
         half = self.config.quantizer.target.torch_dtype is not torch.float32
@@ -269,7 +269,7 @@ class _Run:
         )
 
     def _inspect(self, built: BuildResult) -> Inspection:
-        """What the engine runs in which precision; an engine without the precision that was asked for ends the run."""
+        """Return the precision of what the engine runs; one without the precision that was asked for ends the run."""
         report = self.config.report
         with self.context.timer("inspect the engine"):
             return observe_engine(
@@ -297,7 +297,7 @@ class _Run:
         engines: Mapping[str, Engine],
         inspection: Inspection,
     ) -> RunRecord:
-        """All that was done and seen; what is left to be measured is measured here."""
+        """Return all that was done and seen; what is left to be measured is measured here."""
         config, coverage, chosen = self.config, quantizer.coverage, quantizer.chosen_fallback
         return RunRecord(
             name=self.name,

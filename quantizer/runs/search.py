@@ -1,4 +1,4 @@
-"""Which groups go back to float: measured on batches, and searched for under a budget."""
+"""The search for groups that go back to float: measured on batches, and chosen under a budget."""
 
 from __future__ import annotations
 

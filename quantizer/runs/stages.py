@@ -1,4 +1,4 @@
-"""What commands that take minutes share: timed stages on one context, and one way to call models and engines."""
+"""Shared parts of commands that take minutes: timed stages on one context, one way to call models and engines."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StageTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """A stage: the block that it is around."""
+        """Time the block that it is around, as one stage."""
         start = time.perf_counter()
         self.console.print(f"{name} ...", highlight=False)
         yield
@@ -114,7 +114,7 @@ class StageTimer:
 
 @contextmanager
 def bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar in a terminal; what it yields is told (batches done, batches in all)."""
+    """Show a progress bar in a terminal; what it yields is called with (batches done, batches in all)."""
     with tqdm(desc=name, unit="batch", leave=False, disable=None) as shown:
 
         def progress(done: int, total: int) -> None:
@@ -125,21 +125,21 @@ def bar(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def as_predictor(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:
-    """One way to call a model or an engine on a batch of tensors."""
+    """Return one way to call a model or an engine on a batch of tensors."""
     if isinstance(model, nn.Module):
         return lambda batch: model(**batch)
     return lambda batch: model(engine_inputs(model, batch))
 
 
 def engine_inputs(engine: Engine, batch: Batch) -> dict[str, Array]:
-    """A batch as the arrays that an engine takes: a half-precision engine takes images in half precision."""
+    """Return a batch as the arrays that an engine takes: a half-precision engine takes images in half precision."""
     return {spec.name: batch[spec.name].numpy().astype(spec.dtype, copy=False) for spec in engine.inputs}
 
 
 def score_record(
     which: str, task: Task, base: Predictions, other: Predictions, rows: Sequence[Row], resamples: int
 ) -> Score:
-    """The score of one model, and beside it what can be said in pairs with the float model's predictions, ``base``."""
+    """Return the score of one model, and its figures in pairs with the float model's predictions, ``base``."""
     value = task.score(other, rows)
     if which == "float":
         return Score(which=which, value=value, metric=task.metric_name, rows=len(rows))
@@ -159,7 +159,7 @@ def score_record(
 
 @dataclass(frozen=True)
 class ResumeFiles:
-    """What lies beside a run's folder until the folder is complete.
+    """The files that lie beside a run's folder until the folder is complete.
 
     Attributes:
         scores: the file with the scores of a search.
@@ -172,7 +172,7 @@ class ResumeFiles:
 
 @contextmanager
 def resume_files(folder: Path, *, searches: bool, trains: bool) -> Iterator[ResumeFiles]:
-    """Where the long parts of a run keep what they have, so that the same command goes on with it.
+    """Yield the files in which the long parts of a run keep what they have, so that the same command goes on with it.
 
     Raises:
         QuantizerError: what lies there is none of ours, or nothing can be written there.
@@ -237,7 +237,7 @@ class RunRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What the stages of one command work on.
+    """The objects that the stages of one command work on.
 
     Attributes:
         timer: announces stages and times them.

@@ -53,7 +53,7 @@ _WARM_UP = 0.1
 
 @dataclass
 class TrainingResult:
-    """What came of a training.
+    """The result of a training.
 
     Attributes:
         steps: how many were planned.
@@ -74,7 +74,7 @@ class TrainingResult:
     stopped: str | None = None
 
     def record(self, task: Task) -> TrainingRun:
-        """The same for the report; the scores are the task's."""
+        """Return the same for the report; the scores are the task's."""
         return TrainingRun(
             metric=task.metric_name,
             higher_is_better=task.higher_is_better,
@@ -230,7 +230,7 @@ class Training:
         write_checkpoint(self._last, proxy, facts, optimizer)
 
     def _resumed(self, proxy: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingResult | None:
-        """The course of the training whose checkpoint lies there; None: there is none."""
+        """Return the course of the training whose checkpoint lies there; None: there is none."""
         if not (self._last.exists() and self._best.exists()):
             return None
         facts = read_facts(self._last)

@@ -1,4 +1,4 @@
-"""What each group of sites costs, and which to put back."""
+"""The cost of each group of sites in low precision, and the choice of those that go back to float."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a model's output is from its float output.
+"""The divergence of a model's output from its float output.
 
 Legend: y the float output, z another, p and q the softmax of logits y and z, [.., C]. Of logits the divergence is the
 Kullback-Leibler divergence, the mean over positions of sum p (log p - log q); of any other output it is the inverse of
@@ -56,7 +56,7 @@ class Divergence:
             raise SensitivityError("the model's output is all zeros on this batch: no relative error can be taken")
 
     def of(self, output: Any) -> float:
-        """The divergence of another output of the same batch; 0 for the same."""
+        """Return the divergence of another output of the same batch; 0 for the same."""
         if self._log_p is None:
             assert self._y is not None
             return float((flat_output(output, self._mask) - self._y).square().sum()) / self._power
@@ -87,7 +87,7 @@ class Divergence:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """What an output calls its logits, [.., C] of two classes or more."""
+    """Return what an output calls its logits, [.., C] of two classes or more."""
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     usable = isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 1 and found.shape[-1] > 1
     return found if usable else None
@@ -105,6 +105,6 @@ def _zero_padding(value: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _normal(like: Tensor) -> Tensor:
-    """Normal numbers, the same at each call: batches in another order must give the same answer."""
+    """Return normal numbers, the same at each call: batches in another order must give the same answer."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator).to(like)

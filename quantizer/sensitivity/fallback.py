@@ -51,7 +51,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
-    """What was put back, and how it was chosen.
+    """The groups that go back to float, and how they were chosen.
 
     Attributes:
         groups: the plan's groups that are float, most sensitive first.
@@ -70,7 +70,7 @@ class Fallback:
     max_drop: float | None = None
 
     def reasons(self) -> dict[str, str]:
-        """Why each group is float, by group."""
+        """Return why each group is float, by group."""
         ranks = self.ranks or (None,) * len(self.groups)
         return {
             group: (ReasonCode.FALLBACK if rank is None else ReasonCode.RANKED).text(asked=self.asked, rank=rank)
@@ -78,12 +78,12 @@ class Fallback:
         }
 
     def document(self) -> dict[str, Any]:
-        """The record as lists, numbers and text, for a file."""
+        """Return the record as lists, numbers and text, for a file."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Fallback:
-        """The record that ``document`` gave.
+        """Return the record that ``document`` gave.
 
         Raises:
             SensitivityError: it is none.
@@ -97,7 +97,7 @@ class Fallback:
         return made
 
     def pareto_front(self) -> tuple[Evaluation, ...]:
-        """The evaluations that no other beats in both cost and drop, cheapest first."""
+        """Return the evaluations that no other beats in both cost and drop, cheapest first."""
         front: list[Evaluation] = []
         for evaluation in sorted(self.evaluations, key=lambda entry: (entry.cost, entry.drop)):
             if not front or evaluation.drop < front[-1].drop:
@@ -106,7 +106,7 @@ class Fallback:
 
 
 def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, ratio: float | None = None) -> Fallback:
-    """The first ``num`` groups, or the ``ratio`` of all groups (rounded up).
+    """Return the first ``num`` groups, or the ``ratio`` of all groups (rounded up).
 
     Raises:
         SensitivityError: the number is out of bounds.
@@ -126,7 +126,7 @@ def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, rati
 
 
 def fallback_of(entries: Sequence[GroupSensitivity], asked: str) -> Fallback:
-    """The record of groups that a ranking knows."""
+    """Return the record of groups that a ranking knows."""
     return Fallback(
         groups=tuple(part for entry in entries for part in entry.parts),
         asked=asked,
@@ -135,7 +135,7 @@ def fallback_of(entries: Sequence[GroupSensitivity], asked: str) -> Fallback:
 
 
 def operands_of(plan: Plan) -> dict[str, list[str]]:
-    """The quantized operands (``SITE.OPERAND``) of each group of a plan."""
+    """Return the quantized operands (``SITE.OPERAND``) of each group of a plan."""
     operands: dict[str, list[str]] = defaultdict(list)
     for site in plan.values():
         for operand in site.operands:
@@ -145,7 +145,7 @@ def operands_of(plan: Plan) -> dict[str, list[str]]:
 
 
 def fallback_for_target(fallback: Fallback, plan: Plan, backend: str | None, other: Plan) -> Fallback:
-    """What was put back in one plan, put back in another: of another backend, or of more data.
+    """Return a fallback of one plan for another: of another backend, or of more data.
 
     Groups differ where the targets do, and where operands were found to share a range. Every group of the other plan
     that has an operand which was put back goes back as a whole; what is float there anyhow needs nothing. Scores of a
@@ -174,7 +174,7 @@ def fallback_for_target(fallback: Fallback, plan: Plan, backend: str | None, oth
 
 
 def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fallback:
-    """The groups that ``names`` cover whole.
+    """Return the groups that ``names`` cover whole.
 
     Args:
         operands: the quantized operands (``SITE.OPERAND``) of each group of the plan.
@@ -210,7 +210,7 @@ def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fall
 def per_cost(
     ranking: Sequence[GroupSensitivity], costs: str | Mapping[str, float] | None
 ) -> list[tuple[GroupSensitivity, float]]:
-    """The groups with their costs, those first that win most for what they cost.
+    """Return the groups with their costs, those first that win most for what they cost.
 
     Args:
         ranking: by error.
@@ -241,6 +241,6 @@ def per_cost(
 
 
 def _covers(pattern: str, operand: str) -> bool:
-    """Whether a pattern matches an operand's path or the first segments of it."""
+    """Return whether a pattern matches an operand's path or the first segments of it."""
     segments = operand.split(".")
     return any(matches(pattern, ".".join(segments[:end])) for end in range(1, len(segments) + 1))

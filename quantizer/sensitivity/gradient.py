@@ -53,7 +53,7 @@ def gradient(
     result: Any,
     loss: Loss | None = None,
 ) -> dict[str, float]:
-    """The estimate for each group on one batch, by name; ``result`` is the float output.
+    """Return the estimate for each group on one batch, by name; ``result`` is the float output.
 
     Raises:
         SensitivityError: the loss is no scalar that depends on the output, or the output holds no float.
@@ -99,7 +99,7 @@ def gradient(
 
 
 def _is_small(change: Tensor, value: Tensor, gradient: Tensor) -> bool:
-    """Whether no row that carries its share of the tensor, and that the output depends on, changes by much."""
+    """Return whether no row that carries its share of the tensor, and that the output depends on, changes by much."""
     if value.dim() == 0:
         return True
     power = value.square().sum(-1)

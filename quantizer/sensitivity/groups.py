@@ -74,7 +74,7 @@ class Group:
 
 
 def groups_of(sites: Iterable[Site], plan: Mapping[str, SitePlan], granularity: str) -> list[Group]:
-    """The groups of a proxy that carries ``plan``, in the order of their first sites; all are switched off.
+    """Return the groups of a proxy that carries ``plan``, in the order of their first sites; all are switched off.
 
     Raises:
         SensitivityError: there is no such granularity.
@@ -113,7 +113,7 @@ def _group(
 
 
 def _place(path: str, granularity: str) -> str:
-    """The block or layer that a module belongs to."""
+    """Return the block or layer that a module belongs to."""
     segments = path.split(".") if path else []
     numbers = [index for index, segment in enumerate(segments) if segment.isdigit()]
     end = numbers[0] + 1 if numbers else 1

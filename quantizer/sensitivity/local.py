@@ -28,7 +28,7 @@ __all__ = ["local"]
 def local(
     proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
 ) -> dict[str, float]:
-    """The error of each group on one batch, by name."""
+    """Return the error of each group on one batch, by name."""
     del result
     mask = padding_mask(keywords, args)
     errors: dict[str, list[float]] = defaultdict(list)

@@ -112,7 +112,7 @@ class Measurement:
             called_through(proxy, self._call)
 
     def ranking(self) -> list[GroupSensitivity]:
-        """All groups, those that hurt most first; of several processes all must ask.
+        """Return all groups, those that hurt most first; of several processes all must ask.
 
         Raises:
             SensitivityError: no data went through the proxy yet.
@@ -194,7 +194,7 @@ class Measurement:
         self.batches += 1
 
     def _by_metric(self, metric: Metric) -> dict[str, float]:
-        """How much worse the metric is with one group at a time rounded."""
+        """Return how much worse the metric is with one group at a time rounded."""
         with unmoved(self._proxy):
             float_score = metric.score(self._proxy, "the float model")
         drops = {}
@@ -205,7 +205,7 @@ class Measurement:
 
 
 def _has_hooks_of_others(proxy: nn.Module) -> bool:
-    """Whether hooks of the user's change what the model takes or gives as a whole."""
+    """Return whether hooks of the user's change what the model takes or gives as a whole."""
     hooks = (*proxy._forward_pre_hooks.values(), *proxy._forward_hooks.values())
     return not all(isinstance(hook, LocalHook) for hook in hooks)
 

@@ -26,7 +26,7 @@ class Metric:
     higher_is_better: bool = True
 
     def score(self, model: nn.Module, which: str) -> float:
-        """The score of one model, without gradients; ``which`` names it in errors.
+        """Return the score of one model, without gradients; ``which`` names it in errors.
 
         Raises:
             SensitivityError: the function raised, or gave no finite number.
@@ -45,5 +45,5 @@ class Metric:
         return float(number)
 
     def drop(self, float_score: float, score: float) -> float:
-        """How much worse ``score`` is than the float model's; negative where it is better."""
+        """Return how much worse ``score`` is than the float model's; negative where it is better."""
         return float_score - score if self.higher_is_better else score - float_score

@@ -26,7 +26,7 @@ __all__ = ["output"]
 def output(
     proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
 ) -> dict[str, float]:
-    """The divergence that each group makes on one batch, by name; ``result`` is the float output."""
+    """Return the divergence that each group makes on one batch, by name; ``result`` is the float output."""
     divergence = Divergence(result, padding_mask(keywords, args))
     errors: dict[str, float] = {}
     with torch.no_grad(), Reuse(proxy) as reuse:

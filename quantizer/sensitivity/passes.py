@@ -13,6 +13,6 @@ __all__ = ["pass_of"]
 
 
 def pass_of(proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """What the proxy gives for a copy of the inputs; its hooks do not run."""
+    """Return what the proxy gives for a copy of the inputs; its hooks do not run."""
     args, keywords = copied(args, keywords)
     return proxy.forward(*args, **keywords)

@@ -148,17 +148,17 @@ class Reuse:
 
 
 def _plain(tree: Any) -> bool:
-    """Whether there are only tensors and numbers; changes of a tensor of inference mode are not counted by torch."""
+    """Return whether there are only tensors and numbers; torch counts no changes of tensors of inference mode."""
     leaves = pytree.tree_leaves(tree)
     return all(isinstance(leaf, _PLAIN) and not (isinstance(leaf, Tensor) and leaf.is_inference()) for leaf in leaves)
 
 
 def _versions(tree: Any) -> list[int]:
-    """How often each tensor was changed in place."""
+    """Return how often each tensor was changed in place."""
     return [leaf._version for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """What the module itself holds, by identity, and how often its tensors were changed."""
+    """Return what the module itself holds, by identity, and how often its tensors were changed."""
     held = {**module._buffers, **module.__dict__}
     return [{name: id(value) for name, value in held.items()}, _versions(list(held.values()))]

@@ -25,7 +25,7 @@ __all__ = ["ScoreCache", "check_scores", "fingerprint"]
 
 @dataclass(frozen=True)
 class _Document:
-    """What the file holds: the scores by what was float in them."""
+    """The content of the file: the scores by what was float in them."""
 
     scores: Mapping[str, float]
 
@@ -60,7 +60,7 @@ class ScoreCache:
         return sum(key.startswith(f"{self._search}/") for key in self._scores)
 
     def score(self, groups: tuple[str, ...] | None, take: Callable[[], float]) -> float:
-        """The score with ``groups`` float (None: the user's own model), taken once and then remembered."""
+        """Return the score with ``groups`` float (None: the user's own model), taken once and then remembered."""
         key = f"{self._search}/" + _digest(["float model"] if groups is None else ["groups", *sorted(groups)])
         if key not in self._scores:
             self._scores[key] = take()
@@ -71,7 +71,7 @@ class ScoreCache:
 
 
 def check_scores(path: Path) -> dict[str, float]:
-    """The scores of all searches that use a file; none where there is no such file.
+    """Return the scores of all searches that use a file; none where there is no such file.
 
     Raises:
         SensitivityError: the file is none of ours, or cannot be written.

@@ -87,7 +87,7 @@ def _check(float_score: float, max_drop: float, max_evaluations: int, groups: in
 
 
 def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate]], bool]) -> int:
-    """How many of the first groups must be float, all others quantized: found by bisection."""
+    """Return how many of the first groups must be float, all others quantized: found by bisection."""
     if meets(candidates[:0]):
         return 0
     # With all groups put back it is the float model, which needs no score.

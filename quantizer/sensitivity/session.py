@@ -72,11 +72,11 @@ class SensitivitySession:
 
     @property
     def measure(self) -> str:
-        """What the errors are: the name of the measure, or ``loss`` for the gradients of a loss that was given."""
+        """The kind of the errors: the name of the measure, or ``loss`` for the gradients of a loss that was given."""
         return self._measurement.measure if self._loss is None else "loss"
 
     def ranking(self) -> list[GroupSensitivity]:
-        """All groups, those that hurt most first.
+        """Return all groups, those that hurt most first.
 
         Raises:
             SensitivityError: no data went through the proxy yet.
@@ -95,7 +95,7 @@ class SensitivitySession:
         costs: Costs,
         cache: str | os.PathLike[str] | None,
     ) -> Fallback:
-        """The groups to put back; arguments as in ``Quantizer.fallback``."""
+        """Return the groups to put back; arguments as in ``Quantizer.fallback``."""
         _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop)
         if names is not None:
             return by_name(operands_of(self.measured_plan), names)
@@ -119,7 +119,7 @@ class SensitivitySession:
     def _scores(
         self, metric: Metric, cache: str | os.PathLike[str] | None
     ) -> Callable[[tuple[str, ...] | None], float]:
-        """Takes scores with these groups put back (None: of the float model), each once."""
+        """Take the scores with these groups in float (None: of the float model), each once."""
         search = fingerprint(self.measured_plan, metric.function, Fingerprint.of(self._model))
         scores = ScoreCache(cache if get_rank() == 0 else None, search)
 
@@ -147,5 +147,5 @@ def _one_of(**given: object) -> None:
 
 
 def _first_rank(score: float) -> float:
-    """The score that the first process took: all must decide alike."""
+    """Return the score that the first process took: all must decide alike."""
     return float.fromhex(all_gather_bytes(score.hex().encode())[0].decode())

@@ -1,4 +1,4 @@
-"""What each group changes at the outputs of its sites, seen in one float pass."""
+"""Changes by each group at the outputs of its sites, in one float pass."""
 
 from __future__ import annotations
 

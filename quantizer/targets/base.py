@@ -1,4 +1,4 @@
-"""What a backend wants from a quantized graph, as data: a profile decides nothing by code path."""
+"""Profiles of backends, as data: what each wants from a quantized graph, and what it can."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ class TargetProfile:
 
     @property
     def rule(self) -> str:
-        """What a coverage names as the rule where this profile decided."""
+        """The rule that a coverage names where this profile decided."""
         return RuleKind.TARGET.text(key=self.name)
 
     def gemm_reason(self, k: int, n: int, rows: int = 0) -> str | None:
-        """Why a product of [rows, k] and [k, n] stays float on this target; None where it may be quantized.
+        """Return why a product of [rows, k] and [k, n] stays float on this target; None where it may be quantized.
 
         Args:
             k: the size that is summed over.
@@ -124,7 +124,7 @@ class TargetProfile:
         return ReasonCode.SMALL_PRODUCT.text(axis=axis, size=size, least=self.min_gemm_dim, target=self.name)
 
     def add_reason(self, skipping: str, why: str) -> str | None:
-        """Why what a product gives stays float in a residual add; None where it may be quantized.
+        """Return why what a product gives stays float in a residual add; None where it may be quantized.
 
         Args:
             skipping: the other operand, which skips the product and stays float.
@@ -135,7 +135,7 @@ class TargetProfile:
         return ReasonCode.ONE_SIDED_ADD.text(skipping=skipping, why=why, target=self.name)
 
     def attention_reason(self, dtype: str, head: int, sequence: int) -> str | None:
-        """Why an attention stays float on this target; None where it may be in ``dtype``.
+        """Return why an attention stays float on this target; None where it may be in ``dtype``.
 
         Args:
             dtype: the format.
@@ -157,7 +157,7 @@ class TargetProfile:
         return None
 
     def precision_reason(self, precision: str) -> str | None:
-        """Why it cannot be told to compute in a type; None where it can."""
+        """Return why it cannot be told to compute in a type; None where it can."""
         if not self.inference_precisions:
             return f"{self.name} computes in the types of the ONNX file; leave {precision!r} out, or set fallback_dtype"
         if precision not in self.inference_precisions:
@@ -165,11 +165,11 @@ class TargetProfile:
         return None
 
     def stripping_reason(self) -> str | None:
-        """Why its engines cannot do without their weights; None where they can."""
+        """Return why its engines cannot do without their weights; None where they can."""
         return f"{self.name} keeps the weights in its engines; leave it out" if self.fp8_from is None else None
 
     def capability_reason(self, capability: str, formats: Collection[str]) -> str | None:
-        """Why no engine can be built for a compute capability; None where one can.
+        """Return why no engine can be built for a compute capability; None where one can.
 
         Args:
             capability: such as ``sm89``.

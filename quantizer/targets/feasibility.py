@@ -1,4 +1,4 @@
-"""What targets cannot do of what an engine is asked for: each problem with its place, which a caller spells."""
+"""Checks of an engine's options against its target: each problem with its place, which a caller spells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Problem", "engine_problems"]
 
 
 class Problem(NamedTuple):
-    """What does not fit, and the setting that asks for it: a key of a file, or an option."""
+    """A problem, and the setting that causes it: a key of a file, or an option."""
 
     place: str
     text: str

@@ -30,7 +30,7 @@ class Format:
 
 
 def least_opset_of(wanted: Format) -> int:
-    """The first ONNX opset in which both formats can be written."""
+    """Return the first ONNX opset in which both formats can be written."""
     opsets = [dtype.onnx_opset for dtype in (wanted.activations, wanted.weights) if dtype is not None]
     return max(*opsets, BLOCKS_OPSET if wanted.block_size is not None else 0)
 
@@ -42,7 +42,7 @@ def impossible(default: Format, formats: Sequence[Format], target: TargetProfile
 
 
 def _impossible(wanted: Format, target: TargetProfile, place: str) -> list[str]:
-    """What of a format a target cannot compute in."""
+    """Return what of a format a target cannot compute in."""
     problems = []
     for what, dtype, known in (
         ("activations", wanted.activations, target.activation_dtypes),

@@ -1,4 +1,4 @@
-"""Which rules a Q/DQ graph is held to on each backend, as data: what is an error there, and what only costs."""
+"""The rules for Q/DQ graphs on each backend, as data: what is an error there, and what only costs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OPERATOR_FORMAT = frozenset({"QLinearMatMul", "QLinearConv", "MatMulInteger", "C
 
 @dataclass(frozen=True, kw_only=True)
 class GraphRules:
-    """What a graph is checked for, for one backend.
+    """The rules for the graphs of one backend.
 
     Attributes:
         severities: the rules that apply, by name, and how much each matters.

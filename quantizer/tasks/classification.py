@@ -1,4 +1,4 @@
-"""What classifiers share, whatever they read: logits, labels, and figures of both.
+"""The common part of classifiers, whatever they read: logits, labels, and figures of both.
 
 Shapes: N rows, B rows of a batch, C classes.
 """
@@ -24,7 +24,7 @@ __all__ = ["checked_logits", "class_names", "compare_classifiers", "largest_logi
 
 
 def class_names(config: Any) -> tuple[str, ...]:
-    """The name of each class in the config of a model, by its number; none, where it is no classifier."""
+    """Return the name of each class in the config of a model, by its number; none, where it is no classifier."""
     names = getattr(config, "id2label", None) or {}
     return tuple(str(names[index]) for index in sorted(names))
 
@@ -49,7 +49,7 @@ def require_one_label(config: Any, task: str) -> None:
 
 
 def checked_logits(output: torch.Tensor) -> torch.Tensor:
-    """The output [B x C] itself; ``TaskError`` where it has another shape."""
+    """Return the output [B x C] itself; ``TaskError`` where it has another shape."""
     if output.dim() != 2:
         raise TaskError(
             f"the model's output has the shape {tuple(output.shape)}, expected logits [batch, classes]: is this a "
@@ -59,7 +59,7 @@ def checked_logits(output: torch.Tensor) -> torch.Tensor:
 
 
 def largest_logit(outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-    """The label of each row [N] of logits [N x C]."""
+    """Return the label of each row [N] of logits [N x C]."""
     return np.asarray(outputs.argmax(axis=-1))
 
 

@@ -56,7 +56,7 @@ class ImageClassification(Task):
         return [row.path for row in rows_of_kind(rows, Image, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """The number of each row's class [N].
+        """Return the number of each row's class [N].
 
         Raises:
             TaskError: rows of another kind, or with a label that the model has no class, or several, for.

@@ -72,7 +72,7 @@ class ImageInputs:
         return list(range(len(paths)))
 
     def batch(self, paths: Sequence[Path]) -> Batch:
-        """One batch [B x channels x height x width], read from files."""
+        """Return one batch [B x channels x height x width], read from files."""
         return self._processed([read_image(path) for path in paths], f"{paths[0]} and {len(paths) - 1} more")
 
     def check(self, paths: Sequence[Path]) -> None:
@@ -82,7 +82,7 @@ class ImageInputs:
                 pass
 
     def filled(self, paths: Sequence[Path], rows: int, sequence: int | None) -> Batch:
-        """A batch of exactly so many images, over again where there are fewer; without images it is random."""
+        """Return a batch of exactly so many images, over again where there are fewer; without images it is random."""
         return self.batch([paths[row % len(paths)] for row in range(rows)]) if paths else self.random(rows, sequence)
 
     def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
@@ -90,7 +90,7 @@ class ImageInputs:
         return {_INPUT: torch.randn(rows, *self.size, generator=torch.Generator().manual_seed(seed))}
 
     def example(self, paths: Sequence[Path]) -> Batch:
-        """A batch of two; see ``Task.example``."""
+        """Return a batch of two; see ``Task.example``."""
         return self.filled(paths[:EXAMPLE_ROWS], EXAMPLE_ROWS, None)
 
     def _processed(self, images: list[Any], which: str) -> Batch:
@@ -106,7 +106,7 @@ class ImageInputs:
 
 
 def read_image(path: Path) -> Any:
-    """An image as RGB of 8 bits, turned as the camera was held; one of 16 bits is scaled, and transparency left out.
+    """Return an image as RGB of 8 bits, turned as the camera was held; 16 bits are scaled, transparency is left out.
 
     Raises:
         TaskError: there is no such file, it is no whole image, or does not say in which range its values lie.
@@ -121,7 +121,7 @@ def read_image(path: Path) -> Any:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """An image file, its pixels still to be read; whatever goes wrong with it is an error of ours."""
+    """Open an image file, its pixels still to be read; whatever goes wrong with it is an error of ours."""
     pillow = require_pillow()
     try:
         with pillow.open(path) as file:
@@ -134,7 +134,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _of_bytes(image: Any, kind: str | None) -> Any:
-    """An image whose values Pillow would cut at 255, with 8 bits.
+    """Return an image whose values Pillow would cut at 255, with 8 bits.
 
     Raises:
         ValueError: it has no range that is known.
@@ -149,7 +149,7 @@ def _of_bytes(image: Any, kind: str | None) -> Any:
 
 
 def require_pillow() -> Any:
-    """The module ``PIL.Image``.
+    """Return the module ``PIL.Image``.
 
     Raises:
         MissingDependencyError: Pillow is not installed.

@@ -57,10 +57,10 @@ class Inputs(Protocol):
         """In which order samples share batches with the least padding."""
 
     def batch(self, samples: Sequence[Any]) -> Batch:
-        """One batch of samples."""
+        """Return one batch of samples."""
 
     def filled(self, samples: Sequence[Any], rows: int, sequence: int | None) -> Batch:
-        """A batch of exactly so many rows and tokens; without samples it is random."""
+        """Return a batch of exactly so many rows and tokens; without samples it is random."""
 
     def check(self, samples: Sequence[Any]) -> None:
         """Look at samples without running anything.
@@ -73,7 +73,7 @@ class Inputs(Protocol):
         """Random values, nothing masked; see ``Task.random_batch``."""
 
     def example(self, samples: Sequence[Any]) -> Batch:
-        """A batch of two; see ``Task.example``."""
+        """Return a batch of two; see ``Task.example``."""
 
 
 class TextInputs:
@@ -112,7 +112,7 @@ class TextInputs:
         return sorted(range(len(texts)), key=lambda at: (len(texts[at]), at))
 
     def batch(self, texts: Sequence[str], min_length: int | None = None) -> Batch:
-        """One batch [B x S], S the length of its longest text, or ``min_length`` if that is more."""
+        """Return one batch [B x S], S the length of its longest text, or ``min_length`` if that is more."""
         shortest = min_length or self.min_length
         options = {"truncation": True, "return_tensors": "pt"}
         encoded = self.tokenizer(list(texts), padding="longest", max_length=self.max_length, **options)
@@ -124,7 +124,7 @@ class TextInputs:
         """Nothing: a text that was read can be tokenized."""
 
     def filled(self, texts: Sequence[str], rows: int, sequence: int | None) -> Batch:
-        """A batch [rows x sequence], every second row filled with text to the end, the others cut or padded.
+        """Return a batch [rows x sequence], every second row filled with text to the end, the others cut or padded.
 
         Without texts its tokens are random.
         """
@@ -152,7 +152,7 @@ class TextInputs:
         return {name: fill[name] if name in fill else torch.zeros_like(picked) for name in self.names}
 
     def example(self, texts: Sequence[str]) -> Batch:
-        """A batch of two [2 x S] with S at least 16 where the model allows it; see ``Task.example``."""
+        """Return a batch of two [2 x S] with S at least 16 where the model allows it; see ``Task.example``."""
         tokens = min(max(EXAMPLE_TOKENS, self.min_length), self.max_length)
         if texts:
             return self.batch([texts[0], texts[1 % len(texts)]], min_length=tokens)
@@ -179,7 +179,7 @@ class TextInputs:
 
 
 def _long(texts: Sequence[str], row: int, tokens: int) -> str:
-    """The text of a row with those after it, until it surely has so many tokens."""
+    """Return the text of a row with those after it, until it surely has so many tokens."""
     words = texts[row % len(texts)]
     taken = 1
     while len(words) < tokens * _CHARACTERS_PER_TOKEN:

@@ -15,7 +15,7 @@ DATASETS = {"Image": "'image-folder', 'image-csv'", "Pair": "'stsb-csv'", "Text"
 
 
 def rows_of_kind(rows: Sequence[Row], kind: type[Kind], task: str) -> list[Kind]:
-    """The rows, all of one kind; ``TaskError`` names the task and data sets that fit it."""
+    """Return the rows, all of one kind; ``TaskError`` names the task and data sets that fit it."""
     checked: list[Kind] = []
     for row in rows:
         if not isinstance(row, kind):

@@ -51,18 +51,18 @@ def spearman(decisions: Array, targets: Array) -> Array:
 
 
 def accuracy(decisions: Array, targets: Array) -> Array:
-    """The share of equal labels over the last axis."""
+    """Return the share of equal labels over the last axis."""
     return np.asarray((decisions == targets).mean(axis=-1))
 
 
 def label_flips(reference: Array, other: Array) -> float:
-    """The share of rows [N] whose label differs."""
+    """Return the share of rows [N] whose label differs."""
     _same_shape(reference, other)
     return float((reference != other).mean())
 
 
 def mean_cosine(reference: Array, other: Array) -> float:
-    """The mean over rows of the cosine between two sets of vectors [N x D]; a zero vector counts as 0."""
+    """Return the mean over rows of the cosine between two sets of vectors [N x D]; a zero vector counts as 0."""
     _same_shape(reference, other)
     a, b = reference.astype(np.float64), other.astype(np.float64)
     lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
@@ -70,7 +70,7 @@ def mean_cosine(reference: Array, other: Array) -> float:
 
 
 def kl_divergence(reference: Array, other: Array) -> float:
-    """The mean over rows of KL(reference || other) in nats, of the distributions that logits [N x C] stand for."""
+    """Return the mean over rows of KL(reference || other) in nats, of the distributions of logits [N x C]."""
     _same_shape(reference, other)
     p, q = _log_softmax(reference), _log_softmax(other)
     return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
@@ -89,7 +89,7 @@ def sqnr_db(reference: Array, other: Array) -> float:
 def bootstrap_interval(
     metric: Metric, reference: Array, other: Array, targets: Array, n: int = 1000, seed: int = 0
 ) -> tuple[float, float]:
-    """The 95% bootstrap interval of ``metric(other) - metric(reference)``.
+    """Return the 95% bootstrap interval of ``metric(other) - metric(reference)``.
 
     Rows are resampled in pairs: each resample takes the same rows of both sides, so that what the two have in common
     does not widen the interval.

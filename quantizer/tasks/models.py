@@ -51,7 +51,7 @@ FORMS = "a local folder, a hub name such as 'bert-base-uncased', or 'package:NAM
 
 
 def resolve_source(source: str) -> Path | str:
-    """Where a model is: a folder that exists, or a hub name (which is not looked up).
+    """Return where a model is: a folder that exists, or a hub name (which is not looked up).
 
     ``package:NAME/sub/folder`` is a folder inside an installed Python package, which is found without importing it.
 
@@ -80,7 +80,7 @@ def resolve_source(source: str) -> Path | str:
 
 
 def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Module:
-    """The float32 model for a task, in eval mode.
+    """Return the float32 model for a task, in eval mode.
 
     Args:
         source: see ``resolve_source``.
@@ -114,7 +114,7 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint says of itself, read without its weights.
+    """The description of a checkpoint, read without its weights.
 
     Attributes:
         architecture: the class that it was saved from; None: it does not say.
@@ -171,7 +171,7 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
 
 
 def load_processor(source: str, task: str) -> Any:
-    """What turns samples into the model's inputs: a tokenizer, or an image processor.
+    """Return what turns samples into the model's inputs: a tokenizer, or an image processor.
 
     Raises:
         ConfigError: no task has this name.
@@ -182,7 +182,7 @@ def load_processor(source: str, task: str) -> Any:
 
 
 def load_image_processor(source: str) -> Any:
-    """The image processor that comes with a model.
+    """Return the image processor that comes with a model.
 
     Raises:
         TaskError: there is none.
@@ -196,7 +196,7 @@ def load_image_processor(source: str) -> Any:
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer that comes with a model.
+    """Return the tokenizer that comes with a model.
 
     Raises:
         TaskError: there is none, or it has no padding token.
@@ -225,7 +225,7 @@ def _refuse_code(source: str, file: str, told: dict[str, Any]) -> None:
 
 
 def _positions(config: Any, source: str) -> int | None:
-    """The longest sequence that a model of this config takes; only its code says where positions begin."""
+    """Return the longest sequence that a model of this config takes; only its code says where positions begin."""
     if getattr(config, "max_position_embeddings", None) is None:
         return None
     with _explained(source, "config"), torch.device("meta"):
@@ -233,7 +233,7 @@ def _positions(config: Any, source: str) -> int | None:
 
 
 def _reads(config: Any) -> tuple[str, ...]:
-    """What a model of this config may read: "text", "image", both or neither."""
+    """Return what a model of this config may read: "text", "image", both or neither."""
     images = config.model_type in _auto().MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
     # Some models of images are pretrained on visual words, and have a vocabulary of these.
     words = not images or config.model_type in _auto().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -242,7 +242,7 @@ def _reads(config: Any) -> tuple[str, ...]:
 
 
 def _task_of(architecture: str | None, model_type: str, reads: Sequence[str]) -> str | None:
-    """The task whose transformers class makes this architecture; a task with a head of its own is never told."""
+    """Return the task whose transformers class makes this architecture; a task with a head of its own is never told."""
     names = {
         "AutoModel": _auto().MODEL_MAPPING_NAMES,
         "AutoModelForImageClassification": _auto().MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
@@ -258,7 +258,7 @@ def _task_of(architecture: str | None, model_type: str, reads: Sequence[str]) ->
 
 
 def _auto() -> Any:
-    """Which class transformers has for which kind of model and task."""
+    """Return which class transformers has for which kind of model and task."""
     return importlib.import_module("transformers.models.auto.modeling_auto")
 
 

@@ -1,4 +1,4 @@
-"""What a model, a proxy or an engine gives back, as one float32 tensor.
+"""Outputs of a model, a proxy or an engine, as one float32 tensor.
 
 Shapes: B sequences in a batch, S tokens, D width.
 """
@@ -16,7 +16,7 @@ __all__ = ["embeddings_from_hidden_state", "first_output"]
 
 
 def first_output(result: object, name: str) -> torch.Tensor:
-    """The named output, as a float32 tensor on the CPU.
+    """Return the named output, as a float32 tensor on the CPU.
 
     Args:
         result: a mapping of names to tensors or arrays (a transformers ``ModelOutput`` is one), a tuple or list, or

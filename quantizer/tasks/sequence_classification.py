@@ -50,7 +50,7 @@ class SequenceClassification(Task):
         return [row.text for row in rows_of_kind(rows, Text, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """The class of each row [N].
+        """Return the class of each row [N].
 
         Raises:
             TaskError: rows of another kind, or with a label that the model has no class for.

@@ -42,7 +42,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Predictions:
-    """What one model says about some rows.
+    """The outputs of one model for some rows.
 
     Attributes:
         outputs: embeddings [N x D], or logits [N x C]; for pairs [2N x D], each row's two texts one after the other.
@@ -54,7 +54,7 @@ class Predictions:
 
 
 class Task(ABC):
-    """What a model's output is used for.
+    """The use of a model's output.
 
     A subclass names its model class, output and metric, and says how rows become samples, how a batch's output becomes
     rows of ``Predictions.outputs``, and what is decided from them.
@@ -105,30 +105,30 @@ class Task(ABC):
 
     @abstractmethod
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        """The samples of rows, in the order of ``Predictions.outputs``; ``TaskError`` for rows of another kind."""
+        """Return the samples of rows, in the order of ``Predictions.outputs``; TaskError for other kinds of rows."""
 
     @abstractmethod
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """What the decisions are compared with [N]."""
+        """Return what the decisions are compared with [N]."""
 
     @abstractmethod
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """A batch's rows of ``Predictions.outputs`` [B x ...] from the model's output."""
+        """Return a batch's rows of ``Predictions.outputs`` [B x ...] from the model's output."""
 
     @abstractmethod
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-        """The decisions [N] that follow from all outputs."""
+        """Return the decisions [N] that follow from all outputs."""
 
     @abstractmethod
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The score over the last axis of [N] or [R x N]; see ``quantizer.tasks.metrics.Metric``."""
+        """Return the score over the last axis of [N] or [R x N]; see ``quantizer.tasks.metrics.Metric``."""
 
     @abstractmethod
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
         """Figures that compare a model with the float one on the same rows, by name."""
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
-        """What makes batches: of texts, unless a subclass reads something else."""
+        """Return what makes batches: of texts, unless a subclass reads something else."""
         return TextInputs(model, processor, max_length=max_length, min_length=min_length)
 
     # What every task does
@@ -143,7 +143,7 @@ class Task(ABC):
         return self.sample_batches(self._samples(rows), limit)
 
     def sample_batches(self, samples: Sequence[Sample], limit: int | None = None) -> list[Batch]:
-        """The same of samples that are no rows of a data set."""
+        """Return the same of samples that are no rows of a data set."""
         starts = range(0, len(samples), self.batch_size)[:limit]
         return [self.inputs.batch(samples[start : start + self.batch_size]) for start in starts]
 
@@ -189,13 +189,13 @@ class Task(ABC):
         raise TaskError(f"task {self.name!r} has no head to fit: leave out the rows for it")
 
     def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
-        """The task's metric."""
+        """Return the task's metric."""
         return float(self.metric(predictions.decisions, self._checked_targets(predictions, rows)))
 
     def difference_interval(
         self, float_predictions: Predictions, other: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0
     ) -> tuple[float, float]:
-        """The 95% bootstrap interval of ``score(other) - score(float)``, rows resampled in pairs."""
+        """Return the 95% bootstrap interval of ``score(other) - score(float)``, rows resampled in pairs."""
         targets = self._checked_targets(float_predictions, rows)
         return bootstrap_interval(self.metric, float_predictions.decisions, other.decisions, targets, n, seed)
 
@@ -205,7 +205,7 @@ class Task(ABC):
         return self.inputs.names
 
     def example(self, rows: Sequence[Row] | None = None) -> Batch:
-        """A small batch for export: two images, or two texts [2 x S] with S at least 16.
+        """Return a small batch for export: two images, or two texts [2 x S] with S at least 16.
 
         Args:
             rows: what to take; ``None`` takes random values, of texts with padding in the second row.
@@ -245,7 +245,7 @@ def build_task(
     batch_size: int = 32,
     min_length: int = 1,
 ) -> Task:
-    """A task by its registered name; see ``Task`` for the arguments.
+    """Return a task by its registered name; see ``Task`` for the arguments.
 
     Raises:
         ConfigError: no task has this name.

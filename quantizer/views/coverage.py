@@ -1,4 +1,4 @@
-"""What a ``Quantizer`` shows: coverage, sensitivity and ranges, as a table in a terminal and as HTML in a notebook."""
+"""Views of coverage and ranges, as a table in a terminal and as HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Coverage(View[CoverageRow]):
         patches: Sequence[OperatorPatch] = (),
         regions: Float32Modules | None = None,
     ) -> Coverage:
-        """The coverage of a plan.
+        """Return the coverage of a plan.
 
         Args:
             plan: what becomes of each site.
@@ -179,7 +179,7 @@ class Coverage(View[CoverageRow]):
         return f"sites quantized: {', '.join(parts) or 'none found'}{tail}{patched}"
 
     def text(self, limit: int | None = None) -> str:
-        """The table as plain text, then the products that are not in low precision."""
+        """Return the table as plain text, then the products that are not in low precision."""
         wide = [f"in a rest of float16, {self.regions.text()}"] if self.regions.wide else []
         return "\n\n".join([super().text(limit), *wide, *([self.escaped.text(limit)] if len(self.escaped) else [])])
 
@@ -187,7 +187,7 @@ class Coverage(View[CoverageRow]):
         return super()._repr_html_() + (self.escaped._repr_html_() if len(self.escaped) else "")
 
     def cells(self) -> list[list[Any]]:
-        """What is not quantized comes first: a table that is cut short should lose the rows that say least."""
+        """Return the cells, what is not quantized first: a table cut short loses the rows that say least."""
         return [
             [row.name, row.kind, row.line, "yes" if row.quantized else "no", _why(row)]
             for row in sorted(self.rows, key=lambda row: row.quantized)
@@ -243,7 +243,7 @@ class Ranges(View[RangeRow]):
 
     @classmethod
     def from_plan(cls, plan: Plan) -> Ranges:
-        """The ranges of a plan."""
+        """Return the ranges of a plan."""
         return cls([_row_of_operand(site, operand) for site in plan.values() for operand in site.operands])
 
     def title(self) -> str:
@@ -269,7 +269,7 @@ class Ranges(View[RangeRow]):
 
 
 def _percent(share: float) -> str:
-    """A share that is not whole never reads as if it were."""
+    """Return a share in percent; one that is not whole never reads as if it were."""
     if 0.9995 <= share < 1:
         return f"{share:.4%}" if share < 0.999999 else "just under 100%"
     return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{100 * share:.2g}%"

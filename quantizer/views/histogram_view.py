@@ -35,7 +35,7 @@ class HistogramBin:
 
 
 class HistogramView:
-    """What calibration saw of one operand, and what ranges would make of it.
+    """The histogram of one operand in calibration, with candidates for its range.
 
     Attributes:
         data: the histogram, as a report holds it.
@@ -50,7 +50,7 @@ class HistogramView:
         self.candidates = data.candidates
 
     def plot(self) -> Picture:
-        """The picture that a notebook shows; ``.save(path)`` writes SVG."""
+        """Return the picture that a notebook shows; ``.save(path)`` writes SVG."""
         return Picture(histogram_svg(self.data))
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What calibration saw of one operand, with the ranges that it might have."""
+"""Histograms of operands in calibration, with the ranges that each might have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BINS = 128
 
 
 def histogram_of(name: str, plan: Plan, observation: Seen | None) -> Histogram:
-    """The histogram of the operand ``name`` (``SITE.OPERAND``), and its candidates.
+    """Return the histogram of the operand ``name`` (``SITE.OPERAND``), and its candidates.
 
     Args:
         name: the operand.
@@ -64,7 +64,7 @@ def histogram_of(name: str, plan: Plan, observation: Seen | None) -> Histogram:
 
 
 def noisiest(plan: Plan, number: int) -> list[str]:
-    """The quantized activations with the lowest SQNR, the lowest first; of those that read one tensor, one."""
+    """Return the quantized activations with the lowest SQNR, the lowest first; of those that read one tensor, one."""
     found: dict[str | None, tuple[float, str]] = {}
     for path, site in plan.items():
         for operand in site.operands:
@@ -90,7 +90,7 @@ def _record(name: str, operand: OperandPlan, calibrator: Calibrator, histogram: 
 def _candidates(
     operand: OperandPlan, calibrator: Calibrator, histogram: Counts, dtype: QType
 ) -> tuple[RangeCandidate, ...]:
-    """What each estimate gives, and the range of the operand where none of them gives that."""
+    """Return what each estimate gives, and the range of the operand where none of them gives that."""
     taken = operand.largest_amax
     found = list(estimates(calibrator, dtype))
     # The plan keeps amax in float32.
@@ -109,7 +109,7 @@ def _candidates(
 
 
 def _few_bins(histogram: Counts) -> tuple[float, Tensor]:
-    """The width and the counts of at most ``_BINS`` bins up to the last one that is not empty, zeros in the first."""
+    """Return width and counts of at most ``_BINS`` bins up to the last that is not empty, zeros in the first."""
     counts = histogram.counts.clone()
     counts[0] += histogram.total - counts.sum()
     used = int(counts.nonzero().max()) + 1

@@ -1,4 +1,4 @@
-"""What a ``Quantizer`` shows of a model and of what was decided for it."""
+"""Views of a ``Quantizer``: of a model, and of what was decided for it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class QuantizerViews:
 
     @property
     def chosen_fallback(self) -> Fallback | None:
-        """What ``fallback`` put back; None before it, and after ``clear_fallback``."""
+        """The fallback that was chosen; None before it, and after ``clear_fallback``."""
         return self._session.fallback
 
     @property

@@ -1,4 +1,4 @@
-"""What the groups cost, to look at."""
+"""The view of what each group costs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Sensitivity(View[SensitivityRow]):
 
     @classmethod
     def from_ranking(cls, ranking: Sequence[GroupSensitivity], fallback: Fallback | None, measure: str) -> Sensitivity:
-        """The groups of a ranking by ``measure``, and which of them are put back."""
+        """Return the groups of a ranking by ``measure``, and which of them are put back."""
         back = set(fallback.groups) if fallback is not None else set()
         rows = [SensitivityRow(**asdict(entry), fallback=back.issuperset(entry.parts)) for entry in ranking]
         return cls(rows, fallback, measure)
@@ -91,11 +91,11 @@ class Sensitivity(View[SensitivityRow]):
         return Picture(sensitivity_bars(self.rows, measure=self.measure, limit=limit))
 
     def heatmap(self) -> Picture:
-        """Where in the model, and in what kind of site, the errors are; ``.save(path)`` writes SVG."""
+        """Return where in the model, and in what kind of site, the errors are; ``.save(path)`` writes SVG."""
         return Picture(sensitivity_heatmap(self.rows, measure=self.measure))
 
     def pareto(self) -> Picture:
-        """The drop of the metric against what was put back, for all scores of a search; ``.save(path)`` writes SVG.
+        """Return a picture of all scores of a search: the metric by groups in float; ``.save(path)`` writes SVG.
 
         Raises:
             SensitivityError: there was no search.

@@ -56,15 +56,15 @@ class View(Generic[Row]):
         return self.rows[index]
 
     def title(self) -> str:
-        """What the table says in one line."""
+        """Return what the table says in one line."""
         raise NotImplementedError
 
     def cells(self) -> list[list[Any]]:
-        """The table's rows as shown."""
+        """Return the table's rows as shown."""
         raise NotImplementedError
 
     def text(self, limit: int | None = None) -> str:
-        """The table as plain text, for a terminal of 120 columns; ``limit`` rows at most, None shows all."""
+        """Return the table as plain text, for a terminal of 120 columns; ``limit`` rows at most, None shows all."""
         cells = self.cells()
         if self.grouped:
             return self._grouped_text(cells, limit)
@@ -119,7 +119,7 @@ class View(Generic[Row]):
 
 
 def _broken(name: str, width: int) -> str:
-    """A name in lines that end at a dot, where it is wider than ``width`` and has a dot there."""
+    """Return a name in lines that end at a dot, where it is wider than ``width`` and has a dot there."""
     end = name.rfind(".", 0, width) + 1
     return name if len(name) <= width or end == 0 else f"{name[:end]}\n{_broken(name[end:], width)}"
 

@@ -24,7 +24,7 @@ class HistogramCalibrator:
         self._seen.observe(x)
 
     def compute_amax(self, method: str = "percentile", *, percentile: float = 99.99) -> Tensor | None:
-        """The range [], or None before any value.
+        """Return the range [], or None before any value.
 
         Raises:
             CalibrationError: a method other than ``percentile``, ``mse`` and ``entropy``.
@@ -54,12 +54,12 @@ class MaxCalibrator:
         self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
 
     def compute_amax(self) -> Tensor | None:
-        """The range [] or [C], or None before any value."""
+        """Return the range [] or [C], or None before any value."""
         return self._amax
 
 
 def amax_of(x: Tensor, axis: int | None) -> Tensor:
-    """The largest magnitude of x [*]: [] or, along ``axis``, [C]."""
+    """Return the largest magnitude of x [*]: [] or, along ``axis``, [C]."""
     magnitudes = x.detach().float().abs()
     if axis is None:
         return magnitudes.amax()

@@ -113,19 +113,19 @@ def _scale(amax: Tensor) -> Tensor:
 
 
 class _Defaults:
-    """Where the defaults of a kind of layer are set, under the name of the toolkit's hand-written layer."""
+    """The defaults of a kind of layer, under the name of the toolkit's hand-written layer."""
 
     default_quant_desc_input: ClassVar[QuantDescriptor] = QuantDescriptor()
     default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(0,))
 
     @classmethod
     def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """The descriptor of the inputs of models that are built from now on."""
+        """Set the descriptor of the inputs of models that are built from now on."""
         cls.default_quant_desc_input = value
 
     @classmethod
     def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:
-        """The descriptor of the weights of models that are built from now on."""
+        """Set the descriptor of the weights of models that are built from now on."""
         cls.default_quant_desc_weight = value
 
 

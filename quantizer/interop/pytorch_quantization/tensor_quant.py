@@ -14,7 +14,7 @@ _METHODS = ("max", "histogram")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantDescriptor:
-    """How a ``TensorQuantizer`` rounds and calibrates.
+    """The rounding and calibration of a ``TensorQuantizer``.
 
     Args:
         num_bits: 8.

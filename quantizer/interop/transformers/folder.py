@@ -1,4 +1,4 @@
-"""What the folder of a quantized ``transformers`` model holds, and what is refused of one.
+"""The folder of a quantized ``transformers`` model: what it holds, and what is refused of one.
 
 ``config.json`` has a ``quantization_config``; ``model.safetensors`` the tensors of the frozen proxy under their own
 names, and one more, ``quantizer_state`` uint8: plan, ranges and config, see ``plan/storage.py``. So they lie in the
@@ -53,7 +53,7 @@ class SavedConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **keywords: Any) -> Any:
-        """What ``to_dict`` gave.
+        """Return what ``to_dict`` gave.
 
         Raises:
             ConfigError: it has problems; all of them are listed.
@@ -81,7 +81,7 @@ SavedConfig.__name__ = QuantizerConfig.__name__
 
 
 def read_state(files: Sequence[Path]) -> tuple[Path, bytes | None]:
-    """The state among the tensors of these files, after its file; after their folder None, where it is in none.
+    """Return the state among the tensors of these files, after its file; after their folder None, where it is in none.
 
     Raises:
         QuantizerError: a file is damaged.

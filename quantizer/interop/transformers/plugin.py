@@ -60,7 +60,7 @@ _WAY = "save what quantize(model) of its Quantizer gives"
 
 
 class TransformersQuantizer(HfQuantizer):
-    """What ``from_pretrained`` and ``save_pretrained`` ask; a model that was loaded has it as ``hf_quantizer``.
+    """The hooks of ``from_pretrained`` and ``save_pretrained``; a model that was loaded has it as ``hf_quantizer``.
 
     Attributes:
         quantizer: calibrates and quantizes the model; of a quantized one it holds the plan.
@@ -154,7 +154,7 @@ class TransformersQuantizer(HfQuantizer):
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """What ``save_pretrained`` writes; None stands for the model's own tensors.
+        """Return what ``save_pretrained`` writes; None stands for the model's own tensors.
 
         Raises:
             ProxyError: the model is a proxy that is neither trained nor quantized, or was quantized before a change.
@@ -190,7 +190,7 @@ class TransformersQuantizer(HfQuantizer):
 
 
 def quantizer_of(model: PreTrainedModel) -> Quantizer:
-    """The ``Quantizer`` of a model that was loaded with a ``QuantizerConfig`` or from a folder that holds one.
+    """Return the ``Quantizer`` of a model that was loaded with a ``QuantizerConfig`` or from a folder that holds one.
 
     Raises:
         ProxyError: the model was loaded without.
@@ -210,14 +210,14 @@ def _state(decided: Plan, quantizer: Quantizer, dropped: list[str]) -> bytes:
 
 
 def _packed(model: PreTrainedModel) -> Iterator[tuple[str, OperandQuantizer, Tensor]]:
-    """The stored weights whose steps are smaller than a byte, each after the name of the tensor."""
+    """Yield the stored weights whose steps are smaller than a byte, each after the name of the tensor."""
     for path, module in model.named_modules():
         if isinstance(module, OperandQuantizer) and module.stored is not None and qtype(module.dtype).is_packed:
             yield f"{path}.stored", module, module.stored
 
 
 def _owners(model: PreTrainedModel, parameters: Sequence[str]) -> list[nn.Module]:
-    """The modules that have, or had, these parameters."""
+    """Return the modules that have, or had, these parameters."""
     return [model.get_submodule(path.rpartition(".")[0]) for path in parameters]
 
 

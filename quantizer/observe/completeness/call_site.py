@@ -1,4 +1,4 @@
-"""Who called an operation of torch: the evidence for why a product is not a site.
+"""The caller of an operation of torch: the evidence for why a product is not a site.
 
 The compiled code of a running function says which characters of its text are being executed, so what a call is spelled
 as can be read back, in files that were rewritten as in those that were not.
@@ -70,14 +70,14 @@ class Caller:
 
 
 def innermost_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """The first frame, outwards, whose text makes a call: a wrapper that hands one on is alike for all calls."""
+    """Return the first frame, outwards, whose text makes a call: a wrapper that hands one on is alike for all calls."""
     while frame is not None and _module(frame).startswith(_HANDS_ON):
         frame = frame.f_back
     return frame
 
 
 def callers(frame: types.FrameType | None) -> Iterator[Caller]:
-    """The functions that are running, innermost first, as far as the module whose forward pass it is."""
+    """Yield the functions that are running, innermost first, as far as the module whose forward pass it is."""
     files = {file.rewritten_name: file for file in REWRITER.files()}
     originals = {file.path: file for file in files.values()}
     while (frame := innermost_frame(frame)) is not None:
@@ -107,7 +107,7 @@ def _module(frame: types.FrameType) -> str:
 
 
 def _called(frame: types.FrameType) -> tuple[str, Called]:
-    """What a function is calling: its text, and what is behind it."""
+    """Return what a function is calling: its text, and what is behind it."""
     node = _running(frame)
     if isinstance(node, ast.Call):
         return ast.unparse(node.func).replace(f"{LIVE}.", ""), called(node.func, frame)
@@ -118,7 +118,7 @@ def _called(frame: types.FrameType) -> tuple[str, Called]:
 
 
 def _running(frame: types.FrameType) -> ast.AST | None:
-    """The expression or statement that a function is executing; None where there is no text, or another one."""
+    """Return the expression or statement that a function is executing; None where there is no text, or another one."""
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     first, last, start, end = positions
     if first is None or last is None or start is None or end is None:

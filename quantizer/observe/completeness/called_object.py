@@ -1,4 +1,4 @@
-"""What a call that is running calls: the object behind its text, and how the text leads there.
+"""The object that a running call calls, and how the text of the call leads there.
 
 Nothing is executed for it: attributes are looked up where objects keep them, never through properties.
 """
@@ -27,7 +27,7 @@ _UNKNOWN = object()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Called:
-    """What is called.
+    """The object behind a call.
 
     Attributes:
         operation: the catalogue's entry for it, if it is one.
@@ -42,7 +42,7 @@ class Called:
 
 
 def called(node: ast.expr, frame: types.FrameType) -> Called:
-    """What the function of a call is, in a running frame."""
+    """Return what the function of a call is, in a running frame."""
     if isinstance(node, ast.Attribute) and node.attr in METHODS:
         base = _resolve(node.value, frame)
         # What has no name of its own, such as the result of a call, is a tensor there.
@@ -65,12 +65,12 @@ def called(node: ast.expr, frame: types.FrameType) -> Called:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether it can be told that a value is none of the catalogue: Python's own functions call what they are given."""
+    """Return whether a value is surely no operation of the catalogue: Python's own functions call others."""
     return value is not _UNKNOWN and getattr(value, "__module__", None) != "builtins"
 
 
 def _is_spelled_out(node: ast.expr, frame: types.FrameType) -> bool:
-    """Whether a dotted name leads through modules and classes of torch alone, as the finder follows it."""
+    """Return whether a dotted name leads through modules and classes of torch alone, as the finder follows it."""
     while isinstance(node, ast.Attribute):
         node = node.value
         base = _resolve(node, frame)
@@ -80,7 +80,7 @@ def _is_spelled_out(node: ast.expr, frame: types.FrameType) -> bool:
 
 
 def _resolve(node: ast.expr, frame: types.FrameType) -> Any:
-    """The object that an expression stands for where a function runs; ``_UNKNOWN`` where that is not so simple."""
+    """Return the object that an expression stands for where a function runs; ``_UNKNOWN`` if that is not simple."""
     if isinstance(node, ast.Name):
         for names in (frame.f_locals, frame.f_globals, vars(builtins)):
             if node.id in names:

@@ -39,7 +39,7 @@ __all__ = ["CountedProduct", "Explanations", "ProductCounter", "Reason"]
 
 
 class Reason(Enum):
-    """Why a product is not in low precision; there is no other reason."""
+    """The reasons why a product is not in low precision; there is no other."""
 
     EXCLUDED = "excluded by rule"
     """An ``include`` or ``exclude`` of the configuration leaves its site out."""
@@ -97,7 +97,7 @@ class CountedProduct:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any], place: str = "product") -> CountedProduct:
-        """What ``plain`` gave.
+        """Return what ``plain`` gave.
 
         Raises:
             ValueError: it is damaged; ``place`` is where it stands.
@@ -111,7 +111,7 @@ class CountedProduct:
 
 
 class Explanations:
-    """Why products outside of sites are there; what was found out for one pass holds for all passes of a model.
+    """Explanations of products outside of sites; that of one pass holds for all passes of a model.
 
     Attributes:
         paths: the modules of the model, by id.
@@ -132,7 +132,7 @@ class Explanations:
             self.paths = {id(module): path for path, module in model.named_modules()}
 
     def of_call(self, innermost: nn.Module) -> tuple[Reason, str]:
-        """Why there is no site around the call that is being made, by a module of the model."""
+        """Return why there is no site around the call that is being made, by a module of the model."""
         frame = innermost_frame(sys._getframe())
         assert frame is not None
         key = (frame.f_code, frame.f_lasti, id(innermost))
@@ -141,7 +141,7 @@ class Explanations:
         return self._known[key]
 
     def _of_text(self, running: Sequence[Caller], path: str) -> tuple[Reason, str]:
-        """Why the source made no site of a call that ``running`` functions made, the innermost first."""
+        """Return why the source made no site of a call that ``running`` functions made, the innermost first."""
         if any(caller.called.rpartition(".")[2] in _RECURRENT for caller in running):
             return Reason.RECURRENCE, str(running[0])
         for caller in running:
@@ -191,7 +191,7 @@ class ProductCounter:
         self._running = []
 
     def frames(self) -> tuple[tuple[str, int], ...]:
-        """The modules of the model that run, the outermost first: the path of each, and the number of its call."""
+        """Return the modules of the model that run, the outermost first: path and number of the call of each."""
         if self._frames is None:
             running = zip(self._running, self._calls, strict=True)
             self._frames = tuple(
@@ -203,11 +203,11 @@ class ProductCounter:
 
     @property
     def in_site(self) -> bool:
-        """Whether a site makes the call that runs."""
+        """True if a site makes the call that runs."""
         return bool(self._running) and isinstance(self._running[-1], Site)
 
     def products(self) -> Counter[CountedProduct]:
-        """What was counted so far: places, with their multiply-adds."""
+        """Return what was counted so far: places, with their multiply-adds."""
         places = {
             CountedProduct(path=path, site=site, operation=operation, reason=reason, detail=detail): number
             for (path, site, operation, reason, detail), number in self._counted.items()
@@ -230,13 +230,13 @@ class ProductCounter:
         self._counted[key] = self._counted.get(key, 0) + multiply_adds
 
     def enter(self, module: nn.Module) -> None:
-        """A module begins to run."""
+        """Note that a module begins to run."""
         self._running.append(module)
         self._calls.append(next(self._numbers))
         self._frames = None
 
     def exit(self, module: nn.Module) -> None:
-        """A module ends, also by an exception."""
+        """Note that a module ends, also by an exception."""
         if module in self._running:
             # After an exception, some that had no hook call are still there.
             while self._running.pop() is not module:

@@ -14,13 +14,13 @@ __all__ = ["Follower", "follow", "leave"]
 
 
 class Follower(Protocol):
-    """Who is told of every module call of a thread."""
+    """A listener to every module call of a thread."""
 
     def enter(self, module: nn.Module) -> None:
-        """A module begins to run."""
+        """Note that a module begins to run."""
 
     def exit(self, module: nn.Module) -> None:
-        """A module ends, also by an exception."""
+        """Note that a module ends, also by an exception."""
 
 
 class _Threads(threading.local):

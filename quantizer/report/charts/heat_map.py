@@ -47,7 +47,7 @@ _Cells = Mapping[tuple[str, str], Sequence[RankedRow]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scale:
-    """How much of the hue a sum gets."""
+    """The scale from sums to shares of the hue."""
 
     low: float
     high: float
@@ -66,7 +66,7 @@ class _Scale:
 
 
 def sensitivity_heatmap(rows: Sequence[RankedRow], *, measure: str | None) -> str:
-    """A row for each block and a column for each kind of site; the operands of residual adds have a column each.
+    """Return a row for each block and a column for each kind of site; the operands of residual adds have a column each.
 
     Args:
         rows: the groups, in any order.
@@ -107,7 +107,7 @@ def sensitivity_heatmap(rows: Sequence[RankedRow], *, measure: str | None) -> st
 
 
 def _column(row: RankedRow) -> str:
-    """The kind; of an operand of a residual add also which one, as each is a group of its own."""
+    """Return the kind; of an operand of a residual add also which one, as each is a group of its own."""
     if "," in row.kind:
         return _SEVERAL
     operand = row.group.removeprefix(f"{row.sites[0]}.") if len(row.sites) == 1 else row.group
@@ -127,7 +127,7 @@ def _sum(rows: Sequence[RankedRow]) -> float:
 
 
 def _scale(sums: Sequence[float]) -> tuple[_Scale, bool]:
-    """The scale of all cells, and whether smaller sums than its least are among them."""
+    """Return the scale of all cells, and whether smaller sums than its least are among them."""
     positive = [value for value in sums if 0 < value < math.inf]
     high = max(positive, default=1.0)
     least = min(positive, default=1.0)
@@ -183,13 +183,13 @@ def _cell(rows: Sequence[RankedRow], column: str, left: float, top: float, width
 
 
 def _mark(back: int, groups: int) -> str:
-    """The outline of a cell of which groups were put back: broken where it is not all of them."""
+    """Return the outline of a cell of which groups were put back: broken where it is not all of them."""
     broken = ' stroke-dasharray="4 3"' if back < groups else ""
     return f' stroke="currentColor" stroke-width="2"{broken}' if back else ""
 
 
 def _marks(cells: _Cells) -> list[tuple[str, str]]:
-    """The outlines that there are, with their meaning."""
+    """Return the outlines that there are, with their meaning."""
     back = [(sum(row.fallback for row in rows), len(rows)) for rows in cells.values()]
     square = '<rect x="1" y="3" width="12" height="11" rx="2" fill="none"'
     found = []
@@ -203,7 +203,7 @@ def _marks(cells: _Cells) -> list[tuple[str, str]]:
 def _shares(
     sums: Mapping[tuple[str, str], float], blocks: Sequence[str], columns: Sequence[str], width: float
 ) -> list[str]:
-    """What each block and each column has of all errors: bars on the right, figures below."""
+    """Return what each block and each column has of all errors: bars on the right, figures below."""
     everything = math.fsum(value for value in sums.values() if 0 < value < math.inf)
     if everything == 0:
         return []
@@ -232,14 +232,14 @@ def _shares(
 
 
 def _whole(share: float | None) -> str:
-    """A share in whole percent: there is no room for more."""
+    """Return a share in whole percent: there is no room for more."""
     if share is None:
         return MISSING
     return f"{100 * share:.0f}%" if share >= 0.01 or share == 0 else "<1%"
 
 
 def _colour_scale(scale: _Scale, clipped: bool, top: float) -> list[str]:
-    """What the strengths mean: swatches with the sums that they stand for."""
+    """Return what the strengths mean: swatches with the sums that they stand for."""
     steps = scale.steps()
     width = (_RIGHT - _LEFT) / _STEPS
     parts = [svg_text(0, top + 11, "log scale", "qz-value")]

@@ -25,7 +25,7 @@ _ROW = 25
 
 
 def histogram_figure(histogram: Histogram) -> str:
-    """A ``<figure>`` with the operand's name, the histogram and its candidates, on one axis of magnitudes."""
+    """Return a ``<figure>`` with the operand's name, the histogram and its candidates, on one axis of magnitudes."""
     facts = (
         f"{sum(histogram.counts):,} values from {significant(histogram.minimum)} to {significant(histogram.maximum)}, "
         f"judged in {histogram.dtype}; log counts of magnitudes"
@@ -38,7 +38,7 @@ def histogram_figure(histogram: Histogram) -> str:
 
 
 def histogram_svg(histogram: Histogram) -> str:
-    """One ``<svg>`` element that fills the width it is given."""
+    """Return one ``<svg>`` element that fills the width it is given."""
     end = histogram.width * len(histogram.counts)
     cut = next((entry.amax for entry in histogram.candidates if entry.chosen), end)
     lines = [_line(entry, end) for entry in histogram.candidates]
@@ -50,7 +50,7 @@ def histogram_svg(histogram: Histogram) -> str:
 
 
 def _bars(histogram: Histogram, cut: float) -> str:
-    """One path for what is kept and one for what lies beyond the range, in units of bins."""
+    """Return one path for what is kept and one for what lies beyond the range, in units of bins."""
     largest = math.log1p(max(histogram.counts))
     kept: list[str] = []
     clipped: list[str] = []

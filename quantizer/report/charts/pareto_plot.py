@@ -35,7 +35,7 @@ _LABEL = 15
 
 
 class _Axes:
-    """Where a cost and a drop are drawn."""
+    """The axes of costs and drops."""
 
     def __init__(self, points: Sequence[Evaluation], budget: float) -> None:
         sizes = [abs(point.drop) for point in points if point.drop]
@@ -52,7 +52,7 @@ class _Axes:
         return round(_MARGIN + (_HEIGHT - 2 * _MARGIN) * (1 - share), 1)
 
     def ticks(self, budget: float) -> list[float]:
-        """Drops to label: the budget, 0, and powers of ten where there is room."""
+        """Return drops to label: the budget, 0, and powers of ten where there is room."""
         found: list[float] = []
         sizes = [10.0**power for power in range(-9, 10)]
         for drop in (budget, 0.0, *reversed(sizes), *(-size for size in reversed(sizes))):
@@ -65,7 +65,7 @@ class _Axes:
 
 
 def pareto_svg(fallback: Fallback) -> str:
-    """All scores that a search took, those that no other beats as a line, the budget, and what was chosen.
+    """Return all scores that a search took, those that no other beats as a line, the budget, and what was chosen.
 
     Returns:
         One ``<svg>`` element that fills the width it is given; a sentence in it if there was no search.

@@ -77,7 +77,7 @@ def _title(row: RankedRow) -> str:
 
 
 def _name(row: RankedRow, y: float, length: int, css: str) -> str:
-    """The group's name with its block in bold; each is cut by itself, so that both can be told."""
+    """Return the group's name with its block in bold; each is cut by itself, so that both can be told."""
     rest = row.group.removeprefix(row.block)
     if not row.block or rest == row.group:
         return svg_text(0, y, shorten(row.group, length), css)
@@ -87,7 +87,7 @@ def _name(row: RankedRow, y: float, length: int, css: str) -> str:
 
 
 def _lane(ranked: Sequence[RankedRow], blocks: Sequence[str], top: float) -> str:
-    """A column for each block and a mark for each bar: where the worst groups stand is seen down the rows."""
+    """Return a column for each block and a mark for each bar: where the worst groups stand is seen down the rows."""
     height, width = len(ranked) * _ROW, 100 / len(blocks)
     marks = [
         f'<rect x="{blocks.index(row.block) * width:.2f}%" y="{index * _ROW + 2}" width="{width:.2f}%" height="22" '

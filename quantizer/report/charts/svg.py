@@ -16,12 +16,12 @@ _LEGEND_ROW = 20
 
 
 def svg_text(x: float | str, y: float, content: str, css: str, anchor: str = "start") -> str:
-    """A line of text; its class is ``qz-name`` or ``qz-value``, with ``qz-wide`` or ``qz-narrow`` for some widths."""
+    """Return a line of text; its class is ``qz-name`` or ``qz-value``, with ``qz-wide`` or ``qz-narrow`` besides."""
     return f'<text class="{css}" x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(content)}</text>'
 
 
 def svg_legend(entries: Sequence[tuple[str, str]], top: float = 0) -> tuple[list[str], float]:
-    """What a sign means, two entries in a row.
+    """Return what a sign means, two entries in a row.
 
     Args:
         entries: each the markup of a sign, drawn in a square of 14 pixels, and its meaning.
@@ -39,12 +39,12 @@ def svg_legend(entries: Sequence[tuple[str, str]], top: float = 0) -> tuple[list
 
 
 def svg_note(sentence: str) -> str:
-    """A picture that is only a sentence, where there is nothing to draw."""
+    """Return a picture that is only a sentence, where there is nothing to draw."""
     return svg_picture(sentence, 24, [svg_text(0, 16, sentence, "qz-name")])
 
 
 def svg_picture(label: str, height: float, parts: Sequence[str]) -> str:
-    """One ``<svg>`` element as wide as where it stands; ``label`` is what a screen reader says."""
+    """Return one ``<svg>`` element as wide as where it stands; ``label`` is what a screen reader says."""
     style = (
         f".qz-bars{{display:block;width:100%;max-width:1100px;font-family:{_FONT}}}"
         ".qz-bars text{fill:currentColor;font-size:12px}"

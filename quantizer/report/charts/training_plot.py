@@ -29,7 +29,7 @@ _LARGEST = 1e300
 
 
 class _Axes:
-    """Where a step and a value are drawn."""
+    """The axes of steps and values."""
 
     def __init__(self, steps: int, values: Sequence[float]) -> None:
         self._steps = max(steps, 1)
@@ -58,12 +58,12 @@ class _Axes:
 
 
 def _drawable(value: float) -> float:
-    """The value, within what distances between values can be computed for; NaN is drawn as 0."""
+    """Return the value, within what distances between values can be computed for; NaN is drawn as 0."""
     return 0.0 if math.isnan(value) else max(-_LARGEST, min(_LARGEST, value))
 
 
 def loss_svg(training: TrainingRun) -> str:
-    """The loss of each step.
+    """Return the loss of each step.
 
     Returns:
         One ``<svg>`` element that fills the width it is given; a sentence in it if no step was made.
@@ -79,7 +79,7 @@ def loss_svg(training: TrainingRun) -> str:
 
 
 def score_svg(training: TrainingRun) -> str:
-    """The scores on the tuning rows, with lines at that of the float model and that of PTQ.
+    """Return the scores on the tuning rows, with lines at that of the float model and that of PTQ.
 
     Returns:
         One ``<svg>`` element that fills the width it is given.
@@ -118,7 +118,7 @@ def score_svg(training: TrainingRun) -> str:
 
 
 def training_caption(training: TrainingRun) -> str:
-    """What the training did, in a line."""
+    """Return what the training did, in a line."""
     made = f"{len(training.losses):,} of {counted(training.planned, 'step')}"
     ended = f", stopped: {training.stopped}" if training.stopped else ""
     best = next((entry for entry in training.scores if entry.best), None)

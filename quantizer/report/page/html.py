@@ -25,7 +25,7 @@ _FOLDER = Path(__file__).parent
 
 
 def html_from_record(record: RunRecord) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Raises:
         MissingDependencyError: jinja2 is not installed.
@@ -70,5 +70,5 @@ def _environment() -> jinja2.Environment:
 
 
 def _csp_hash(script: str) -> str:
-    """The source expression that admits exactly ``script`` in a content security policy."""
+    """Return the source expression that admits exactly ``script`` in a content security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

@@ -1,4 +1,4 @@
-"""What the page shows, as text and ready tables; the template only puts them in their places."""
+"""The content of the page, as text and ready tables; the template only puts them in their places."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DiffFile:
 
 
 def view_from_record(record: RunRecord) -> dict[str, Any]:
-    """The variables of the template.
+    """Return the variables of the template.
 
     Raises:
         MissingDependencyError: jinja2 (which brings markupsafe) is not installed.
@@ -134,7 +134,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
 
 
 def tiles(record: RunRecord) -> tuple[Tile, ...]:
-    """The figures of the header: speed, size, memory, score, coverage."""
+    """Return the figures of the header: speed, size, memory, score, coverage."""
     return (
         _speed_tile(record.latency.engines if record.latency else ()),
         _size_tile(record.size),
@@ -191,7 +191,7 @@ def _tile(title: str, value: str | None, note: str = "") -> Tile:
 
 
 def diff_files(diff: str) -> tuple[DiffFile, ...]:
-    """A unified diff taken apart by file; text before the first ``---`` is a file without a name."""
+    """Return a unified diff taken apart by file; text before the first ``---`` is a file without a name."""
     blocks: list[list[str]] = []
     lines = diff.splitlines()
     for index, line in enumerate(lines):

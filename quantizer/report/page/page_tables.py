@@ -25,7 +25,7 @@ __all__ += ["escaped_table", "ranges_table", "score_table", "sensitivity_table"]
 
 
 def score_table(record: RunRecord) -> str:
-    """One row per form of the model: metric, difference, interval and the paired figures."""
+    """Return one row per form of the model: metric, difference, interval and the paired figures."""
     if not record.scores:
         return ""
     paired = list(dict.fromkeys(name for entry in record.scores for name in entry.paired))
@@ -54,7 +54,7 @@ def score_table(record: RunRecord) -> str:
 
 
 def cost_table(record: RunRecord) -> str:
-    """One row per engine or form: latency, size and peak memory, each with its ratio to float."""
+    """Return one row per engine or form: latency, size and peak memory, each with its ratio to float."""
     latency = {entry.name: entry for entry in record.latency.engines} if record.latency else {}
     size = {entry.name: entry for entry in record.size}
     memory = {entry.name: entry for entry in record.memory}
@@ -105,13 +105,13 @@ def coverage_by_kind(sites: Sequence[Site]) -> str:
 
 
 def coverage_by_reason(sites: Sequence[Site]) -> str:
-    """Why sites are not quantized; empty where all of them are."""
+    """Return why sites are not quantized; empty where all of them are."""
     rows = counted(site.reason for site in sites if not site.quantized)
     return html_table(["Why not", "Sites"], rows, label="Sites left in float, by reason", style=False) if rows else ""
 
 
 def escaped_table(products: Sequence[UnquantizedProduct]) -> str:
-    """Every product that is not in low precision; empty where all are."""
+    """Return every product that is not in low precision; empty where all are."""
     columns = [
         Column(title="Module", mono=True),
         Column(title="Operation", mono=True),
@@ -135,7 +135,7 @@ def escaped_table(products: Sequence[UnquantizedProduct]) -> str:
 
 
 def coverage_table(sites: Sequence[Site]) -> str:
-    """Every site."""
+    """Return every site."""
     if not sites:
         return ""
     columns = [
@@ -203,14 +203,14 @@ def ranges_table(sites: Sequence[Site]) -> str:
 
 
 def evaluations_table(fallback: Fallback | None) -> str:
-    """Every score that a search took; empty where there was none."""
+    """Return every score that a search took; empty where there was none."""
     if fallback is None or not fallback.evaluations:
         return ""
     return html_table(EVALUATION_COLUMNS, evaluation_cells(fallback), label="Evaluations of the search", style=False)
 
 
 def sensitivity_table(rows: Sequence[SensitivityRow], measure: str | None) -> str:
-    """The whole ranking."""
+    """Return the whole ranking."""
     if not rows:
         return ""
     columns = [

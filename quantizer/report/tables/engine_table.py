@@ -1,4 +1,4 @@
-"""What an engine runs in which precision: as a table and lines, for a terminal and a page."""
+"""The precisions of what an engine runs: as a table and lines, for a terminal and a page."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _LAYERS = (
 
 
 def verified_words(inspection: Inspection) -> str:
-    """Whether it was observed, and how or why not: ``verified: seen in a run ...``."""
+    """Return whether it was observed, and how or why not: ``verified: seen in a run ...``."""
     return f"{'verified' if inspection.verified else 'not verified'}: {inspection.note}"
 
 
 def engine_facts(inspection: Inspection) -> list[str]:
-    """What the shares do not say: attention, conversions, float outputs, and the reasons in words."""
+    """Return what the shares do not say: attention, conversions, float outputs, and the reasons in words."""
     lines = []
     if inspection.attention_fused or inspection.attention_apart:
         apart = f", {inspection.attention_apart} taken apart" if inspection.attention_apart else ""
@@ -64,13 +64,13 @@ def engine_facts(inspection: Inspection) -> list[str]:
 
 
 def engine_table(inspection: Inspection) -> str:
-    """The shares by precision, as HTML; empty where there are no layers."""
+    """Return the shares by precision, as HTML; empty where there are no layers."""
     rows = _share_rows(inspection)
     return html_table(_SHARES, rows, label="Precision in the engine", style=False) if rows else ""
 
 
 def layers_table(inspection: Inspection) -> str:
-    """Every layer, as HTML; empty where there are none."""
+    """Return every layer, as HTML; empty where there are none."""
     rows = [_layer_row(layer) for layer in inspection.layers]
     return html_table(_LAYERS, rows, label="Layers of the engine", style=False) if rows else ""
 

@@ -1,4 +1,4 @@
-"""What the figures of a run say, in plain words."""
+"""The figures of a run in plain words."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SAME = 0.05
 
 
 def verdict(record: RunRecord) -> str:
-    """One paragraph: speed, size, memory, score and coverage; what was not measured is said too."""
+    """Return one paragraph: speed, size, memory, score and coverage; what was not measured is said too."""
     return " ".join([*_speed(record), *_size(record), *_memory(record), *_score(record), *_coverage(record)])
 
 
 def quantized_score(scores: Sequence[Score]) -> Score | None:
-    """The score that the headline is about: the nearest to the engine's, else the last that is not float."""
+    """Return the score that the headline is about: the nearest to the engine's, else the last that is not float."""
     by_name = {entry.which: entry for entry in scores if entry.which != "float"}
     nearest = (by_name[which] for which in ("engine", "simulation", "qat", "proxy") if which in by_name)
     return next(nearest, next(reversed(by_name.values()), None))

@@ -1,4 +1,4 @@
-"""What the errors of a ranking are, in words: each measure has its own."""
+"""Words for the errors of a ranking: each measure has its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ErrorWords", "error_words"]
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorWords:
-    """What to call an error."""
+    """The words for an error."""
 
     column: str
     """Title of its column."""
@@ -44,5 +44,5 @@ _UNKNOWN = ErrorWords(column="error", phrase="error")
 
 
 def error_words(measure: str | None) -> ErrorWords:
-    """The words for a measure's errors; ``error`` where the measure is not known."""
+    """Return the words for a measure's errors; ``error`` where the measure is not known."""
     return _UNKNOWN if measure is None else _WORDS.get(measure, _UNKNOWN)

@@ -1,4 +1,4 @@
-"""What the pictures of a ranking read of its rows, and the order in which they show blocks."""
+"""The fields that pictures of a ranking read, and the order in which they show blocks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class RankedRow(Protocol):
 
     @property
     def error(self) -> float:
-        """What quantizing it alone costs."""
+        """The cost of quantizing it alone."""
 
     @property
     def fallback(self) -> bool:
-        """Whether it was put back to float."""
+        """True if it was put back to float."""
 
 
 def blocks_in_order(rows: Iterable[RankedRow]) -> list[str]:
-    """Each block once, in the model's order."""
+    """Return each block once, in the model's order."""
     return list(dict.fromkeys(row.block for row in sorted(rows, key=lambda row: (row.position, row.group))))

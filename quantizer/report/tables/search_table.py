@@ -23,7 +23,7 @@ EVALUATION_COLUMNS = (
 
 
 def evaluation_cells(fallback: Fallback) -> list[list[Any]]:
-    """One row for each evaluation, in order."""
+    """Return one row for each evaluation, in order."""
     return [
         [
             number,
@@ -40,7 +40,7 @@ def evaluation_cells(fallback: Fallback) -> list[list[Any]]:
 
 
 def evaluation_caption(fallback: Fallback) -> str:
-    """What the search was to find, and what it found."""
+    """Return what the search was to find, and what it found."""
     words = [text.counted(len(fallback.evaluations), "evaluation")]
     if fallback.float_score is not None:
         words.append(f"the float model scores {text.plain(fallback.float_score)}")

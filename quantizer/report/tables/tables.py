@@ -34,7 +34,7 @@ _ALIGN = {True: ' class="qz-num"', False: ""}
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """How one column looks.
+    """The look of one column.
 
     Only ``title`` is needed; a bare string stands for a column with that title.
     """
@@ -60,7 +60,7 @@ def html_table(
     limit: int | None = None,
     style: bool = True,
 ) -> str:
-    """A table in a container that scrolls sideways by itself; every value is escaped.
+    """Return a table in a container that scrolls sideways by itself; every value is escaped.
 
     Args:
         columns: one per cell of a row.
@@ -98,7 +98,7 @@ def text_table(
     title: str | None = None,
     limit: int | None = None,
 ) -> Table:
-    """The same table for a terminal; ``[brackets]`` in a value are text, not markup.
+    """Return the same table for a terminal; ``[brackets]`` in a value are text, not markup.
 
     Arguments as :func:`html_table`.
     """

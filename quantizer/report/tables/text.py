@@ -29,28 +29,28 @@ MISSING = "\N{EN DASH}"
 
 
 def score(value: float) -> str:
-    """A metric's value: ``0.8203``."""
+    """Return a metric's value: ``0.8203``."""
     return f"{value:.4f}"
 
 
 def signed(value: float) -> str:
-    """A difference with its sign: ``+0.0012``; no sign where it rounds to zero."""
+    """Return a difference with its sign: ``+0.0012``; no sign where it rounds to zero."""
     text = f"{value:+.4f}"
     return text[1:] if float(text) == 0 else text
 
 
 def interval(value: tuple[float, float]) -> str:
-    """A 95% interval: ``[-0.0031, +0.0008]``."""
+    """Return a 95% interval: ``[-0.0031, +0.0008]``."""
     return f"[{signed(value[0])}, {signed(value[1])}]"
 
 
 def times(value: float) -> str:
-    """A ratio: ``3.71x``."""
+    """Return a ratio: ``3.71x``."""
     return f"{value:.2f}x"
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """A number with ``digits`` significant digits, without an exponent where that stays short."""
+    """Return a number with ``digits`` significant digits, without an exponent where that stays short."""
     if not math.isfinite(value):
         return {math.inf: "infinite", -math.inf: "-infinite"}.get(value, "not a number")
     if value == 0:
@@ -62,12 +62,12 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def percent(value: float) -> str:
-    """A share as a percentage with three significant digits: ``0.0123`` is ``1.23%``."""
+    """Return a share as a percentage with three significant digits: ``0.0123`` is ``1.23%``."""
     return f"{significant(value * 100, 3)}%" if math.isfinite(value) else significant(value)
 
 
 def error(value: float) -> str:
-    """An error, in three digits: ``0.0410``, ``1.74e-05``."""
+    """Return an error, in three digits: ``0.0410``, ``1.74e-05``."""
     if math.isfinite(value) and 0 < abs(value) < 0.0001:
         return f"{value:.2e}"
     return significant(value, 3)
@@ -97,12 +97,12 @@ def mebibytes(size_bytes: float) -> str:
 
 
 def count(value: int) -> str:
-    """A whole number with separators: ``22,713,216``."""
+    """Return a whole number with separators: ``22,713,216``."""
     return f"{value:,}"
 
 
 def compact(value: int) -> str:
-    """A whole number in three digits: ``1.00 G``, ``17.4 M``; small ones as they are."""
+    """Return a whole number in three digits: ``1.00 G``, ``17.4 M``; small ones as they are."""
     for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
         if value >= size:
             return f"{significant(value / size, 3)} {unit}"
@@ -110,7 +110,7 @@ def compact(value: int) -> str:
 
 
 def amount(value: float) -> str:
-    """A cost of any unit: a whole number as :func:`compact` has it, any other in three digits."""
+    """Return a cost of any unit: a whole number as :func:`compact` has it, any other in three digits."""
     return compact(int(value)) if float(value).is_integer() else significant(value, 3)
 
 
@@ -120,13 +120,13 @@ def counted(number: int, what: str) -> str:
 
 
 def format_name(dtype: str, block_size: int | None = None, zero_point: int | None = None) -> str:
-    """A number format with what belongs to it: ``int8``, ``int4 /128`` in blocks of 128, ``uint8 zp 113``."""
+    """Return a number format with what belongs to it: ``int8``, ``int4 /128`` in blocks of 128, ``uint8 zp 113``."""
     blocks = "" if block_size is None else f" /{block_size}"
     return dtype + blocks + ("" if zero_point is None else f" zp {zero_point}")
 
 
 def granularity(scales: int, block_size: int | None = None) -> str:
-    """What shares a scale, by how many there are: ``tensor``, ``384 channels``, ``1,152 blocks``."""
+    """Return what shares a scale, by how many there are: ``tensor``, ``384 channels``, ``1,152 blocks``."""
     if scales == 1:
         return "tensor"
     return f"{count(scales)} {'channels' if block_size is None else 'blocks'}"

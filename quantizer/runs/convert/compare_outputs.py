@@ -1,4 +1,4 @@
-"""Whether an engine computes what PyTorch computes, at the least, the usual and the largest shape.
+"""The comparison of an engine's outputs with PyTorch's, at the least, the usual and the largest shape.
 
 An engine of a quantized model is held to the frozen proxy, which rounds as the graph says; of a float model, to that.
 The cosine to the float model is what quantization cost: it is told and not judged.
@@ -77,7 +77,7 @@ class OutputCheck:
 
 @dataclass(frozen=True)
 class Reference:
-    """What PyTorch gives for some rows of a batch.
+    """PyTorch's outputs for some rows of a batch.
 
     Attributes:
         inputs: the whole batch.
@@ -108,7 +108,7 @@ class Tolerance:
         return f"{least}, or at most {self.beyond_db:g} dB further from the float model than PyTorch"
 
     def holds(self, distance: OutputCheck) -> bool:
-        """Whether an engine that is so far away is right."""
+        """Return whether an engine that is so far away is right."""
         if distance.sqnr_db is None or distance.sqnr_db >= self.decibels:
             return True
         to_float, proxy_to_float = distance.float_db, distance.proxy_float_db
@@ -118,7 +118,7 @@ class Tolerance:
 
 
 def tolerance(asked: float | None, quantized: bool, float_dtype: torch.dtype) -> Tolerance:
-    """The one that was asked for, or what fits the types of the engine."""
+    """Return the one that was asked for, or what fits the types of the engine."""
     if asked is not None:
         return Tolerance(asked)
     if quantized:
@@ -190,7 +190,7 @@ def _to_float(check: OutputCheck, bound: Tolerance) -> str:
 
 
 def _finite(where: str, got: Floats, right: Floats, float_right: Floats) -> tuple[Floats, Floats, Floats]:
-    """The same with zeros in the place of infinite values, on which engine and PyTorch agree.
+    """Return the same with zeros in the place of infinite values, on which engine and PyTorch agree.
 
     Raises:
         EngineError: they do not agree, or one of them holds NaN.
@@ -214,7 +214,7 @@ def _decibels(right: Floats, got: Floats) -> float | None:
 
 
 def _token_outputs(references: Sequence[Reference]) -> set[str]:
-    """The outputs with an axis of tokens, [B x S] or [B x S x ...], whose padding nobody reads.
+    """Return the outputs with an axis of tokens, [B x S] or [B x S x ...], whose padding nobody reads.
 
     It is as long as the tokens at every shape. Where all shapes have one length, [B x S] may as well be the logits of
     as many classes: then all of it is compared.
@@ -230,7 +230,7 @@ def _token_outputs(references: Sequence[Reference]) -> set[str]:
 
 
 def _read(values: Floats, reference: Reference, of_tokens: bool) -> Floats:
-    """Those vectors [N x D] of an output that somebody reads."""
+    """Return those vectors [N x D] of an output that somebody reads."""
     mask = reference.inputs.get("attention_mask")
     if mask is not None and of_tokens:
         kept = mask[list(reference.rows)].numpy().astype(bool)
@@ -239,7 +239,7 @@ def _read(values: Floats, reference: Reference, of_tokens: bool) -> Floats:
 
 
 def _by_name(result: Any, names: Sequence[str]) -> Outputs:
-    """The outputs as float32 arrays; what has no names has those of the graph, in its order."""
+    """Return the outputs as float32 arrays; what has no names has those of the graph, in its order."""
     if isinstance(result, torch.Tensor):
         result = (result,)
     values = result if isinstance(result, Mapping) else dict(zip(names, result, strict=False))

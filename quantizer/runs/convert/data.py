@@ -27,7 +27,7 @@ CALIBRATION_ROWS = 128
 
 @dataclass(frozen=True)
 class DataSource:
-    """What ``NAME:PATH``, ``FILE`` or ``FOLDER`` names.
+    """The source that ``NAME:PATH``, ``FILE`` or ``FOLDER`` names.
 
     Attributes:
         name: the registered data set, whose rows have labels or scores; None: a plain file of texts, or a folder of
@@ -42,7 +42,7 @@ class DataSource:
 
     @property
     def holds(self) -> str | None:
-        """What plain data is: "text" or "image"; None: rows of a data set, which say themselves what they are."""
+        """The kind of plain data: "text" or "image"; None: rows of a data set, which say themselves what they are."""
         if self.name is not None:
             return None
         return "text" if self.path.suffix.lower() in text_files and not is_folder(self.path) else "image"
@@ -50,7 +50,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Samples:
-    """What calibrates, and what is after it, which nothing was fitted to; both still in their own form."""
+    """Samples to calibrate with, and those after them, which nothing was fitted to; both still in their own form."""
 
     calibration: Sequence[Row | Sample]
     held_out: Sequence[Row | Sample]
@@ -114,7 +114,7 @@ def read_calibration(source: DataSource, rows: int | None, column: str) -> Sampl
 
 
 def read_labelled(source: DataSource | None, option: str) -> list[Row]:
-    """All rows of a data set with labels; none, where there is no source.
+    """Return all rows of a data set with labels; none, where there is no source.
 
     Raises:
         TaskError: a plain file or folder, or one that cannot be read.

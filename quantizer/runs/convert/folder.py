@@ -39,7 +39,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """What a server reads of config.json."""
+    """The part of config.json that a server reads."""
 
     name: str
     task: str
@@ -63,7 +63,7 @@ class Converted:
     processor: Any
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        """The engine's inputs for some texts, or files of images.
+        """Return the engine's inputs for some texts, or files of images.
 
         Texts are padded to the longest, within the lengths that it was built for.
         """
@@ -74,7 +74,7 @@ class Converted:
         return {spec.name: encoded[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        """The engine's outputs for some texts, or files of images.
+        """Return the engine's outputs for some texts, or files of images.
 
         Raises:
             QuantizerError: more of them than it was built for, or an image that cannot be read.
@@ -87,7 +87,7 @@ class Converted:
         return self.engine(self.inputs(samples))
 
     def labels(self, samples: Sequence[Sample]) -> list[str]:
-        """The label of each text or image, of a classifier.
+        """Return the label of each text or image, of a classifier.
 
         Raises:
             QuantizerError: it is none, or it cannot be called with these.
@@ -172,7 +172,7 @@ def _check(config: dict[str, Any]) -> None:
 
 
 def processor_folder(task: str) -> str:
-    """The name of the folder of what makes a task's inputs."""
+    """Return the name of the folder of what makes a task's inputs."""
     return "processor" if tasks[task].reads == "image" else "tokenizer"
 
 

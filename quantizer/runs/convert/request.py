@@ -1,4 +1,4 @@
-"""What a conversion is asked for, and whether it can be done: told before anything is loaded."""
+"""The request for a conversion, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEQUENCE_LENGTHS: Sizes = (16, 128, 512)
 
 
 def convertible_tasks() -> list[str]:
-    """The tasks whose model is all that there is to serve: none with a head that is fitted beside it."""
+    """Return the tasks whose model is all that there is to serve: none with a head that is fitted beside it."""
     return [name for name in tasks.names() if not tasks[name].needs_head]
 
 

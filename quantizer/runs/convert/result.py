@@ -1,4 +1,4 @@
-"""What came of a conversion, as data: for config.json, conversion.json and the terminal."""
+"""The result of a conversion, as data: for config.json, conversion.json and the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["BackendResult", "ConversionInputs", "QuantizationSummary", "backend_
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionInputs:
-    """What is so for every backend: the model, and the sizes that engines are built for.
+    """The inputs of every backend: the model, and the sizes that engines are built for.
 
     Attributes:
         labels: the name of each class, of a classifier.
@@ -53,7 +53,7 @@ class ConversionInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationSummary:
-    """What is quantized for one backend.
+    """The quantization for one backend, in figures.
 
     Attributes:
         dtype: the number format.
@@ -100,7 +100,7 @@ class BackendResult:
 
 
 def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> QuantizationSummary:
-    """What a calibrated quantizer quantizes."""
+    """Return what a calibrated quantizer quantizes."""
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
     told = [row for row in coverage if not row.quiet and ReasonCode.of(row.reason) is not ReasonCode.NEVER_RAN]
     every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))

@@ -108,7 +108,7 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
 
 
 def _facts(asked: ConversionRequest, name: str) -> ConversionInputs:
-    """What the checkpoint says, with what was asked.
+    """Return what the checkpoint says, with what was asked.
 
     Raises:
         TaskError: its task cannot be told, does not fit it or the data, or has no such lengths.
@@ -209,7 +209,7 @@ class _Run:
         return results
 
     def _quantizers(self) -> Mapping[str, Quantizer]:
-        """A quantizer for each backend, all of them from one calibration."""
+        """Return a quantizer for each backend, all of them from one calibration."""
         first, *others = self.asked.backends
         quantizer = Quantizer(backend=first, dtype=self.asked.dtype or "int8")
         with self.stage(f"calibrate on {len(self.calibration)} {self.task.reads}s"):
@@ -254,7 +254,7 @@ class _Run:
         return result
 
     def _quantized(self, quantizer: Quantizer) -> nn.Module:
-        """The frozen proxy, after a search where there is a budget."""
+        """Return the frozen proxy, after a search where there is a budget."""
         asked = self.asked
         if asked.max_drop is not None:
             amp = quantizer.amp(self.model)
@@ -268,7 +268,7 @@ class _Run:
     def _seen(
         self, name: str, built: BuildResult, quantized: nn.Module | None, float_dtype: torch.dtype, scratch: Path
     ) -> dict[str, Any]:
-        """What is observed of an engine that runs here: the check, its latency and its score."""
+        """Return what is observed of an engine that runs here: the check, its latency and its score."""
         engine = load_engine(name, built.path, threads=self.asked.threads)
         bound = self._tolerance(name, quantized, float_dtype)
         with self.stage("check the outputs against PyTorch"):
@@ -291,7 +291,7 @@ class _Run:
             return tuple(measure_latency(models, batch, self.asked.threads) for batch in self.check_batches)
 
     def _scored(self, engine: Engine, quantized: nn.Module | None) -> tuple[Score, ...]:
-        """The task's score of everything, on the evaluation rows."""
+        """Return the task's score of everything, on the evaluation rows."""
         if not self.evaluation:
             return ()
         if self.float_predictions is None:
@@ -310,7 +310,7 @@ class _Run:
         return score_record(which, self.task, base, predictions, self.evaluation, _RESAMPLES)
 
     def _float_engine(self, name: str, float_dtype: torch.dtype, scratch: Path) -> Engine:
-        """The float model's engine, to compare with; its file is not kept."""
+        """Return the float model's engine, to compare with; its file is not kept."""
         onnx = scratch / f"{str(float_dtype).removeprefix('torch.')}-{profile(name).opset}.onnx"
         with self.stage("build the float engine, to compare with"):
             if not onnx.exists():
@@ -338,7 +338,7 @@ class _Run:
         return self.asked.inference_precision if profile(name).inference_precisions else None
 
     def _tolerance(self, name: str, quantized: nn.Module | None, float_dtype: torch.dtype) -> Tolerance:
-        """What the engine is held to; one that computes in half precision, though its file does not, as a half file."""
+        """Return the tolerance of an engine; one that computes in half precision has that of a half file."""
         told = self._precision(name)
         return tolerance(
             self.asked.tolerance, quantized is not None, float_dtype if told is None else getattr(torch, told)

@@ -1,4 +1,4 @@
-"""What a conversion prints: tables for each engine, and at the end where everything is."""
+"""The prints of a conversion: tables for each engine, and at the end where everything is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["print_result", "print_summary"]
 
 
 def print_result(result: BackendResult, console: Console) -> None:
-    """The output check and the latency of one engine."""
+    """Print the output check and the latency of one engine."""
     if result.not_verified:
         console.print(Text(result.not_verified))
         return
@@ -47,7 +47,7 @@ def print_result(result: BackendResult, console: Console) -> None:
 
 
 def print_summary(facts: ConversionInputs, results: Sequence[BackendResult], folder: Path, console: Console) -> None:
-    """The scores, and what each folder holds."""
+    """Print the scores, and what each folder holds."""
     scored = [result for result in results if result.scores]
     if scored:
         console.print(_scores(scored))

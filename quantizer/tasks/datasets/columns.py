@@ -14,7 +14,7 @@ __all__ = ["read_columns"]
 
 
 def read_columns(name: str, file: Path, wanted: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Where each line stands, and its fields in the columns that are wanted; nothing, where the file is empty.
+    """Yield where each line stands, and its fields in the columns that are wanted; nothing, where the file is empty.
 
     Args:
         name: of the data set.

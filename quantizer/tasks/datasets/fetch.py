@@ -37,7 +37,7 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Path:
-    """The path of a source distribution in the cache, fetched by ``pip download`` if it is not there.
+    """Return the path of a source distribution in the cache, fetched by ``pip download`` if it is not there.
 
     The file appears in the cache only when it is complete and its hash is right.
 

@@ -26,7 +26,7 @@ __all__ = ["read_image_csv"]
 
 @datasets.add("image-csv")
 def read_image_csv(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """All images that a CSV file names.
+    """Return all images that a CSV file names.
 
     Raises:
         TaskError: no such file, no such columns, a malformed line, or an image that is not there.

@@ -24,7 +24,7 @@ __all__ = ["read_image_folder"]
 
 @datasets.add("image-folder")
 def read_image_folder(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """All images of a folder, labelled by the folder that they lie in.
+    """Return all images of a folder, labelled by the folder that they lie in.
 
     Raises:
         TaskError: no such folder, no images in it, or one that lies beside the folders of classes.

@@ -16,7 +16,7 @@ IMAGE_FILES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
 def read_images(path: Path) -> list[Path]:
-    """All images of a folder and of the folders in it, in an order of their own; see ``image_paths``.
+    """Return all images of a folder and of the folders in it, in an order of their own; see ``image_paths``.
 
     Raises:
         TaskError: there is no such folder, or it holds no image.
@@ -29,7 +29,7 @@ def read_images(path: Path) -> list[Path]:
 
 
 def image_paths(folder: Path) -> list[Path]:
-    """The images below a folder, by the hash of their names: the first ones are then a fair sample.
+    """Return the images below a folder, by the hash of their names: the first ones are then a fair sample.
 
     Names are sorted by class in most folders, so that the first hundred by name would be of a few classes only. Links
     to folders are followed. What begins with a dot is hidden, and no image: programs keep copies of their own there.
@@ -42,7 +42,7 @@ def image_paths(folder: Path) -> list[Path]:
 
 
 def _below(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
-    """The images of a folder and of those in it; ``above``: the real paths of the folders that it lies in."""
+    """Yield the images of a folder and of those in it; ``above``: the real paths of the folders that it lies in."""
     above = (*above, folder.resolve())
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):

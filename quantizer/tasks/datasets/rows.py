@@ -104,7 +104,7 @@ def refuse_options(name: str, *, split: str | None, subset: str | None) -> None:
 
 
 def require_file(name: str, path: Path | None) -> Path:
-    """The path of a data set's file, checked to be a file.
+    """Return the path of a data set's file, checked to be a file.
 
     Raises:
         TaskError: no path was given, or it is no file.
@@ -113,7 +113,7 @@ def require_file(name: str, path: Path | None) -> Path:
 
 
 def require_folder(name: str, path: Path | None) -> Path:
-    """The path of a data set's folder, checked to be one.
+    """Return the path of a data set's folder, checked to be one.
 
     Raises:
         TaskError: no path was given, or it is no folder.
@@ -134,14 +134,14 @@ def _required(name: str, path: Path | None, kind: str, other: str) -> Path:
 
 
 def class_number(label: str) -> int | None:
-    """The class that a label names by its number; None where it is no whole number from 0, or beyond any count."""
+    """Return the class that a label names by its number; None if it is no whole number from 0, or too large."""
     # isdecimal alone also accepts digits of other scripts, which no label file holds on purpose.
     digits = label.lstrip("0") or label[:1]
     return int(digits) if label.isascii() and label.isdecimal() and len(digits) <= _MOST_DIGITS else None
 
 
 def read_lines(name: str, path: Path) -> list[str]:
-    """The lines of a UTF-8 file, with their line ends (a CSV field may hold one).
+    """Return the lines of a UTF-8 file, with their line ends (a CSV field may hold one).
 
     Raises:
         TaskError: the file cannot be read, or is not UTF-8.

@@ -21,7 +21,7 @@ __all__ = ["read_sst2"]
 
 @datasets.add("sst2-text")
 def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """All texts of a file.
+    """Return all texts of a file.
 
     Raises:
         TaskError: no such file, or a line that is not ``label text``.

@@ -22,7 +22,7 @@ __all__ = ["read_stsb"]
 
 @datasets.add("stsb-csv")
 def read_stsb(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """All pairs of a CSV file.
+    """Return all pairs of a CSV file.
 
     Raises:
         TaskError: no such file, or a line that is not ``sentence,sentence,score``.

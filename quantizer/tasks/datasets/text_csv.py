@@ -24,7 +24,7 @@ __all__ = ["read_text_csv"]
 
 @datasets.add("text-csv")
 def read_text_csv(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """All texts of a CSV file with the columns ``text`` and ``label``.
+    """Return all texts of a CSV file with the columns ``text`` and ``label``.
 
     Raises:
         TaskError: no such file, no such columns, or a malformed line.

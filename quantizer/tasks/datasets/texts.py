@@ -20,7 +20,7 @@ _KIND = "texts"
 
 
 def read_texts(path: Path, column: str = "text") -> list[str]:
-    """All texts of a file, empty lines left out.
+    """Return all texts of a file, empty lines left out.
 
     Args:
         path: its ending says what it is, see ``text_files``.

@@ -43,7 +43,7 @@ NEUTRAL = 0.5
 
 @datasets.add("vader")
 def read_vader(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """The rated texts of one subset and split.
+    """Return the rated texts of one subset and split.
 
     Args:
         path: a copy of the source distribution, instead of fetching it.
