@@ -1,4 +1,4 @@
-"""The cost of each group of sites in low precision, and the choice of those that go back to float."""
+"""The error that quantizing each group of sites makes, and the groups that fall back to float."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
 """The divergence of a model's output from its float output.
 
-Legend: y the float output, z another, p and q the softmax of logits y and z, [.., C]. Of logits the divergence is the
-Kullback-Leibler divergence, the mean over positions of sum p (log p - log q); of any other output it is the inverse of
-the SQNR, |z - y|^2 / |y|^2 over all its floating tensors together. Both are relative, so that batches can be averaged.
-Where an ``attention_mask`` [B, S] certainly says what padding is, that of outputs [B, S, ..] is left out: nobody reads
-it, and on short texts it can be most of the output.
+Legend: y the float output, z another output, p and q the softmax of logits y and z, [.., C].
+
+- Logits: the Kullback-Leibler divergence, the mean over positions of sum p (log p - log q).
+- Any other output: the inverse of the SQNR, |z - y|^2 / |y|^2, over all floating tensors of the output together.
+
+Both are relative, so that batches can be averaged. If an ``attention_mask`` [B, S] certainly marks padding, the padded
+positions of outputs [B, S, ..] do not count: nobody reads them, and on short texts they can be most of the output.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ __all__ = ["Divergence", "Probe"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Probe:
-    """Random directions to look in from the output: for a small change d of ``tensors``, the divergence is the
-    expectation of ``factor`` (directions . d)^2."""
+    """Random directions at an output: for a small change d of ``tensors``, the divergence is the expectation of
+    ``factor`` (directions . d)^2."""
 
     tensors: list[Tensor]
     directions: list[Tensor]
@@ -36,7 +38,7 @@ class Probe:
 
 
 class Divergence:
-    """Compares outputs of one batch with its float output.
+    """The float output of one batch, with which other outputs of the same batch are compared.
 
     Args:
         reference: the float output, of whatever structure.
@@ -56,7 +58,7 @@ class Divergence:
             raise SensitivityError("the model's output is all zeros on this batch: no relative error can be taken")
 
     def of(self, output: Any) -> float:
-        """Return the divergence of another output of the same batch; 0 for the same."""
+        """Return the divergence of another output of the same batch; 0 if the two are equal."""
         if self._log_p is None:
             assert self._y is not None
             return float((flat_output(output, self._mask) - self._y).square().sum()) / self._power
@@ -64,15 +66,15 @@ class Divergence:
         assert logits is not None
         log_q = _rows(logits.detach(), self._mask).double().log_softmax(-1)
         p = self._log_p.exp()
-        # A class that is ruled out by -inf is so in both, and -inf less -inf is no number.
+        # A logit of -inf in one output is -inf in the other too, and -inf - -inf is NaN.
         terms = torch.where(p > 0, p * (self._log_p - log_q), 0)
         return float(terms.sum(-1).mean())
 
     def probe(self, output: Any) -> Probe:
-        """Directions for an output that gradients can be taken of; the same for the same shapes.
+        """Return random directions for an output that can be differentiated; the same for the same shapes.
 
-        Of logits they are drawn so that their covariance is diag(p) - p p^T, the Hessian of the Kullback-Leibler
-        divergence (which to second order is d^T H d / 2); of any other output they are normal.
+        For logits their covariance is H = diag(p) - p p^T, the Hessian of the Kullback-Leibler divergence, which to
+        second order is d^T H d / 2. For any other output they are normal.
         """
         logits = _logits(output)
         if logits is not None:
@@ -87,7 +89,7 @@ class Divergence:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Return what an output calls its logits, [.., C] of two classes or more."""
+    """Return the ``logits`` of an output, [.., C] of two classes or more; None if there are none."""
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     usable = isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 1 and found.shape[-1] > 1
     return found if usable else None
@@ -105,6 +107,6 @@ def _zero_padding(value: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _normal(like: Tensor) -> Tensor:
-    """Return normal numbers, the same at each call: batches in another order must give the same answer."""
+    """Return normal numbers, the same at each call: the order of batches must not change the result."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator).to(like)

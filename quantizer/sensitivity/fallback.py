@@ -1,4 +1,4 @@
-"""Choosing the groups that go back to float."""
+"""The groups that fall back to float, by rank, by name or as a search found them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """One score that a search took.
+    """A score that a search measured.
 
     Attributes:
-        groups: what was float in it.
-        score: the metric.
-        drop: how much worse that is than the float model's.
+        groups: the groups that were float.
+        score: the value of the metric.
+        drop: how much worse the score is than the float model's.
         cost: the sum of the costs of ``groups``.
     """
 
@@ -51,14 +51,14 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
-    """The groups that go back to float, and how they were chosen.
+    """The groups that fall back to float, and how they were chosen.
 
     Attributes:
-        groups: the plan's groups that are float, most sensitive first.
-        asked: the arguments of ``fallback()``.
-        ranks: the rank of each group; empty where they were chosen by name.
-        evaluations: the scores that a search took, in order.
-        float_score: of the model itself, where there was a search.
+        groups: the groups of the plan that are float, most sensitive first.
+        asked: the arguments of ``fallback()``, as text.
+        ranks: the rank of each group; empty if the groups were chosen by name.
+        evaluations: the scores that a search measured, in order.
+        float_score: the score of the float model; None without a search.
         max_drop: the drop that the search allowed.
     """
 
@@ -70,7 +70,7 @@ class Fallback:
     max_drop: float | None = None
 
     def reasons(self) -> dict[str, str]:
-        """Return why each group is float, by group."""
+        """Return the reason why each group is float, by group."""
         ranks = self.ranks or (None,) * len(self.groups)
         return {
             group: (ReasonCode.FALLBACK if rank is None else ReasonCode.RANKED).text(asked=self.asked, rank=rank)
@@ -83,10 +83,10 @@ class Fallback:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Fallback:
-        """Return the record that ``document`` gave.
+        """Return the record whose ``document()`` this is.
 
         Raises:
-            SensitivityError: it is none.
+            SensitivityError: the document is not that of a fallback.
         """
         try:
             made: Fallback = decoded(cls, document, "fallback")
@@ -106,7 +106,7 @@ class Fallback:
 
 
 def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, ratio: float | None = None) -> Fallback:
-    """Return the first ``num`` groups, or the ``ratio`` of all groups (rounded up).
+    """Return the fallback of the first ``num`` groups, or of the share ``ratio`` of all groups (rounded up).
 
     Raises:
         SensitivityError: the number is out of bounds.
@@ -114,7 +114,7 @@ def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, rati
     if ratio is not None:
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise SensitivityError(f"ratio={ratio!r}: expected a share between 0 and 1")
-        # 0.07 * 100 is a little more than 7.
+        # In floating point 0.07 * 100 is a little more than 7, and must not be rounded up to 8.
         count, asked = math.ceil(ratio * len(ranking) - _ROUNDING), f"ratio={ratio:g}"
     else:
         if isinstance(num, bool) or not isinstance(num, int) or num < 0:
@@ -126,7 +126,7 @@ def by_rank(ranking: Sequence[GroupSensitivity], *, num: int | None = None, rati
 
 
 def fallback_of(entries: Sequence[GroupSensitivity], asked: str) -> Fallback:
-    """Return the record of groups that a ranking knows."""
+    """Return the fallback of entries of a ranking."""
     return Fallback(
         groups=tuple(part for entry in entries for part in entry.parts),
         asked=asked,
@@ -145,17 +145,17 @@ def operands_of(plan: Plan) -> dict[str, list[str]]:
 
 
 def fallback_for_target(fallback: Fallback, plan: Plan, backend: str | None, other: Plan) -> Fallback:
-    """Return a fallback of one plan for another: of another backend, or of more data.
+    """Return the fallback of one plan for another plan: that of another backend, or of more calibration data.
 
-    Groups differ where the targets do, and where operands were found to share a range. Every group of the other plan
-    that has an operand which was put back goes back as a whole; what is float there anyhow needs nothing. Scores of a
-    search are left out: they are of the first plan.
+    The groups of the two plans differ if the targets do, or if other operands share a range. A group of the other
+    plan falls back as a whole if any of its operands fell back in the first plan. The scores of a search belong to the
+    first plan and are left out.
 
     Args:
-        fallback: what was put back in ``plan``.
-        plan: what calibration decided for ``backend``.
-        backend: the first backend; None: it is the same.
-        other: what it decided for the other, or later.
+        fallback: the fallback of ``plan``.
+        plan: the first plan.
+        backend: the backend of ``plan``; None if both plans are for the same backend.
+        other: the other plan.
     """
     operands = operands_of(plan)
     ranks = dict(zip(fallback.groups, fallback.ranks, strict=False))
@@ -174,7 +174,7 @@ def fallback_for_target(fallback: Fallback, plan: Plan, backend: str | None, oth
 
 
 def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fallback:
-    """Return the groups that ``names`` cover whole.
+    """Return the fallback of the groups whose operands ``names`` cover.
 
     Args:
         operands: the quantized operands (``SITE.OPERAND``) of each group of the plan.
@@ -210,14 +210,14 @@ def by_name(operands: Mapping[str, Sequence[str]], names: Sequence[str]) -> Fall
 def per_cost(
     ranking: Sequence[GroupSensitivity], costs: str | Mapping[str, float] | None
 ) -> list[tuple[GroupSensitivity, float]]:
-    """Return the groups with their costs, those first that win most for what they cost.
+    """Return the groups with their costs, highest error per cost first.
 
     Args:
-        ranking: by error.
-        costs: ``multiply_adds``, what each group costs in float, by name, in any unit; or None: all cost the same.
+        ranking: the groups, highest error first.
+        costs: ``multiply_adds``; or the cost of each group in float, by name, in any unit; or None: all cost the same.
 
     Raises:
-        SensitivityError: a cost is missing, of no group, or no positive number.
+        SensitivityError: a group has no cost, a cost belongs to no group, or is negative or not finite.
     """
     if costs is None:
         return [(entry, 1.0) for entry in ranking]
@@ -233,7 +233,7 @@ def per_cost(
     for name, cost in costs.items():
         if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < math.inf:
             raise SensitivityError(f"costs: {name!r} has {cost!r}; expected a number, 0 or more")
-    # An add has no multiply-adds: what costs nothing comes first.
+    # A residual add has no multiply-adds: groups that cost nothing come first.
     ordered = sorted(
         ranking, key=lambda entry: -(entry.error / costs[entry.group] if costs[entry.group] > 0 else math.inf)
     )

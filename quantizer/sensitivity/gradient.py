@@ -1,17 +1,19 @@
-"""Measure ``gradient``: a second-order estimate of the output's divergence, for all groups by one backward pass.
+"""The measure ``gradient``: a second-order estimate of the output's divergence, for all groups by one backward pass.
 
-Legend: y the output; d_s [.., C] the change of a site's output with a group rounded, its rows d_st; J_st the derivative
-of y by such a row; v a random direction at the output with the covariance H, the Hessian of the divergence (see
-``divergence.py``). To second order a change J d of the output costs |J d|^2 in the metric H, and since g_st = v J_st
-comes from one backward pass, E (g_st . d_st)^2 is that cost. The estimate for a group is the sum of (g_st . d_st)^2
-over the rows of its sites: the errors of rows are taken as independent, so that thousands of rows average out what one
-random direction leaves open. (Hutchinson's estimator; with a loss, g is its gradient, and the estimate that of the
-empirical Fisher matrix.)
+Legend: y the output; d_s [.., C] the change of a site's output if a group is rounded, d_st its rows; J_st the
+derivative of y by such a row; v a random direction at the output whose covariance is H, the Hessian of the divergence
+(see ``divergence.py``).
 
-Groups that no gradient reaches (behind a rounding, an argmax, a block without gradients) are not in the answer, and
-neither are those whose changes are not small: where a range cuts off the values of a few rows that the rest of the
-network goes by (the first token of many decoders), the true cost is bounded, or far larger, as the second order is
-blind to it.
+To second order a change J d of the output costs |J d|^2 in the metric H. One backward pass gives g_st = v J_st, and
+E (g_st . d_st)^2 is that cost (Hutchinson's estimator). The estimate for a group is the sum of (g_st . d_st)^2 over the
+rows of its sites. It takes the errors of rows as independent, so that thousands of rows average out the variance of a
+single random direction. With a loss, g is the gradient of the loss, and the estimate that of the empirical Fisher
+matrix.
+
+The result leaves out two kinds of groups. No gradient reaches the first: they stand before a rounding, an argmax or a
+block without gradients. The changes of the second are not small: a range clips a few rows on which the rest of the
+network depends (the first token of many decoders). There the second order is no estimate: the true cost is bounded, or
+far larger.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ from quantizer.sensitivity.site_changes import watched
 __all__ = ["Loss", "gradient"]
 
 _SMALL = 0.25
-"""The most that a row's change may have of the row's square."""
+"""The largest share that the square of a row's change may have of the row's own square."""
 
 Loss = Callable[[Any], Tensor]
-"""Takes the model's output and gives a scalar."""
+"""A function of the model's output that gives a scalar."""
 
 
 def gradient(
@@ -75,7 +77,7 @@ def gradient(
             added = partial(add, changes, output.detach())
             passed: Tensor = _Watch.apply(output, anchor, added)  # type: ignore[no-untyped-call]
             return passed
-        # Others know the tensor too: a copy would part them.
+        # Other code holds this very tensor: a copy would not change with it.
         if output.requires_grad:
             output.register_hook(partial(add, changes, output.detach()))  # type: ignore[no-untyped-call]
         return output
@@ -86,20 +88,20 @@ def gradient(
         probe = divergence.probe(output) if loss is None else _of_loss(loss, output)
         reached = [pair for pair in zip(probe.tensors, probe.directions, strict=True) if pair[0].requires_grad]
         if reached:
-            # The gradient of the anchor is 0; on the way to it every site is passed, and no parameter's is taken.
+            # The gradient of the anchor is 0. On the way to it autograd passes every site and computes no parameter's.
             tensors, directions = zip(*reached, strict=True)
             try:
                 torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
             except RuntimeError as error:
                 if loss is not None or "modified by an inplace operation" not in str(error):
                     raise
-                # What the model changes in place leaves no gradient, in the model itself either.
+                # The model changes in place what its own backward pass would need: it has no gradient.
                 return {}
     return {name: cost * probe.factor for name, cost in costs.items() if name not in large}
 
 
 def _is_small(change: Tensor, value: Tensor, gradient: Tensor) -> bool:
-    """Return whether no row that carries its share of the tensor, and that the output depends on, changes by much."""
+    """Return whether no row changes by much that has at least the mean power and on which the output depends."""
     if value.dim() == 0:
         return True
     power = value.square().sum(-1)
@@ -108,12 +110,12 @@ def _is_small(change: Tensor, value: Tensor, gradient: Tensor) -> bool:
 
 
 class _Watch(torch.autograd.Function):
-    """Passes a tensor on and its gradient back, and shows the gradient to a function."""
+    """The identity, which calls a function with the gradient on its way back."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, show: Callable[[Tensor], None]) -> Tensor:
         ctx.show = show
-        # A copy, since what a function only passes on may not be changed in place.
+        # A copy, since autograd forbids in-place changes of an input that a function returns.
         return value.clone()
 
     @staticmethod

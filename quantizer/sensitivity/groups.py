@@ -1,8 +1,8 @@
-"""The groups of an amp proxy: what is switched together, measured together and put back together.
+"""The groups of an amp proxy: operands that are switched, measured and fall back together.
 
-The smallest are those of the plan (see ``plan/precision_groups.py``). Coarser ones are made of them, by where their
-first site stands: a *block* is a module's path up to its first number (``encoder.layer.3``), and a *layer* is
-the part of a block that a site belongs to (``encoder.layer.3.attention``).
+The smallest are the groups of the plan (see ``plan/precision_groups.py``). Coarser groups join them by the module of
+their first site: a *block* is a module's path up to its first number (``encoder.layer.3``), a *layer* a direct child
+of a block (``encoder.layer.3.attention``).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Group:
     """Operands that change precision together.
 
     Attributes:
-        name: the plan's group, or the module's path.
+        name: the name of the plan's group, or the module's path.
         kind: the kinds of its sites.
-        block: the block that it stands in.
-        parts: the plan's groups that it is made of.
-        members: each operand's site and quantizer.
+        block: the block of its first site.
+        parts: the groups of the plan that it consists of.
+        members: the site and the quantizer of each operand.
         activations: how many of the operands are activations.
-        multiply_adds: of its sites, in calibration.
+        multiply_adds: the multiply-adds of its sites in calibration.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Group:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Its sites, each once."""
+        """The sites of its operands, each once."""
         return tuple(dict.fromkeys(site for site, _ in self.members))
 
     def enable(self, on: bool) -> None:
-        """Switch its quantizers, not its sites."""
+        """Switch the quantizers of its operands; its sites stay as they are."""
         for _, quantizer in self.members:
             quantizer.enabled = on
 
@@ -74,10 +74,10 @@ class Group:
 
 
 def groups_of(sites: Iterable[Site], plan: Mapping[str, SitePlan], granularity: str) -> list[Group]:
-    """Return the groups of a proxy that carries ``plan``, in the order of their first sites; all are switched off.
+    """Return the groups of a proxy to which ``plan`` was applied, by their first sites, and switch all of them off.
 
     Raises:
-        SensitivityError: there is no such granularity.
+        SensitivityError: the granularity is unknown.
     """
     if granularity not in GRANULARITIES:
         raise SensitivityError(f"granularity={granularity!r}: expected one of {', '.join(GRANULARITIES)}")
@@ -113,7 +113,7 @@ def _group(
 
 
 def _place(path: str, granularity: str) -> str:
-    """Return the block or layer that a module belongs to."""
+    """Return the block or layer of a module."""
     segments = path.split(".") if path else []
     numbers = [index for index, segment in enumerate(segments) if segment.isdigit()]
     end = numbers[0] + 1 if numbers else 1

@@ -1,7 +1,7 @@
-"""Measure ``local``: the relative error at the outputs of a group's sites. Two to three float passes for all groups.
+"""The measure ``local``: the relative error at the outputs of a group's sites, by two to three float passes in all.
 
-Legend: y a site's float output, d its change with the group rounded; the error is |d|^2 / |y|^2, the mean over the
-group's calls. It does not know what the rest of the network makes of an error.
+Legend: y a site's float output, d its change if the group is rounded. The error is |d|^2 / |y|^2, the mean over the
+calls of the group's sites. The effect on the rest of the network does not count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Measuring what each group costs whenever the amp proxy is called, averaged over batches.
+"""The error of each group, measured whenever the amp proxy is called and averaged over batches.
 
-A measure is a function of the proxy, its groups and one batch; ``metric`` alone needs no batch. All are relative, so
-the averages depend neither on the order of batches nor on their size.
+A measure is a function of the proxy, its groups and one batch; only ``metric`` needs no batch. All errors are relative,
+so that neither the order nor the size of batches matters.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _OF_A_BATCH: dict[str, _Measure] = {"gradient": gradient, "local": local, "outpu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSensitivity:
-    """A group's place in the ranking: 1 hurts most.
+    """A group's place in the ranking; rank 1 has the highest error.
 
     Attributes:
-        error: what the measure says; 0 is no change.
-        block: the block that its first site stands in (see ``groups.py``).
+        error: the error by the measure; 0 is no change.
+        block: the block of its first site (see ``groups.py``).
         position: its place in the model's order, from 0.
-        parts: the plan's groups that it is made of.
-        activations: how many activations it rounds.
-        multiply_adds: of its sites, in calibration.
+        parts: the groups of the plan that it consists of.
+        activations: how many of its operands are activations.
+        multiply_adds: the multiply-adds of its sites in calibration.
     """
 
     rank: int
@@ -73,18 +73,18 @@ class GroupSensitivity:
 
 
 class Measurement:
-    """Runs a measure whenever the user runs an amp proxy, and keeps the errors.
+    """A measure that runs whenever the user runs an amp proxy, and the sums of its errors.
 
     Args:
-        proxy: what ``amp()`` returns.
+        proxy: the proxy that ``amp()`` returns.
         groups: its groups.
         measure: one of ``MEASURES``.
-        loss: for ``gradient``: takes the output and gives a scalar; None: the output's own divergence.
-        metric: for ``metric``.
+        loss: for ``gradient``: a function of the output that gives a scalar; None: the divergence of the output.
+        metric: the user's metric, for ``metric``.
 
     Attributes:
         batches: how many batches this process has measured.
-        groups: what is measured.
+        groups: the groups that are measured.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Measurement:
             called_through(proxy, self._call)
 
     def ranking(self) -> list[GroupSensitivity]:
-        """Return all groups, those that hurt most first; of several processes all must ask.
+        """Return all groups, highest error first; of several processes all must call it.
 
         Raises:
             SensitivityError: no data went through the proxy yet.
@@ -125,7 +125,7 @@ class Measurement:
         if batches == 0:
             raise SensitivityError("nothing was measured yet: run the proxy that amp() returned on data first")
         errors = {name: total / batches for name, total in zip(names, sums, strict=True)}
-        # Equal errors keep one order, so that the same data gives the same answer.
+        # Equal errors are ordered by name, so that the same data gives the same ranking.
         ordered = sorted(self.groups, key=lambda group: (-errors[group.name], group.name))
         positions = {name: position for position, name in enumerate(names)}
         return [
@@ -147,9 +147,9 @@ class Measurement:
     def _call(self, proxy: nn.Module, run: Callable[[], Any]) -> Any:
         """Run the proxy once, and measure."""
         if self._lock.locked() and self._thread == threading.get_ident():
-            # It calls itself.
+            # The proxy calls itself: only the outer call measures.
             return run()
-        # Measuring rounds in the sites, which a pass of another thread would meet.
+        # While it measures, sites round: a pass of another thread must wait.
         with self._lock:
             self._thread, self._inputs = threading.get_ident(), None
             before = Held(proxy)
@@ -166,18 +166,18 @@ class Measurement:
 
     def _note(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if self._inputs is None:
-            # As they are before the model changes any of them.
+            # A copy, since the model may change its inputs.
             self._inputs = copied(args, keywords)
 
     def _measure(self, proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> None:
         if proxy.training:
             raise SensitivityError("the proxy is in train mode, where dropout hides the errors; call .eval() first")
-        # Inference mode may have been entered by the user, and what is made in it knows no gradients. What is measured
-        # is the function that gave the result, whatever the measure does with gradients.
+        # Tensors that are made in the user's inference mode have no gradients. Some layers compute otherwise when
+        # gradients are recorded: all passes here do as the pass of the result did, whatever the measure records.
         with as_recorded(proxy, torch.is_grad_enabled()), torch.inference_mode(False):
             args, keywords = pytree.tree_map(_ordinary, (args, keywords))
             if _has_hooks_of_others(proxy):
-                # The passes that measure run none of them, so what they are held to must not have gone through them.
+                # Passes of a measure run no hooks, so the float output to compare with must come from such a pass.
                 with unmoved(proxy), torch.no_grad():
                     result = pass_of(proxy, args, keywords)
             with unmoved(proxy):
@@ -188,13 +188,13 @@ class Measurement:
         wrong = [name for name, error in errors.items() if not math.isfinite(error)]
         if wrong:
             raise SensitivityError(f"the cost of {wrong[0]} on this batch is not finite: the output has NaN or inf")
-        # Only whole batches count: an interrupted one leaves the averages as they were.
+        # Nothing is added before the whole batch is measured: an interrupted one does not count.
         for name, error in errors.items():
             self._errors[name] += error
         self.batches += 1
 
     def _by_metric(self, metric: Metric) -> dict[str, float]:
-        """Return how much worse the metric is with one group at a time rounded."""
+        """Return how much worse the metric is with one group rounded at a time, by group."""
         with unmoved(self._proxy):
             float_score = metric.score(self._proxy, "the float model")
         drops = {}
@@ -205,7 +205,7 @@ class Measurement:
 
 
 def _has_hooks_of_others(proxy: nn.Module) -> bool:
-    """Return whether hooks of the user's change what the model takes or gives as a whole."""
+    """Return whether the user has hooked the whole model, whose inputs and output they may change."""
     hooks = (*proxy._forward_pre_hooks.values(), *proxy._forward_hooks.values())
     return not all(isinstance(hook, LocalHook) for hook in hooks)
 

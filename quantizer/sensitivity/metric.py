@@ -15,21 +15,21 @@ from quantizer.errors import SensitivityError
 __all__ = ["Metric", "Score"]
 
 Score = Callable[[nn.Module], float]
-"""Takes a model that is called like the user's own, and gives one number."""
+"""A function of a model, called like the user's own, that gives one number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """A score, and which way is better."""
+    """A score, and the direction that is better."""
 
     function: Score
     higher_is_better: bool = True
 
     def score(self, model: nn.Module, which: str) -> float:
-        """Return the score of one model, without gradients; ``which`` names it in errors.
+        """Return the score of a model, without gradients; ``which`` names the model in errors.
 
         Raises:
-            SensitivityError: the function raised, or gave no finite number.
+            SensitivityError: the function raised, or did not return a finite number.
         """
         try:
             with torch.no_grad():
@@ -45,5 +45,5 @@ class Metric:
         return float(number)
 
     def drop(self, float_score: float, score: float) -> float:
-        """Return how much worse ``score`` is than the float model's; negative where it is better."""
+        """Return how much worse ``score`` is than the float model's; negative if it is better."""
         return float_score - score if self.higher_is_better else score - float_score

@@ -1,6 +1,6 @@
-"""Measure ``output``: the divergence of the model's output with one group at a time rounded.
+"""The measure ``output``: the divergence of the model's output with one group rounded at a time.
 
-It is the truth, on these batches, and costs one pass for each group, less what comes before the group.
+It is exact on these batches. It costs a pass for each group, of which the part before the group is not computed again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["output"]
 def output(
     proxy: nn.Module, groups: Sequence[Group], args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any
 ) -> dict[str, float]:
-    """Return the divergence that each group makes on one batch, by name; ``result`` is the float output."""
+    """Return the divergence due to each group on one batch, by name; ``result`` is the float output."""
     divergence = Divergence(result, padding_mask(keywords, args))
     errors: dict[str, float] = {}
     with torch.no_grad(), Reuse(proxy) as reuse:

@@ -1,4 +1,4 @@
-"""One more pass of a proxy over inputs that it has had before."""
+"""A pass of a proxy over inputs of an earlier pass."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ __all__ = ["pass_of"]
 
 
 def pass_of(proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """Return what the proxy gives for a copy of the inputs; its hooks do not run."""
+    """Return the proxy's output for a copy of the inputs; hooks of the whole proxy do not run."""
     args, keywords = copied(args, keywords)
     return proxy.forward(*args, **keywords)

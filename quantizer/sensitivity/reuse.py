@@ -1,9 +1,9 @@
-"""Not computing again what comes before the sites that change.
+"""Outputs of a first pass, reused in later passes up to the sites that change.
 
-Every module call of a first pass is recorded. In a later pass a call that ended before the first call of the changed
-sites gives what it gave, and what is inside it is not run at all. A call is never given again if it has effects that
-its output does not hold: an argument or output that is no tensor (a cache), an argument that it changed in place, an
-attribute of the module that it set, or an output that was changed in place later.
+Every module call of the first pass is recorded. If a call ended before the first call of the changed sites, later
+passes take its recorded output, and nothing inside it runs. A call is computed again if it has effects besides its
+output: an argument or output that is neither a tensor nor a plain value (a cache), an argument that it changed in
+place, an attribute that it set on its module, or an output that was changed in place later.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Call:
-    """One module call of the first pass.
+    """A module call of the first pass.
 
     Attributes:
-        output: what it gave.
-        versions: of the output's tensors when it ended.
-        end: how many calls of sites had been made when it ended.
-        inside: the calls that it made, by module, its own included.
-        usable: its output is all that came of it.
+        output: its output.
+        versions: the version counters of the output's tensors when it ended.
+        end: the number of calls of sites before its end.
+        inside: the number of calls that it made, by module, its own included.
+        usable: whether its output is its only effect.
     """
 
     output: Any
@@ -50,7 +50,7 @@ class _Call:
 
 
 class Reuse:
-    """Stands before the modules of a proxy while its block is open. The first pass records."""
+    """A context that replaces ``forward`` of the modules of a proxy while its block is open; the first pass records."""
 
     def __init__(self, proxy: nn.Module) -> None:
         self._proxy = proxy
@@ -64,7 +64,7 @@ class Reuse:
 
     def __enter__(self) -> Reuse:
         for module in self._modules():
-            # An instance's attribute stands before its class's method; some libraries have put one there.
+            # An attribute of the instance hides the method of its class; some libraries have set one.
             if "forward" in module.__dict__:
                 self._own[module] = module.__dict__["forward"]
             module.__dict__["forward"] = self._instead(module, module.forward)
@@ -84,7 +84,7 @@ class Reuse:
 
     @contextmanager
     def until(self, sites: Collection[Site]) -> Iterator[None]:
-        """In the pass inside, take from the first pass what ended before the first call of any of ``sites``."""
+        """Reuse, in a pass inside the block, recorded calls that ended before the first call of any of ``sites``."""
         for site in sites_of(self._proxy):
             site.judge = None
         self._number.clear()
@@ -148,7 +148,7 @@ class Reuse:
 
 
 def _plain(tree: Any) -> bool:
-    """Return whether there are only tensors and numbers; torch counts no changes of tensors of inference mode."""
+    """Return whether a tree holds only plain values and tensors; torch counts no changes of inference tensors."""
     leaves = pytree.tree_leaves(tree)
     return all(isinstance(leaf, _PLAIN) and not (isinstance(leaf, Tensor) and leaf.is_inference()) for leaf in leaves)
 
@@ -159,6 +159,6 @@ def _versions(tree: Any) -> list[int]:
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """Return what the module itself holds, by identity, and how often its tensors were changed."""
+    """Return the identities of what the module itself holds, and how often its tensors were changed in place."""
     held = {**module._buffers, **module.__dict__}
     return [{name: id(value) for name, value in held.items()}, _versions(list(held.values()))]

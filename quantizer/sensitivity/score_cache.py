@@ -1,4 +1,4 @@
-"""Scores kept in a file, so that a search that was interrupted goes on where it stood."""
+"""Scores in a file, so that a search that was interrupted continues from there."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ __all__ = ["ScoreCache", "check_scores", "fingerprint"]
 
 @dataclass(frozen=True)
 class _Document:
-    """The content of the file: the scores by what was float in them."""
+    """The content of the file: scores by search and float groups."""
 
     scores: Mapping[str, float]
 
 
 class ScoreCache:
-    """Scores by what was float in them.
+    """Scores of a search by the groups that were float.
 
     Args:
-        path: a JSON file; None: nothing is kept after this search.
-        search: what tells this search from others that use the file.
+        path: a JSON file; None: nothing is saved.
+        search: the fingerprint that tells this search from others that use the file.
 
     Attributes:
-        known: how many scores of this search there are.
+        known: the number of scores of this search.
 
     Raises:
-        SensitivityError: the file is none of ours, or cannot be written: a score may take minutes.
+        SensitivityError: the file holds no scores, or cannot be written. Raised at once: a score may take minutes.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, search: str) -> None:
@@ -60,7 +60,7 @@ class ScoreCache:
         return sum(key.startswith(f"{self._search}/") for key in self._scores)
 
     def score(self, groups: tuple[str, ...] | None, take: Callable[[], float]) -> float:
-        """Return the score with ``groups`` float (None: the user's own model), taken once and then remembered."""
+        """Return the score with ``groups`` float (None: the user's own model), measured at the first call only."""
         key = f"{self._search}/" + _digest(["float model"] if groups is None else ["groups", *sorted(groups)])
         if key not in self._scores:
             self._scores[key] = take()
@@ -71,10 +71,10 @@ class ScoreCache:
 
 
 def check_scores(path: Path) -> dict[str, float]:
-    """Return the scores of all searches that use a file; none where there is no such file.
+    """Return the scores of all searches that use a file; none if there is no such file.
 
     Raises:
-        SensitivityError: the file is none of ours, or cannot be written.
+        SensitivityError: the file holds no scores, or cannot be written.
     """
     if path.parent.is_dir():
         checked_file(path, SensitivityError)
@@ -82,10 +82,10 @@ def check_scores(path: Path) -> dict[str, float]:
 
 
 def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], weights: Fingerprint) -> str:
-    """Tells plans, weights and metrics apart: by every scale, every parameter, and by the metric's code.
+    """Return a checksum of a plan's scales and formats, of the weights and of the metric's code.
 
-    What a metric reads besides is not seen: another data set needs another file, unless the metric says by an attribute
-    ``reads`` (a text) what it is.
+    The data that a metric reads is not part of it: another data set needs another file, unless the metric names its
+    data in an attribute ``reads`` (a text).
     """
     parts = [*_of_function(metric), json.dumps(weights.plain())]
     for site in plan.values():

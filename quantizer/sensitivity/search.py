@@ -1,7 +1,7 @@
-"""The least that must be put back for a score that is at most ``max_drop`` worse than the float model's.
+"""A search for the smallest fallback whose score is at most ``max_drop`` worse than the float model's.
 
-Groups are ranked cheaply before; here the metric decides. Bisection finds how many of the first groups are needed; then
-groups are taken out again, those that win least first, while the score allows it.
+The groups come ranked by a cheap measure; here the metric decides. Bisection finds how many of the first groups must be
+float. Then groups are quantized again while the score allows it, lowest error per cost first.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def search(
     higher_is_better: bool,
     max_evaluations: int,
 ) -> Fallback:
-    """Put back as little as ``max_drop`` allows.
+    """Return the smallest fallback that it finds within ``max_drop``.
 
     Args:
-        candidates: the groups with their costs, those first that win most for what they cost.
-        float_score: of the float model.
-        score: of the model with these of the plan's groups put back.
+        candidates: the groups with their costs, highest error per cost first.
+        float_score: the score of the float model.
+        score: a function that gives the model's score with these groups of the plan float.
         max_drop: how much worse than ``float_score`` the score may be.
-        higher_is_better: which way is better.
-        max_evaluations: of the metric, the float model's included.
+        higher_is_better: whether a higher score is better.
+        max_evaluations: the largest number of scores, the float model's included.
 
     Raises:
         SensitivityError: an argument is out of bounds, even the float model misses the budget, or there are too few
@@ -87,10 +87,10 @@ def _check(float_score: float, max_drop: float, max_evaluations: int, groups: in
 
 
 def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate]], bool]) -> int:
-    """Return how many of the first groups must be float, all others quantized: found by bisection."""
+    """Return how many of the first groups must be float with all others quantized, by bisection."""
     if meets(candidates[:0]):
         return 0
-    # With all groups put back it is the float model, which needs no score.
+    # With all groups float it is the float model, whose score is known.
     too_few, enough = 0, len(candidates)
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
@@ -104,10 +104,10 @@ def _prefix(candidates: Sequence[Candidate], meets: Callable[[Sequence[Candidate
 def _without_needless(
     kept: list[Candidate], meets: Callable[[Sequence[Candidate]], bool], left: Callable[[], int]
 ) -> list[Candidate]:
-    """Take groups out while the score allows it: half of them at once, then halves of what was not to be missed.
+    """Return the groups that must stay float: remove half of them at a time, and halves of a half that is needed.
 
-    The last ones first, which win least; and again, after others went, since scores need not grow with what is put
-    back.
+    The last half comes first, since it has the lowest error per cost. All of it is repeated after a removal, since
+    a score need not improve with more float groups.
     """
     before = -1
     while len(kept) != before:

@@ -1,4 +1,4 @@
-"""The stage behind ``Quantizer.amp`` and ``Quantizer.fallback``: one proxy that measures, and what is chosen by it."""
+"""The stage behind ``Quantizer.amp`` and ``Quantizer.fallback``: a proxy that measures, and the groups chosen by it."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ Costs = str | Mapping[str, float] | None
 
 
 class SensitivitySession:
-    """Measures the groups of one plan.
+    """The amp proxy of a plan, which measures the plan's groups and chooses among them.
 
     Args:
         model: the float model.
-        plan: what calibration decided.
+        plan: the plan of calibration.
         measure, granularity, loss, metric: as in ``Quantizer.amp``.
 
     Attributes:
-        proxy: gives the float outputs, and measures.
-        measured_plan: what calibration decided.
+        proxy: the amp proxy, which returns float outputs and measures.
+        measured_plan: the plan of calibration.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SensitivitySession:
         OwnBuffers(self.proxy, model)
         apply_plan(self.proxy, plan)
         store_weights(self.proxy, plan)
-        # Its floats are the model's, and its integers would be those of former weights.
+        # The proxy shares the model's float weights, but its codes are of the weights as they are now.
         watch(self.proxy, "amp", lambda parameter: True)
         self._model = model
         self.measured_plan = plan
@@ -72,11 +72,11 @@ class SensitivitySession:
 
     @property
     def measure(self) -> str:
-        """The kind of the errors: the name of the measure, or ``loss`` for the gradients of a loss that was given."""
+        """The name of the measure; ``loss`` for the gradients of the user's loss."""
         return self._measurement.measure if self._loss is None else "loss"
 
     def ranking(self) -> list[GroupSensitivity]:
-        """Return all groups, those that hurt most first.
+        """Return all groups, highest error first.
 
         Raises:
             SensitivityError: no data went through the proxy yet.
@@ -95,7 +95,7 @@ class SensitivitySession:
         costs: Costs,
         cache: str | os.PathLike[str] | None,
     ) -> Fallback:
-        """Return the groups to put back; arguments as in ``Quantizer.fallback``."""
+        """Return the groups that fall back to float; arguments as in ``Quantizer.fallback``."""
         _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop)
         if names is not None:
             return by_name(operands_of(self.measured_plan), names)
@@ -119,14 +119,14 @@ class SensitivitySession:
     def _scores(
         self, metric: Metric, cache: str | os.PathLike[str] | None
     ) -> Callable[[tuple[str, ...] | None], float]:
-        """Take the scores with these groups in float (None: of the float model), each once."""
+        """Return a function that gives the score with these groups float (None: of the float model), measured once."""
         search = fingerprint(self.measured_plan, metric.function, Fingerprint.of(self._model))
         scores = ScoreCache(cache if get_rank() == 0 else None, search)
 
         def score(groups: tuple[str, ...] | None) -> float:
             def take() -> float:
                 if groups is None:
-                    # Not the user's own model: in train mode it would drop out, and move its batch statistics.
+                    # A copy in eval mode: in train mode the user's model would apply dropout and update its statistics.
                     proxy = build_proxy(self._model, eager_attention=False).eval()
                     OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
@@ -139,7 +139,7 @@ class SensitivitySession:
 
 
 def _one_of(**given: object) -> None:
-    """Refuse arguments of which none was given, or several."""
+    """Raise unless exactly one of the arguments is given."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
         shown = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -147,5 +147,5 @@ def _one_of(**given: object) -> None:
 
 
 def _first_rank(score: float) -> float:
-    """Return the score that the first process took: all must decide alike."""
+    """Return the score of the first process, so that all processes decide alike."""
     return float.fromhex(all_gather_bytes(score.hex().encode())[0].decode())

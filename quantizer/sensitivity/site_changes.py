@@ -1,4 +1,4 @@
-"""Changes by each group at the outputs of its sites, in one float pass."""
+"""The change that each group makes at the outputs of its sites, measured in one float pass."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from quantizer.sensitivity.groups import Group
 __all__ = ["Visitor", "watched"]
 
 Visitor = Callable[[Site, Tensor, dict[str, Tensor]], Tensor]
-"""Takes a call's site, its float output and the change of it by group, and gives what the model goes on with."""
+"""A function of a call's site, its float output and the change by group that returns the output for the model."""
 
 
 @contextmanager
 def watched(groups: Iterable[Group], visit: Visitor) -> Iterator[None]:
-    """Show ``visit`` every call of the groups' sites while the block is open; nothing is rounded in what follows."""
+    """Call ``visit`` with every call of the groups' sites while the block is open; the model computes in float."""
     quantizers: dict[Site, dict[str, list[OperandQuantizer]]] = defaultdict(lambda: defaultdict(list))
     for group in groups:
         for site, quantizer in group.members:
             quantizers[site][group.name].append(quantizer)
 
     def judge(site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-        # First, because the float call may change its operand in place.
+        # Before the float call, which may change its operand in place.
         rounded = {
             name: _rounded(site, members, function, args, keywords) for name, members in quantizers[site].items()
         }
