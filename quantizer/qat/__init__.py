@@ -1,4 +1,4 @@
-"""Training with rounded operands: what a trainable proxy is, and what of it is learned."""
+"""Quantization-aware training: a proxy with rounded operands, its scales, and the schedule of a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callback for the ``Trainer`` of transformers: the schedule of a proxy, and a stop in time."""
+"""A callback for the ``Trainer`` of transformers, which follows the schedule and stops a training that fails."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class QATCallback(transformers.TrainerCallback):
-    """Accompanies the training of what ``qat()`` returned: ``Trainer(proxy, args, callbacks=[QATCallback()], ...)``.
+    """A callback for training what ``qat()`` returned: ``Trainer(proxy, args, callbacks=[QATCallback()], ...)``.
 
-    It carries out the schedule, stops the training where it cannot go on, and warns when it makes the model worse than
-    it was before the first step. For that, evaluate before training: ``eval_on_start=True``, or ``trainer.evaluate()``.
-    What it compares is ``metric_for_best_model``, the loss by default.
+    It follows the schedule, stops a training that cannot continue, and warns if training makes the model worse than it
+    was before the first step. The warning needs an evaluation before training: ``eval_on_start=True``, or
+    ``trainer.evaluate()``. It compares ``metric_for_best_model``, by default the loss.
 
     Args:
-        freeze_scales: the share of the steps after which scales move no more; see ``Schedule``.
+        freeze_scales: the share of the steps after which scales are fixed; see ``Schedule``.
         freeze_batch_norm: the share after which batch norms keep their statistics.
     """
 
@@ -52,10 +52,10 @@ class QATCallback(transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **keywords: Any,
     ) -> None:
-        """Bring the proxy to the step that the training starts from, or is resumed from.
+        """Bring the proxy to the step from which the training starts or resumes.
 
         Raises:
-            TrainingError: what is trained is no proxy, or its checkpoints would lack scales that move.
+            TrainingError: the model is no proxy, or its checkpoints would lack scales that change.
         """
         model = keywords["model"]
         if not is_proxy(model):
@@ -80,12 +80,12 @@ class QATCallback(transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **keywords: Any,
     ) -> None:
-        """Look at the gradients while the parameters are still good.
+        """Check the gradients before the optimizer applies them.
 
         Raises:
-            TrainingError: a gradient is no number, or there is none.
+            TrainingError: a gradient is NaN or infinite, or no parameter has a gradient.
         """
-        # The scaler of a training in float16 meets infinities all the time, and leaves such steps out.
+        # The gradient scaler of float16 expects infinities, and skips such steps.
         if args.fp16:
             return
         model = keywords["model"]
@@ -108,7 +108,7 @@ class QATCallback(transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **keywords: Any,
     ) -> None:
-        """Go on with the schedule; a checkpoint of this step is written after it."""
+        """Advance the schedule; the checkpoint of this step is written afterwards."""
         assert self._schedule is not None
         self._schedule.at(state.global_step)
 
@@ -119,7 +119,7 @@ class QATCallback(transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **keywords: Any,
     ) -> None:
-        """Compare with what the proxy scored before the first step, which is what PTQ scores."""
+        """Warn if the score is worse than before the first step, which is the score of PTQ."""
         name = args.metric_for_best_model or "loss"
         name = name if name.startswith("eval_") else f"eval_{name}"
         metrics: Mapping[str, float] = keywords["metrics"]
@@ -127,7 +127,7 @@ class QATCallback(transformers.TrainerCallback):
             return
         if state.global_step == 0:
             self._before = metrics[name]
-        # After a resume, the history of the checkpoint has it.
+        # After a resume, the score is in the history of the checkpoint.
         history = (entry[name] for entry in state.log_history if entry["step"] == 0 and name in entry)
         before, now = next(history, self._before), metrics[name]
         if before is None:
@@ -152,7 +152,7 @@ def _scales_move(model: nn.Module) -> bool:
 
 def _gradients_are_finite(model: nn.Module) -> bool:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    # The largest magnitude: a sum of squares would overflow where no gradient does.
+    # The largest absolute value: a sum of squares could overflow where no gradient does.
     return not gradients or bool(torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite())
 
 
@@ -165,7 +165,7 @@ def _first_not_finite(model: nn.Module) -> str:
 
 
 def _last_checkpoint(args: transformers.TrainingArguments, state: transformers.TrainerState) -> str:
-    """Return where to go on from, in words; folders that are further on were left by another run."""
+    """Return a sentence that names the last good checkpoint; later ones are left from another run."""
     prefix = transformers.trainer_utils.PREFIX_CHECKPOINT_DIR + "-"
     found = {
         int(number): folder

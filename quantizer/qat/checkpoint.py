@@ -1,4 +1,4 @@
-"""Checkpoints of a training: what a proxy and its optimizer hold, and facts beside it, in one safetensors file."""
+"""Checkpoints of a training: the state of a proxy and its optimizer, with facts about them, in a safetensors file."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ __all__ = [
 
 LAST = "last.safetensors"
 BEST = "best.safetensors"
-"""The files of a training, in a folder that may hold others beside them."""
+"""The files of a training, in a folder that may hold other files too."""
 
 _FACTS = "training"
 _SUM = "sha256"
 
 
 def check_checkpoints(folder: Path) -> None:
-    """Say before a training that its checkpoints cannot be written into a folder that stands there.
+    """Raise, before a training, if its checkpoints cannot be written into an existing folder.
 
     Raises:
-        TrainingError: it is no folder, a file there has the name of a checkpoint and is none, or the system refuses.
+        TrainingError: it is no folder, a file with the name of a checkpoint is none, or the system refuses.
     """
     if folder.is_dir():
         for path in (folder / LAST, folder / BEST):
@@ -60,7 +60,7 @@ def check_checkpoints(folder: Path) -> None:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a training, and their folder where it holds nothing else."""
+    """Remove the checkpoints of a training, and their folder if it holds nothing else."""
     with suppress(OSError):
         for name in (LAST, BEST):
             (folder / name).unlink(missing_ok=True)
@@ -70,18 +70,18 @@ def remove_checkpoints(folder: Path) -> None:
 def write_checkpoint(
     path: Path, proxy: nn.Module, facts: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Write a file that appears at once.
+    """Write a checkpoint atomically.
 
     Args:
         path: the file.
-        proxy: what ``qat()`` returned.
-        facts: anything that JSON holds.
-        optimizer: whose state is kept too; of its groups, the rates and the like are the caller's to set again.
+        proxy: the proxy that ``qat()`` returned.
+        facts: values that JSON can hold.
+        optimizer: its state is saved too; learning rates and other options of its groups are not.
 
     Raises:
         TrainingError: the system refuses to write.
     """
-    # Parameters that modules share are written once for each name: the format knows no sharing.
+    # A parameter that modules share is written under each of its names: the format cannot share tensors.
     tensors = {f"model.{name}": value.detach().clone().contiguous() for name, value in proxy.state_dict().items()}
     for number, entry in (optimizer.state_dict()["state"] if optimizer is not None else {}).items():
         tensors |= {f"optimizer.{number}.{name}": value.detach().clone() for name, value in entry.items()}
@@ -91,10 +91,10 @@ def write_checkpoint(
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return the facts in a file; its tensors are not read.
+    """Return the facts in a checkpoint without reading its tensors.
 
     Raises:
-        TrainingError: it is no such file, or damaged.
+        TrainingError: the file is no checkpoint, or damaged.
     """
     with _opened(path) as file:
         facts = json_values(file.metadata()[_FACTS])
@@ -104,15 +104,15 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path, proxy: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Give a proxy and an optimizer what a file holds.
+    """Load a checkpoint into a proxy and an optimizer.
 
     Raises:
-        TrainingError: it is no such file, it is damaged, or of another model or configuration.
+        TrainingError: the file is no checkpoint, damaged, or of another model or configuration.
     """
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         told = file.metadata()
-        # One from before there was a sum has nothing to compare.
+        # Checkpoints of older versions have no checksum.
         if told.get(_SUM, "") not in ("", tensors_digest(tensors, told[_FACTS])):
             raise ValueError("its SHA-256 is not that of its tensors")
     model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}

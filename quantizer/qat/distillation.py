@@ -1,13 +1,13 @@
-"""Distillation: the trained proxy is held to what the float model said before the training.
+"""Distillation: a loss between the outputs of the trained proxy and those of the float model before the training.
 
 Legend: z the proxy's and y the teacher's logits [.., C], T the temperature; h_l and g_l their hidden states of layer l.
 
     loss = T^2 KL(softmax(y / T) || softmax(z / T)) + hidden * mean over l of |h_l - g_l|^2 / |g_l|^2
 
-(Hinton et al. 2015, arXiv:1503.02531; the factor T^2 keeps the gradient's size.) Of several logits (``start_logits``
-and ``end_logits``, where an answer begins and ends) it is the mean. Without any, every tensor of the output is compared
-as a hidden state is, but for those from on the way (``hidden_states``, ``attentions``, ``past_key_values``). Padding of
-tokens [B, S, ..], where an ``attention_mask`` [B, S] certainly says what it is, is left out.
+(Hinton et al. 2015, arXiv:1503.02531; the factor T^2 makes the gradient's size independent of T.) For several logits
+(``start_logits`` and ``end_logits`` of an answer) it is the mean. If there are no logits, every tensor of the output is
+compared as a hidden state is, except intermediate ones (``hidden_states``, ``attentions``, ``past_key_values``). If an
+``attention_mask`` [B, S] certainly marks padding, padded positions of tensors [B, S, ..] do not count.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from quantizer.proxy.build import own_copy
 
 __all__ = ["Distillation"]
 
-# What the layers before gave, and what the labels say: no output to be held to.
+# Intermediate tensors and the loss of the labels: they are not compared.
 _ON_THE_WAY = ("hidden_states", "attentions", "past_key_values", "mems", "loss")
 
 
 class Distillation:
-    """A loss against a teacher: by default the model itself, as it is now.
+    """The loss against a teacher, which is a copy of the float model.
 
     Args:
-        model: the float model; a copy of it is kept, so make this before the first step of the training.
+        model: the float model; it is copied, so make the loss before the first step of the training.
         temperature: T, positive.
-        hidden: the weight of the hidden states, 0 or more; above 0 both models must give ``hidden_states``.
+        hidden: the weight of the hidden states, 0 or more; above 0 both models must return ``hidden_states``.
 
     Raises:
-        ProxyError: ``model`` is a proxy: what it says is rounded already.
-        QuantizerError: a temperature or a weight that is out of bounds.
+        ProxyError: ``model`` is a proxy, whose outputs are rounded.
+        QuantizerError: the temperature or the weight is out of bounds.
     """
 
     def __init__(self, model: nn.Module, *, temperature: float = 1.0, hidden: float = 0.0) -> None:
@@ -62,12 +62,12 @@ class Distillation:
         """Return the loss [] of a proxy's output.
 
         Args:
-            output: what the proxy gave for the batch; with ``hidden``, called with ``output_hidden_states=True``.
-            args: the batch.
-            keywords: the batch; ``labels`` among them are left out.
+            output: the proxy's output for the batch; if ``hidden`` is above 0, with ``output_hidden_states=True``.
+            args: positional inputs of the batch.
+            keywords: keyword inputs of the batch; the teacher does not get ``labels``.
 
         Raises:
-            QuantizerError: the outputs hold nothing that can be compared, or no hidden states where they are asked for.
+            QuantizerError: the outputs hold nothing to compare, or no hidden states although ``hidden`` is above 0.
         """
         given = {name: value for name, value in keywords.items() if name != "labels"}
         if self._hidden:
@@ -112,7 +112,7 @@ class Distillation:
         log_q, log_p = (
             (output_without_padding(value, mask).float() / self._temperature).log_softmax(-1) for value in (z, y)
         )
-        # A class that is ruled out by -inf is so in both, and -inf less -inf is no number.
+        # A logit of -inf in one output is -inf in the other too, and -inf - -inf is NaN.
         terms = torch.where(log_p > -torch.inf, log_p.exp() * (log_p - log_q), 0)
         return terms.sum(-1).mean() * self._temperature**2
 
@@ -127,7 +127,7 @@ def _is_logits(name: str) -> bool:
 
 
 def _heads(output: Any) -> dict[str, Tensor]:
-    """Return the floating-point tensors that a model gives, by name; by number where they have none."""
+    """Return the floating-point tensors of a model's output, by name, or by number if they have no names."""
     if not isinstance(output, Mapping) and isinstance(getattr(output, "logits", None), Tensor):
         return {"logits": output.logits}
     if isinstance(output, Mapping):

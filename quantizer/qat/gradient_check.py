@@ -10,5 +10,5 @@ __all__ = ["has_gradient"]
 
 
 def has_gradient(parameters: Iterable[Tensor]) -> bool:
-    """Return whether any of them has a gradient that is not all zeros."""
+    """Return whether any parameter has a gradient that is not all zeros."""
     return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)

@@ -1,8 +1,8 @@
-"""Scales that follow what is rounded: after each step, a share of the way to the range of the values that went through.
+"""Scales as moving averages: after each step a scale moves towards the one that the step's values need.
 
 Legend: x [*] the operand; s its scale [], [C] or in blocks; z its zero point (0 where there is none).
 
-    s' = max(max(x) / (qmax - z), -min(x) / (z - qmin))        the least scale that clips nothing
+    s' = max(max(x) / (qmax - z), -min(x) / (z - qmin))        the smallest scale that clips nothing
     s  <- MOMENTUM * s + (1 - MOMENTUM) * s'
 """
 
@@ -31,10 +31,10 @@ MOMENTUM = 0.9
 
 
 class Padding:
-    """The mask of real tokens of the current batch.
+    """The mask of the current batch, which tells real tokens from padding.
 
     Attributes:
-        mask: [B, S]; None: all of them.
+        mask: [B, S]; None: all tokens are real.
     """
 
     def __init__(self) -> None:
@@ -42,30 +42,29 @@ class Padding:
         self._doubted = False
 
     def read(self, keywords: Mapping[str, Any], args: tuple[Any, ...]) -> None:
-        """Take the mask of a batch; where its meaning is doubtful none, and say so once."""
+        """Store the mask of a batch; if its meaning is doubtful, store None and warn once."""
         self.mask, doubt = read_mask(keywords, args)
         if doubt is not None and not self._doubted:
             self._doubted = True
             warnings.warn(doubt, stacklevel=2)
 
     def keep(self, proxy: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Take the mask of the batch that ``proxy`` is called with: a forward pre-hook of it.
+        """Store the mask of the batch with which ``proxy`` is called, as a forward pre-hook of it.
 
-        A method and no function inside of another: a copy of the proxy has a copy of this object.
+        It is a method, not a closure, so that a copy of the proxy has a copy of this object.
         """
         self.read(keywords, args)
 
 
 class MovingAverage:
-    """Watches the operands that share one scale.
+    """The moving average of one scale, and the quantizers of the operands that share it.
 
-    What it sees adds up to the next ``step``, however often the same values are shown: layers that are computed again
-    for their gradients, and batches whose gradients are summed. A pass counts where gradients are recorded, whatever
-    the mode of the model, because training in eval mode is training too: an evaluation belongs under
-    ``torch.no_grad()``.
+    It keeps the maximum of all values until the next ``step``, so that neither layers that are computed again for their
+    gradients nor batches whose gradients are summed count twice. A pass counts if gradients are recorded, in train and
+    in eval mode, because training in eval mode is training too: run evaluations under ``torch.no_grad()``.
 
     Args:
-        padding: of the model that is trained.
+        padding: the mask of the batches of the trained model.
     """
 
     def __init__(self, padding: Padding) -> None:
@@ -79,19 +78,19 @@ class MovingAverage:
         if x.numel() == 0:
             return
         needed = least_scale(x, quantizer)
-        # An infinity, or no number, says nothing of a range that a scale can cover, and would stay in it for good.
+        # No scale can cover infinities or NaN, and the average would never lose them.
         needed = torch.where(needed.isfinite(), needed, 0)
         self._needed = needed if self._needed is None else torch.maximum(self._needed, needed)
 
     def step(self) -> None:
-        """Move the scales by what was seen since the last step; by what all ranks saw."""
+        """Move the scale towards the range of all values since the last step, of all ranks."""
         scale = self.quantizers[0].scale
         assert scale is not None
         needed = torch.zeros_like(scale) if self._needed is None else self._needed
         if get_world_size() > 1:
             torch.distributed.all_reduce(needed, torch.distributed.ReduceOp.MAX)
         self._needed = None
-        # Nothing seen, or zeros alone, say nothing of the range.
+        # Without values, or with zeros alone, there is no range to follow.
         moved = torch.where(needed > 0, MOMENTUM * scale + (1 - MOMENTUM) * needed, scale)
         for quantizer in self.quantizers:
             assert quantizer.scale is not None
@@ -99,18 +98,18 @@ class MovingAverage:
 
 
 def step(quantizers: Iterable[OperandQuantizer]) -> None:
-    """Move all moving averages among the watchers of ``quantizers`` by one step."""
+    """Step every moving average among the watchers of ``quantizers`` once."""
     averages = {id(q.watcher): q.watcher for q in quantizers if isinstance(q.watcher, MovingAverage)}
     for average in averages.values():
         average.step()
 
 
 def least_scale(x: Tensor, quantizer: OperandQuantizer) -> Tensor:
-    """Return the least scale [*], of the shape of the quantizer's, with which nothing of x is clipped."""
+    """Return the smallest scale, of the shape of the quantizer's, with which no value of x is clipped."""
     scale, kind = quantizer.scale, qtype(quantizer.dtype)
     assert scale is not None
     zero = 0 if quantizer.zero_point is None else int(quantizer.zero_point)
-    # int8 is symmetric: its range is said by qmax alone, though its lowest step is one further.
+    # Without a zero point int8 is symmetric: qmax alone decides the range, though the lowest code is -qmax - 1.
     low = -kind.qmax if quantizer.zero_point is None else kind.qmin - zero
     values = in_blocks(x.float(), quantizer.axis, quantizer.block_size)
     shape = beside(scale, x.dim(), quantizer.axis, quantizer.block_size).shape

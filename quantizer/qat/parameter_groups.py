@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer: ranges of activations have further to go than anything else."""
+"""Parameter groups for an optimizer, in which scales of activations have a learning rate of their own."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["parameter_groups"]
 def parameter_groups(
     proxy: nn.Module, learning_rate: float, *, scale_learning_rate: float = 0.2
 ) -> list[dict[str, Any]]:
-    """Return the groups to give to an Adam or AdamW.
+    """Return parameter groups for Adam or AdamW.
 
-    Learned scales of activations have a rate of their own: calibration may have left one at a third of what training
-    wants, and a rate that is right for weights would not get there in thousands of steps. Scales of weights start where
-    the weights are, and go with them.
+    Learned scales of activations have a rate of their own: the scale of calibration may be a third of the best one for
+    training, and a rate that suits weights would not get there in thousands of steps. Scales of weights fit from the
+    start, and are trained at the rate of the weights.
 
     Args:
-        proxy: what ``qat()`` returned.
-        learning_rate: of weights, and of learned scales of weights.
-        scale_learning_rate: how far a step moves a learned scale of an activation at most, as a share of it.
+        proxy: the proxy that ``qat()`` returned.
+        learning_rate: the rate of weights and of learned scales of weights.
+        scale_learning_rate: the largest change of a learned scale of an activation in a step, as a share of the scale.
 
     Returns:
         Groups with ``params`` and ``lr``, none of them empty.
@@ -43,6 +43,6 @@ def parameter_groups(
     trained = [parameter for parameter in proxy.parameters() if parameter.requires_grad]
     of_ranges = [parameter for parameter in trained if id(parameter) in ranges]
     rest = [parameter for parameter in trained if id(parameter) not in ranges]
-    # A scale moves GAIN times as far as a weight would.
+    # At the same rate, a scale moves GAIN times as far as a weight.
     groups = [{"params": rest, "lr": learning_rate}, {"params": of_ranges, "lr": scale_learning_rate / GAIN}]
     return [group for group in groups if group["params"]]

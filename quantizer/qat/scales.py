@@ -1,7 +1,7 @@
-"""The kinds of scales in training: a scale stays, follows its operand, or is learned.
+"""The kinds of scales in training: fixed, following the operand's range, or learned.
 
-Learned ones are multiplied by what a parameter says that starts at 0 (LSQ, Esser et al. 2020, arXiv:1902.08153).
-Operands that read one tensor share a parameter, as they share one Q in the exported file.
+A learned scale is the calibrated scale times a factor, whose parameter starts at 0 (LSQ, Esser et al. 2020,
+arXiv:1902.08153). Operands that read one tensor share a parameter, as they share one Q in the exported file.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["ScaleKind", "Scales", "changed_scales", "fix_scales", "kinds_of", "s
 ScaleKind = Literal["fixed", "average", "learned"]
 
 Scales = ScaleKind | Mapping[str, ScaleKind]
-"""One kind for all, or kinds by pattern of a site's or operand's name (``**.add_*``, ``**.weight``); of the patterns
-that match one, the last decides, and what none matches is fixed."""
+"""One kind for all scales, or kinds by pattern of a site's or operand's name (``**.add_*``, ``**.weight``). If several
+patterns match, the last decides; scales that no pattern matches are fixed."""
 
 
 def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
     """Return the kind of each scale of a plan, by ``SITE.OPERAND``.
 
     Raises:
-        ConfigError: there is no such kind, a pattern matches nothing, or operands that share a scale are given several
-            kinds; all problems are listed.
+        ConfigError: a kind is unknown, a pattern matches nothing, or operands that share a scale have several kinds;
+        all problems are listed.
     """
     rules: Mapping[str, Any] = {"**": scales} if isinstance(scales, str) else scales
     known = get_args(ScaleKind)
@@ -76,13 +76,13 @@ def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
 
 
 def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind], scale_dtype: torch.dtype) -> None:
-    """Let each scale be of its kind; the proxy has the plan's scales already.
+    """Set up each scale of a proxy by its kind; the plan must have been applied to the proxy.
 
     Args:
-        proxy: to be trained.
-        plan: what is rounded in it.
-        kinds: of the scales, by ``SITE.OPERAND``.
-        scale_dtype: the float type that holds the scales on the target: training rounds with what will be there.
+        proxy: the proxy to train.
+        plan: the plan of the proxy.
+        kinds: the kinds of the scales, by ``SITE.OPERAND``.
+        scale_dtype: the float type of scales on the target; training rounds with scales of this type.
     """
     changes: dict[tuple[str, str, bool], nn.Parameter] = {}
     averages: dict[tuple[str, str, bool], MovingAverage] = {}
@@ -103,17 +103,17 @@ def set_up_scales(proxy: nn.Module, plan: Plan, kinds: Mapping[str, ScaleKind], 
 
 
 def changed_scales(proxy: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """Return the scales that are others than the plan's now, by ``SITE.OPERAND``."""
+    """Return the scales that differ from the plan's now, by ``SITE.OPERAND``."""
     now = ((name, operand, quantizer.current_scale()) for name, operand, quantizer in _scaled(proxy, plan))
     return {name: scale.clone() for name, operand, scale in now if not _same(scale, operand.scale)}
 
 
 def fix_scales(proxy: nn.Module) -> None:
-    """Let all scales be what they have become. Called again, it sees to it that they stay so."""
+    """Fix all scales at their current values. Call it again after each later step of the optimizer."""
     quantizers = quantizers_of(proxy)
     for quantizer in quantizers:
         quantizer.fix_scale()
-    # An optimizer's momentum moves them on, and a checkpoint would carry that into the next scale.
+    # The optimizer's momentum still moves the parameters; a checkpoint would hold that as a change of the scale.
     with torch.no_grad():
         for quantizer in quantizers:
             if quantizer.change is not None:
@@ -125,7 +125,7 @@ def _same(scale: Tensor, planned: Tensor | None) -> bool:
 
 
 def _scaled(proxy: nn.Module, plan: Plan) -> Iterator[tuple[str, OperandPlan, OperandQuantizer]]:
-    """Name, plan and quantizer of every operand with a scale."""
+    """Yield the name, the plan and the quantizer of every quantized operand."""
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
             if operand.quantized:

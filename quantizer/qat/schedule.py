@@ -1,4 +1,4 @@
-"""The schedule of a training: scales are fixed late, and batch statistics before that."""
+"""The schedule of a training: it fixes batch statistics first, and scales later."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Schedule"]
 
 
 class Schedule:
-    """The course of one training; call ``at(step)`` after every step of the optimizer.
+    """The schedule of one training; call ``at(step)`` after every step of the optimizer.
 
-    It knows nothing but the step: a training that is resumed goes on with ``at(the step it resumes from)``.
+    It depends on the step alone: to resume a training, call ``at`` with the step from which it resumes.
 
     Args:
-        proxy: what ``qat()`` returned.
-        steps: steps of the optimizer in all, 1 or more.
-        freeze_scales: the share of the steps after which scales move no more, 0 to 1; 1: they always move.
-        freeze_batch_norm: the share after which batch norms keep their statistics, 0 to 1. From there on they compute
-            what the exported file does, where they are folded into the convolutions before them.
+        proxy: the proxy that ``qat()`` returned.
+        steps: the number of steps of the optimizer, 1 or more.
+        freeze_scales: the share of the steps after which scales are fixed, 0 to 1; 1: they are never fixed.
+        freeze_batch_norm: the share after which batch norms keep their statistics, 0 to 1. From then on they compute
+        the same as in the exported file, where they are folded into the convolutions before them.
 
     Raises:
         QuantizerError: ``proxy`` is not what ``qat()`` returned, or a number is out of bounds.
@@ -49,7 +49,7 @@ class Schedule:
         self._held: list[Any] = []
 
     def at(self, step: int) -> None:
-        """Bring the proxy to where it is after ``step`` steps, 0 or more; called twice, it changes nothing more."""
+        """Bring the proxy to its state after ``step`` steps, 0 or more; a second call at one step has no effect."""
         quantizers = quantizers_of(self._proxy)
         moving_average.step(quantizers)
         if step >= self._freeze_scales:
@@ -63,5 +63,5 @@ class Schedule:
 
 
 def _keep_statistics(module: nn.Module, _: tuple[Any, ...]) -> None:
-    # Whoever trains calls train() on the whole model, often at every step.
+    # Training loops call train() on the whole model, often at every step.
     module.training = False

@@ -1,4 +1,4 @@
-"""The stage behind ``Quantizer.qat``: one proxy that rounds its operands and is trained."""
+"""The stage behind ``Quantizer.qat``: a proxy that rounds its operands and is trained."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ __all__ = ["QatSession"]
 logger = logging.getLogger(__name__)
 
 _FIRST_BATCHES = 8
-"""Batches that ranges come from where nothing was calibrated."""
+"""The number of batches that give the ranges if nothing was calibrated."""
 
 
 class QatSession:
-    """A model in training.
+    """A model in quantization-aware training.
 
     Args:
         model: the float model.
-        plan: what was decided; None: nothing yet, see ``calibrate_first``.
-        groups: what was put back, with reasons.
-        scales: what becomes of them.
-        scale_dtype: the float type that holds them on the target.
-        own: train a copy, and leave the model alone.
+        plan: the plan of calibration; None if nothing was calibrated, see ``calibrate_first``.
+        groups: the groups that fall back to float, with reasons.
+        scales: the kinds of scales in training.
+        scale_dtype: the float type of scales on the target.
+        own: whether to train a copy of the model.
 
     Attributes:
-        model: whose parameters are trained.
-        proxy: rounds its operands; its parameters are the model's, and learned scales besides.
+        model: the model whose parameters are trained.
+        proxy: the proxy that rounds; its parameters are the model's and the learned scales.
 
     Raises:
-        CalibrationError: scales cannot move before there are any.
-        ConfigError: there is no such kind of scales, or a pattern matches nothing.
+        CalibrationError: scales are to change in training, and nothing was calibrated.
+        ConfigError: a kind of scales is unknown, or a pattern matches nothing.
         TrainingError: no parameter requires a gradient.
     """
 
@@ -96,11 +96,11 @@ class QatSession:
         prepare_state_dict(self.proxy, kinds)
 
     def calibrate_first(self, observing: nn.Module, decided: Callable[[], Plan]) -> None:
-        """Take ranges from the first batches that come: each goes through ``observing`` before it is rounded.
+        """Calibrate with the first batches of the training: each goes through ``observing`` before the proxy rounds it.
 
         Args:
             observing: the proxy of a calibration of the same model.
-            decided: the plan after what was seen so far.
+            decided: a function that returns the plan after the batches so far.
         """
         logger.warning("qat(): nothing was calibrated, so ranges come from the first %d batches", _FIRST_BATCHES)
         seen = 0
@@ -119,12 +119,12 @@ class QatSession:
         handle = self.proxy.register_forward_pre_hook(LocalHook(observe), with_kwargs=True)
 
     def learned_plan(self) -> Plan:
-        """Return what was decided before the training, with the scales that the proxy has, as the target holds them.
+        """Return the plan of calibration with the proxy's current scales in the target's float type.
 
-        They are others where they moved, and where a checkpoint was loaded.
+        The scales differ from the plan's if training moved them, or if a checkpoint was loaded.
 
         Raises:
-            CalibrationError: no batch came yet, and nothing was calibrated before; or a learned scale is no number.
+            CalibrationError: nothing was calibrated and no batch came yet; or a learned scale is not finite.
         """
         if self._plan is None:
             raise CalibrationError("nothing was calibrated, and no batch went through the proxy of qat() yet")
@@ -135,19 +135,19 @@ class QatSession:
         return with_given_weights(plan)
 
     def replace(self, plan: Plan) -> None:
-        """Give these scales, and no longer those that the proxy has."""
+        """Let ``learned_plan`` return this plan, whatever the proxy's scales."""
         self._replaced = plan
 
     def _hand_back_buffers(self, proxy: nn.Module, args: Any, result: Any) -> None:
-        """Give the model what a pass put in the place of a buffer: torch's own layers write into theirs instead."""
+        """Assign buffers that a pass replaced in the proxy to the model; layers of torch write into theirs instead."""
         for module in proxy.modules():
             hand_back_buffers(module)
 
     def require_weights_of(self, model: nn.Module) -> None:
-        """Refuse a model whose parameters are no longer those that were trained.
+        """Raise unless the parameters of a model are still those that were trained.
 
         Raises:
-            TrainingError: some were replaced since.
+            TrainingError: parameters were replaced since ``qat()``.
         """
         now = dict(model.named_parameters())
         replaced = [
@@ -162,7 +162,7 @@ class QatSession:
 
     def _apply(self, plan: Plan) -> None:
         self._applied = plan
-        # With more batches an operand may be left float that was rounded before.
+        # After more batches, the plan may leave an operand float that it rounded before.
         for site in sites_of(self.proxy):
             for position in range(len(site.quantizers)):
                 site.quantizer(position).reset()

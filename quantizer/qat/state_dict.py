@@ -1,7 +1,7 @@
-"""Entries of a proxy's checkpoint besides the model's parameters, so that only its own proxy loads it.
+"""The part of a state dict that says how a proxy in training rounds, so that only a proxy that rounds alike loads it.
 
-A buffer keeps, as the bytes of a text, what was decided of every operand. A parameter that several operands share is
-in a checkpoint once: formats without shared tensors (safetensors) refuse it otherwise.
+A buffer holds the decisions for all operands, as the bytes of a JSON text. A parameter that several operands share is
+in the state dict once, because formats without shared tensors (safetensors) would refuse it twice.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _BUFFER = "quantizer_decisions"
 
 
 def prepare_state_dict(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None:
-    """Let the proxy's state dict say what was decided, and refuse one that says otherwise.
+    """Add the decisions for all operands to the proxy's state dict, and make it refuse a state dict with others.
 
-    A state dict that says nothing, such as the float model's, is loaded as ever.
+    A state dict without decisions, such as the float model's, loads as usual.
 
     Args:
-        proxy: to be trained.
-        kinds: of the scales, by ``SITE.OPERAND``; what is not among them is fixed.
+        proxy: the proxy to train.
+        kinds: the kinds of the scales, by ``SITE.OPERAND``; all others are fixed.
     """
     proxy.register_buffer(_BUFFER, _as_bytes(_decisions(proxy, kinds)))
     proxy.register_state_dict_pre_hook(partial(_before_saving, kinds))  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ def prepare_state_dict(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None
 
 
 def _decisions(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> dict[str, str]:
-    """Return what is rounded, and how, by ``SITE.OPERAND``."""
+    """Return how each quantized operand is rounded, by ``SITE.OPERAND``."""
     names = (
         (f"{site.path}.{operand.name}", site.quantizer(position))
         for site in sites_of(proxy)
@@ -55,7 +55,7 @@ def _decisions(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> dict[str, st
 
 
 def _description(quantizer: OperandQuantizer, kind: ScaleKind) -> str:
-    """Return how an operand is rounded. The scales themselves may be others: a checkpoint has its own."""
+    """Return how an operand is rounded, without the values of its scale, which a checkpoint holds itself."""
     parts = [quantizer.dtype, "per tensor" if quantizer.axis is None else f"axis {quantizer.axis}"]
     if quantizer.block_size is not None:
         parts.append(f"blocks of {quantizer.block_size}")
@@ -85,7 +85,7 @@ def _from_bytes(stored: Tensor) -> dict[str, str]:
 
 
 def _before_saving(kinds: Mapping[str, ScaleKind], proxy: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Write the decisions anew: they may have changed with the first batches."""
+    """Update the decisions, which may have changed with the first batches."""
     buffer = getattr(proxy, _BUFFER)
     setattr(proxy, _BUFFER, _as_bytes(_decisions(proxy, kinds)).to(buffer.device))
 
@@ -109,10 +109,10 @@ def _before_loading(
 
 
 def _compare(there: dict[str, str], here: dict[str, str]) -> None:
-    """Hold the decisions of a checkpoint to those of the proxy that would load it.
+    """Raise unless the decisions of a checkpoint are those of the proxy that loads it.
 
     Raises:
-        TrainingError: the proxy rounds otherwise.
+        TrainingError: they differ.
     """
     differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     if not differing:
@@ -132,7 +132,7 @@ def _compare(there: dict[str, str], here: dict[str, str]) -> None:
 
 
 def _shared(proxy: nn.Module) -> dict[str, list[str]]:
-    """Return the names of parameters of scales that several operands share: the first, and the others."""
+    """Return the names of each parameter that scales of several operands share: the first name, and the others."""
     names = defaultdict(list)
     for path, module in proxy.named_modules():
         if isinstance(module, OperandQuantizer) and module.change is not None:
