@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -559,6 +560,15 @@ def test_calibration_data_without_rows(at: Path, capsys: pytest.CaptureFixture[s
     assert _left(at) == ["empty.csv", "tiny.yaml"]
 
 
+@pytest.fixture
+def _hangup_ends() -> Iterator[None]:
+    """A process that is started here ends by SIGHUP, also where these tests run under nohup, which it would inherit."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.usefixtures("_hangup_ends")
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 @pytest.mark.parametrize(
     ("number", "code", "word"),
