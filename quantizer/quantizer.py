@@ -25,8 +25,8 @@ from quantizer.errors import QuantizerError
 from quantizer.float16.simulate import simulate
 from quantizer.model_session import ModelSession
 from quantizer.plan.replace_scales import with_scales
-from quantizer.plan.storage import load_state
-from quantizer.plan.storage import save_state
+from quantizer.plan.saved_folder import load_state
+from quantizer.plan.saved_folder import save_state
 from quantizer.proxy.build import build_proxy
 from quantizer.qat import Scales
 from quantizer.sensitivity import Fallback

@@ -1,6 +1,6 @@
 """The gradients of ``fake_quantize``: of x by the straight-through estimator, of a learned scale by LSQ.
 
-Legend as in ``torch_operators.py``. What is trained is the logarithm of a scale: see ``learned_scale.py``.
+Legend as in ``torch_operators.py``. What is trained is the logarithm of a scale: see ``log_scale.py``.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from quantizer.proxy.class_functions import reachable_attributes
 from quantizer.rewrite.host_argument import HOSTS
 from quantizer.rewrite.operator_patches import changes
 from quantizer.rewrite.rebuild import Rebuilder
-from quantizer.rewrite.rebuilt import Rebuilt
+from quantizer.rewrite.rebuild_result import Rebuilt
 from quantizer.rewrite.source_file import Key
 from quantizer.rewrite.source_file import SourceFile
 from quantizer.rewrite.source_sites import SiteSource

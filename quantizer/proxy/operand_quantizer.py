@@ -14,9 +14,9 @@ from torch import nn
 
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.held_scale import held_scale
-from quantizer.numerics.learned_scale import as_held
-from quantizer.numerics.learned_scale import learned
-from quantizer.numerics.learned_scale import trained_scale
+from quantizer.numerics.log_scale import as_held
+from quantizer.numerics.log_scale import learned
+from quantizer.numerics.log_scale import trained_scale
 from quantizer.numerics.qtype import qtype
 from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.weight import laid_out

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from quantizer.errors import QuantizerError
-from quantizer.numerics.learned_scale import GAIN
+from quantizer.numerics.log_scale import GAIN
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import quantizers_of
 

@@ -26,7 +26,7 @@ from quantizer.rewrite.decorators import innermost
 from quantizer.rewrite.decorators import transplant
 from quantizer.rewrite.host_argument import guarded
 from quantizer.rewrite.module_globals import SyntheticModules
-from quantizer.rewrite.rebuilt import Rebuilt
+from quantizer.rewrite.rebuild_result import Rebuilt
 from quantizer.rewrite.source_file import SourceFile
 from quantizer.rewrite.source_file import future_flags
 from quantizer.rewrite.source_sites import FunctionSource

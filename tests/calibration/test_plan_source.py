@@ -13,7 +13,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
-from quantizer.plan.storage import load_state
+from quantizer.plan.saved_folder import load_state
 from tests.helpers import Mlp
 
 SITE = "up.forward.linear_0"

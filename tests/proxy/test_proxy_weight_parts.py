@@ -13,7 +13,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
-from quantizer.numerics.learned_scale import GAIN
+from quantizer.numerics.log_scale import GAIN
 from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.apply import is_frozen_by
 from quantizer.plan.apply import require_scales_of

@@ -17,7 +17,7 @@ from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
-from quantizer.numerics.learned_scale import GAIN
+from quantizer.numerics.log_scale import GAIN
 from quantizer.proxy.build import sites_of
 
 

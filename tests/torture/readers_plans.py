@@ -10,8 +10,8 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.plan.replace_scales import scales_of
-from quantizer.plan.storage import state_bytes
-from quantizer.plan.storage import state_of_bytes
+from quantizer.plan.saved_folder import state_bytes
+from quantizer.plan.saved_folder import state_of_bytes
 from torture import mutations
 from torture.kinds import Kind
 from torture.kinds import kind

@@ -1,8 +1,8 @@
 """The folder of a quantized ``transformers`` model: what it holds, and what is refused of one.
 
 ``config.json`` has a ``quantization_config``; ``model.safetensors`` the tensors of the frozen proxy under their own
-names, and one more, ``quantizer_state`` uint8: plan, ranges and config, see ``plan/storage.py``. So they lie in the
-file of the weights that they belong to, wherever that is split, renamed or sent to.
+names, and one more, ``quantizer_state`` uint8: plan, ranges and config, see ``plan/saved_folder.py``. So they lie in
+the file of the weights that they belong to, wherever that is split, renamed or sent to.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ from quantizer.numerics.qtype import qtype
 from quantizer.plan.apply import dropped_parameters
 from quantizer.plan.apply import frozen_skeleton
 from quantizer.plan.apply import is_frozen_by
+from quantizer.plan.saved_folder import state_bytes
+from quantizer.plan.saved_folder import state_of_bytes
 from quantizer.plan.site_plan import Plan
-from quantizer.plan.storage import state_bytes
-from quantizer.plan.storage import state_of_bytes
 from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import sites_of

@@ -33,10 +33,10 @@ from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
 from quantizer.files import write_folder
 from quantizer.observe.completeness.product_counter import CountedProduct
+from quantizer.plan.saved_folder_check import check_plan
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
-from quantizer.plan.storage_check import check_plan
 
 __all__ = ["load_state", "save_state", "state_bytes", "state_of_bytes"]
 
