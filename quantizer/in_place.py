@@ -8,8 +8,9 @@ from typing import Literal
 from torch import nn
 
 from quantizer.calibration.choose_ranges import make_plan
+from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.proxied import proxied
 from quantizer.calibration.session import merge_across_ranks
-from quantizer.calibration.settings import excluded_sites
 from quantizer.calibration.settings import make_observation
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
@@ -19,11 +20,8 @@ from quantizer.observe.observation import Observation
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import instrument
 from quantizer.proxy.build import is_proxy
-from quantizer.proxy.build import sites_of
-from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.eager_attention import use_eager_attention
 from quantizer.rewrite.constructor_patch import Source
 from quantizer.rewrite.constructor_patch import patched
@@ -70,8 +68,8 @@ class QATCalibrate:
         self.config = quantizer_config(None, activations=activations, **settings)
         self._patch = patched(*sources, built=instrument)
         self._open = 0
-        self._calibrating: list[tuple[nn.Module, Observation, dict[str, str]]] = []
-        self._plans: list[tuple[nn.Module, Plan, tuple[CountedProduct, ...]]] = []
+        self._calibrating: list[tuple[Proxied, Observation]] = []
+        self._plans: list[tuple[Proxied, Plan, tuple[CountedProduct, ...]]] = []
 
     def __enter__(self) -> QATCalibrate:
         self._patch.__enter__()
@@ -84,23 +82,23 @@ class QATCalibrate:
         if self._open:
             return
         calibrating, self._calibrating = self._calibrating, []
-        for model, observation, _ in calibrating:
-            observation.detach(sites_of(model))
+        for proxy, observation in calibrating:
+            observation.detach(proxy.sites)
         if kind is not None:
             return
-        empty = [model for model, observation, _ in calibrating if observation.seen.batches == 0]
+        empty = [proxy.module for proxy, observation in calibrating if observation.seen.batches == 0]
         if empty:
             raise CalibrationError(
                 f"no data went through the {type(empty[0]).__name__} after setup_model_qat(): run at least one batch "
                 "through it inside the block"
             )
         # All are decided before the first one changes: where one fails, none rounds.
-        decided = [self._decided(*entry) for entry in calibrating]
-        for model, plan, _ in decided:
-            apply_plan(model, plan)
-        for model, plan, products in decided:
-            switch_on(model, plan)
-            self._plans.append((model, plan, products))
+        decided = [_decided(*entry) for entry in calibrating]
+        for proxy, plan, _ in decided:
+            apply_plan(proxy.module, plan)
+        for proxy, plan, products in decided:
+            switch_on(proxy.module, plan)
+            self._plans.append((proxy, plan, products))
 
     def setup_model_qat(self, model: nn.Module) -> None:
         """Start calibrating ``model``, in eval mode and with eager attention, until the block closes.
@@ -113,17 +111,17 @@ class QATCalibrate:
             raise ProxyError("setup_model_qat() belongs inside the with block of its QATCalibrate")
         if not isinstance(model, nn.Module):
             raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
-        if any(known is model for known, *_ in self._calibrating):
+        if any(known.module is model for known, _ in self._calibrating):
             raise ProxyError(f"this {type(model).__name__} is being calibrated already")
         if not is_proxy(model):
             # Built before the block, or from parts that nobody named.
             instrument(model)
-        refused = excluded_sites(self.config, model)
+        proxy = proxied(self.config, model)
         use_eager_attention(model)
         model.eval()
-        observation = make_observation(self.config, model, refused, list(skipped_sources(model)))
-        observation.attach(model, sites_of(model))
-        self._calibrating.append((model, observation, refused))
+        observation = make_observation(proxy)
+        observation.attach(model, proxy.sites)
+        self._calibrating.append((proxy, observation))
 
     def coverage(self, model: nn.Module) -> Coverage:
         """Return every site of a model that was calibrated here: quantized, or why not.
@@ -131,14 +129,12 @@ class QATCalibrate:
         Raises:
             CalibrationError: its ranges were not loaded by this block.
         """
-        for known, plan, products in self._plans:
-            if known is model:
-                skipped = list(skipped_sources(model))
-                return Coverage.from_plan(plan, skipped, products, patches=applied_patches(model))
+        for proxy, plan, products in self._plans:
+            if proxy.module is model:
+                return Coverage.from_plan(plan, proxy.skipped, products, patches=proxy.patches)
         raise CalibrationError("the ranges of this model were not loaded yet: they are when the block closes")
 
-    def _decided(
-        self, model: nn.Module, observation: Observation, refused: dict[str, str]
-    ) -> tuple[nn.Module, Plan, tuple[CountedProduct, ...]]:
-        seen = merge_across_ranks(self.config, model, observation)
-        return model, make_plan(self.config, model, seen, refused), seen.counted()
+
+def _decided(proxy: Proxied, observation: Observation) -> tuple[Proxied, Plan, tuple[CountedProduct, ...]]:
+    seen = merge_across_ranks(proxy, observation)
+    return proxy, make_plan(proxy, seen), seen.counted()

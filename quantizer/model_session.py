@@ -86,7 +86,7 @@ class ModelSession:
         if isinstance(model, nn.Module):
             self._model = weakref.ref(model)
             self.scan_source(model)
-        if self.decisions.bind(model, self._skipped) and self._carried is not None:
+        if self.decisions.bind(model) and self._carried is not None:
             plan = self.decisions.plan()
             self.put_back(fallback_for_target(*self._carried, plan), plan)
 
@@ -118,8 +118,8 @@ class ModelSession:
         """Return the proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
         self.bind(model)
         if resume:
-            return self.decisions.resume(model, self._skipped)
-        proxy = self.decisions.start(model, self._skipped)
+            return self.decisions.resume(model)
+        proxy = self.decisions.start(model)
         self.amp = self.fallback = self.trainable = None
         self._carried = None
         return proxy

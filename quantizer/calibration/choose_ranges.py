@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,13 +15,13 @@ from tqdm.auto import tqdm
 
 from quantizer.calibration.auto_range import Trial
 from quantizer.calibration.auto_range import choose_ranges
+from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.settings import calibrator_of
 from quantizer.calibration.settings import plan_settings
 from quantizer.calibration.settings import replays_batches
 from quantizer.calibration.smoothquant import ALPHAS
 from quantizer.calibration.smoothquant import migrate
 from quantizer.common.distributed import all_reduce_sum
-from quantizer.config import QuantizerConfig
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.outputs import flat_output
 from quantizer.observe.padding import padding_mask
@@ -36,22 +35,21 @@ from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.decide_sites import decide
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_scales import scale_of
-from quantizer.proxy.build import sites_of
 from quantizer.proxy.restored_state import unmoved
 
 __all__ = ["make_plan"]
 
 
-def make_plan(config: QuantizerConfig, proxy: nn.Module, observation: Seen, refused: Mapping[str, str]) -> Plan:
+def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     """Decide every site of a calibrated proxy; where the config asks for it, choose its ranges first.
 
     Ranges are chosen once for what was seen, and again when more data came since. That runs the proxy, which nobody
     may observe meanwhile.
     """
-    settings = plan_settings(config, proxy)
+    config, settings = proxy.config, plan_settings(proxy)
 
     def decided() -> Plan:
-        return decide(proxy, list(sites_of(proxy)), observation, refused, settings)
+        return decide(proxy.module, list(proxy.sites), observation, proxy.excluded, settings)
 
     if not replays_batches(config) or observation.batches in (0, observation.chosen_at):
         return decided()
@@ -68,16 +66,16 @@ def make_plan(config: QuantizerConfig, proxy: nn.Module, observation: Seen, refu
             )
         if activations.calibrator == "auto":
             assert observation.kept is not None
-            choose_ranges(proxy, _trials(proxy, decided(), observation, settings), observation.kept)
+            choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept)
         elif activations.calibrator == "percentile" and len(activations.percentiles) > 1:
             _choose_percentile(activations.percentiles, proxy, observation, decided)
     observation.chosen_at = observation.batches
     return decided()
 
 
-def _trials(proxy: nn.Module, plan: Plan, observation: Seen, settings: PlanSettings) -> Iterator[Trial]:
+def _trials(proxy: Proxied, plan: Plan, observation: Seen, settings: PlanSettings) -> Iterator[Trial]:
     """Yield the activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
-    for site in sites_of(proxy):
+    for site in proxy.sites:
         for operand in plan[site.path].operands:
             seen = observation.records[site.path].operands[operand.name]
             group, dtype = seen.range, judged_as(qtype(operand.dtype))
@@ -94,16 +92,16 @@ def _trials(proxy: nn.Module, plan: Plan, observation: Seen, settings: PlanSetti
 
 
 def _choose_percentile(
-    percentiles: Sequence[float], proxy: nn.Module, observation: Seen, decided: Callable[[], Plan]
+    percentiles: Sequence[float], proxy: Proxied, observation: Seen, decided: Callable[[], Plan]
 ) -> None:
     """Give every range the percentile with which the model's output, everything quantized, comes out best."""
     assert observation.kept is not None
-    expected = [(batch, _output(proxy, batch)) for batch in observation.kept]
+    expected = [(batch, _output(proxy.module, batch)) for batch in observation.kept]
     errors: dict[float, float] = {}
     for percentile in tqdm(percentiles, "choosing a percentile", leave=False, disable=None):
         _take_percentile(observation, percentile)
         with _quantized(proxy, decided()):
-            errors[percentile] = sum(_error(_output(proxy, batch), output) for batch, output in expected)
+            errors[percentile] = sum(_error(_output(proxy.module, batch), output) for batch, output in expected)
     errors = dict(zip(errors, all_reduce_sum(errors.values()), strict=True))
     # Of equal errors, the larger range.
     _take_percentile(observation, min(errors, key=lambda percentile: (errors[percentile], -percentile)))
@@ -116,14 +114,14 @@ def _take_percentile(observation: Seen, percentile: float) -> None:
 
 
 @contextmanager
-def _quantized(proxy: nn.Module, plan: Plan) -> Iterator[None]:
+def _quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
     """Carry out a plan in the proxy, its weights still float parameters; leave it as it was afterwards."""
-    apply_plan(proxy, plan)
+    apply_plan(proxy.module, plan)
     try:
-        switch_on(proxy, plan)
+        switch_on(proxy.module, plan)
         yield
     finally:
-        for site in sites_of(proxy):
+        for site in proxy.sites:
             site.active = False
             for place in range(len(site.quantizers)):
                 site.quantizer(place).reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,7 +14,6 @@ from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import UnrewrittenSource
 
 __all__ = ["Calibrated", "Empty", "Held", "Inherited", "PlanSource", "PlanState", "Resuming"]
 
@@ -101,14 +99,12 @@ class PlanSource:
         kept = None if other.calibration is None else other.calibration.observation().kept
         self.state = Inherited(snapshot, kept, other.fingerprint)
 
-    def bind(self, model: nn.Module, skipped: Iterable[UnrewrittenSource]) -> bool:
+    def bind(self, model: nn.Module) -> bool:
         """Give the model to what was inherited, and return whether that waited for it."""
         match self.state:
             case Inherited(snapshot, kept, fingerprint):
                 self.state = Calibrated(
-                    CalibrationSession(
-                        self._config, model, skipped, snapshot, anew=True, kept=kept, fingerprint=fingerprint
-                    )
+                    CalibrationSession(self._config, model, snapshot, anew=True, kept=kept, fingerprint=fingerprint)
                 )
                 return True
             case _:
@@ -126,13 +122,13 @@ class PlanSource:
             observed=self._observed,
         )
 
-    def start(self, model: nn.Module, skipped: Iterable[UnrewrittenSource]) -> nn.Module:
+    def start(self, model: nn.Module) -> nn.Module:
         """Return the proxy of a new calibration."""
-        session = CalibrationSession(self._config, model, skipped)
+        session = CalibrationSession(self._config, model)
         self.state = Calibrated(session)
         return session.proxy
 
-    def resume(self, model: nn.Module, skipped: Iterable[UnrewrittenSource]) -> nn.Module:
+    def resume(self, model: nn.Module) -> nn.Module:
         """Return the proxy of the calibration that ran here, or in the quantizer that wrote the folder, to go on with.
 
         Raises:
@@ -140,7 +136,7 @@ class PlanSource:
         """
         match self.state:
             case Held(observed=bytes(snapshot)) as held:
-                session = CalibrationSession(self._config, model, skipped, snapshot, fingerprint=held.fingerprint)
+                session = CalibrationSession(self._config, model, snapshot, fingerprint=held.fingerprint)
                 self.state = Resuming(held, session)
             case Calibrated(session) | Resuming(session=session) | Held(observed=CalibrationSession() as session):
                 if session.has_weights_of(model):
@@ -148,9 +144,7 @@ class PlanSource:
                 else:
                     # Its proxy computes with the parameters that the model had before.
                     seen, kept = session.seen(), session.observation().kept
-                    session = CalibrationSession(
-                        self._config, model, skipped, seen, kept=kept, fingerprint=session.fingerprint
-                    )
+                    session = CalibrationSession(self._config, model, seen, kept=kept, fingerprint=session.fingerprint)
                 self.state = Calibrated(session)
             case _:
                 raise CalibrationError(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from quantizer.calibration.choose_ranges import make_plan
-from quantizer.calibration.settings import excluded_sites
+from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
 from quantizer.calibration.settings import replays_batches
 from quantizer.common.distributed import all_gather_bytes
@@ -29,9 +29,6 @@ from quantizer.observe.snapshot import restored
 from quantizer.observe.snapshot import snapshot
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import UnrewrittenSource
-from quantizer.proxy.build import build_proxy
-from quantizer.proxy.build import sites_of
 from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.model_sharing import OwnBuffers
 
@@ -54,7 +51,6 @@ class CalibrationSession:
         self,
         config: QuantizerConfig,
         model: nn.Module,
-        skipped: Iterable[UnrewrittenSource],
         earlier: bytes | None = None,
         *,
         anew: bool = False,
@@ -65,7 +61,6 @@ class CalibrationSession:
         Args:
             config: of the quantizer.
             model: the float model.
-            skipped: calls and functions of it that could not be rewritten.
             earlier: what ``seen`` gave, to go on with.
             anew: ranges that were chosen by running batches are chosen anew.
             kept: the batches for that.
@@ -75,16 +70,15 @@ class CalibrationSession:
             ConfigError: a rule matches nothing in the model.
             CalibrationError: ``earlier`` is of another model.
         """
-        self.proxy = build_proxy(model, eager_attention=True).eval()
+        self._proxied = proxied_copy(config, model)
+        self.proxy = self._proxied.module
         self._model = weakref.ref(model)
         self.fingerprint = fingerprint
         self._weights_noted = False
         self._pending: Fingerprint | None = None
         self.proxy.register_forward_pre_hook(LocalHook(self._look_at_weights))
         self.proxy.register_forward_hook(LocalHook(self._note_weights))
-        self._config = config
-        self._refused = excluded_sites(config, self.proxy)
-        self._observation = make_observation(config, self.proxy, self._refused, skipped)
+        self._observation = make_observation(self._proxied)
         # Every rank has read the same folder: its contents count once.
         if earlier is not None and get_rank() == 0:
             self._observation.seen.add(_restored(earlier, self.proxy, self._observation))
@@ -95,7 +89,7 @@ class CalibrationSession:
         self._began_with = self._observation.seen.batches
         # Going on later, or while the model is trained, the proxy follows it.
         buffers = OwnBuffers(self.proxy, model)
-        self._observation.attach(self.proxy, sites_of(self.proxy), buffers.refresh)
+        self._observation.attach(self.proxy, self._proxied.sites, buffers.refresh)
         self._gathered: tuple[int, Seen] | None = None
         self._warned = False
 
@@ -182,7 +176,7 @@ class CalibrationSession:
                 "real data: calibrate with real data",
                 stacklevel=3,
             )
-        choosing = replays_batches(self._config) and whole.chosen_at != whole.batches
+        choosing = replays_batches(self._proxied.config) and whole.chosen_at != whole.batches
         if choosing and get_world_size() == 1 and not any(True for _ in whole.kept or ()):
             raise CalibrationError(
                 "with a list of percentiles, calibrator 'auto' or smooth, each target's ranges are chosen by running "
@@ -191,8 +185,8 @@ class CalibrationSession:
             )
         self._renew_weights(whole)
         # Choosing ranges runs the proxy again.
-        with self._observation.paused(sites_of(self.proxy)):
-            return make_plan(self._config, self.proxy, whole, self._refused)
+        with self._observation.paused(self._proxied.sites):
+            return make_plan(self._proxied, whole)
 
     def products(self) -> tuple[CountedProduct, ...]:
         """Return what torch computed."""
@@ -210,12 +204,12 @@ class CalibrationSession:
         """Return what all ranks saw."""
         batches = self._observation.seen.batches
         if self._gathered is None or self._gathered[0] != batches:
-            whole = merge_across_ranks(self._config, self.proxy, self._observation)
+            whole = merge_across_ranks(self._proxied, self._observation)
             self._gathered = (batches, whole)
         return self._gathered[1]
 
 
-def merge_across_ranks(config: QuantizerConfig, proxy: nn.Module, observation: Observation) -> Seen:
+def merge_across_ranks(proxy: Proxied, observation: Observation) -> Seen:
     """Return what every rank has observed, together; of one process, its own observation. All ranks must call this.
 
     Raises:
@@ -224,13 +218,13 @@ def merge_across_ranks(config: QuantizerConfig, proxy: nn.Module, observation: O
     mine = observation.seen
     if get_world_size() == 1:
         return mine
-    configs = all_gather_bytes(config.model_dump_json().encode())
+    configs = all_gather_bytes(proxy.config.model_dump_json().encode())
     for rank, other in enumerate(configs):
         if other != configs[0]:
             raise CalibrationError(f"rank {rank} calibrates with another configuration than rank 0; give all the same")
     whole = Seen.of_sites(mine.records, None if mine.kept is None else mine.kept.shared())
     for seen in all_gather_bytes(snapshot(mine)):
-        whole.add(_restored(seen, proxy, observation))
+        whole.add(_restored(seen, proxy.module, observation))
     return whole
 
 

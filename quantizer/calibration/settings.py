@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
-
+from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.proxied import selection_of
 from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
-from quantizer.config import SelectionConfig
 from quantizer.config.feasibility import default_format
 from quantizer.config.feasibility import rule_formats
 from quantizer.float16.float32_modules import Float32Modules
@@ -25,11 +22,7 @@ from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.operand_formats import FormatRule
 from quantizer.plan.operand_formats import Formats
 from quantizer.plan.operand_formats import formats_for
-from quantizer.plan.selection import Selection
-from quantizer.plan.selection import exclusions
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import UnrewrittenSource
-from quantizer.proxy.build import sites_of
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
 
@@ -37,7 +30,6 @@ __all__ = [
     "calibrator_of",
     "make_observation",
     "plan_settings",
-    "excluded_sites",
     "replays_batches",
     "tell_where_nothing_is_quantized",
     "warn_of_float32",
@@ -46,18 +38,17 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def make_observation(
-    config: QuantizerConfig, proxy: nn.Module, refused: Mapping[str, str], skipped: Iterable[UnrewrittenSource] = ()
-) -> Observation:
-    """Return an observation of ``proxy``, not attached yet; ``skipped``: calls that are no sites, and why."""
+def make_observation(proxy: Proxied) -> Observation:
+    """Return an observation of a proxy, not attached yet."""
+    config = proxy.config
     # What a switch turns off need not be observed either.
     off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
     return Observation(
-        sites_of(proxy),
-        refused,
+        proxy.sites,
+        proxy.excluded,
         partial(calibrator_of, config),
         off,
-        skipped,
+        proxy.skipped,
         keep=replays_batches(config),
         channels=config.activations.smooth is not None,
     )
@@ -83,19 +74,6 @@ def calibrator_of(config: QuantizerConfig, histogram: bool) -> Calibrator:
     return make_calibrator(name, histogram=histogram, **options)
 
 
-def excluded_sites(config: QuantizerConfig, proxy: nn.Module) -> dict[str, str]:
-    """Return the sites and operands that rules leave out, each with the rule that decided.
-
-    Raises:
-        ConfigError: a rule matches nothing in the model.
-    """
-    return exclusions(proxy, sites_of(proxy), _rules(config.include), _rules(config.exclude))
-
-
-def _rules(section: SelectionConfig) -> Selection:
-    return Selection(module_types=section.module_types, names=section.names, sites=section.sites)
-
-
 def warn_of_float32(target: TargetProfile, regions: Float32Modules) -> None:
     """Say which modules stay float32 in what is made for the target, where some do."""
     if regions.applies_to(target.torch_dtype):
@@ -114,14 +92,15 @@ def tell_where_nothing_is_quantized(plan: Plan) -> None:
     logger.warning("nothing is quantized: what quantize() gives is the float model (%s); see q.coverage", why)
 
 
-def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
-    """Return what a plan for ``proxy`` depends on besides the data.
+def plan_settings(proxy: Proxied) -> PlanSettings:
+    """Return the settings of a plan for ``proxy``: everything it depends on besides the data.
 
     Raises:
         ConfigError: a rule of ``formats`` matches nothing in it, or asks for what the target cannot compute in.
     """
+    config = proxy.config
     return PlanSettings(
-        formats=_formats(config, proxy),
+        formats=_formats(proxy),
         per_channel=config.weights.granularity == "per_channel",
         switches=config.sites.model_dump(),
         scale_dtype=config.target.torch_dtype,
@@ -129,9 +108,10 @@ def plan_settings(config: QuantizerConfig, proxy: nn.Module) -> PlanSettings:
     )
 
 
-def _formats(config: QuantizerConfig, proxy: nn.Module) -> Formats:
+def _formats(proxy: Proxied) -> Formats:
+    config = proxy.config
     rules = [
-        FormatRule(format=wanted, kinds=rule.kinds, sites=_rules(rule))
+        FormatRule(format=wanted, kinds=rule.kinds, sites=selection_of(rule))
         for wanted, rule in zip(rule_formats(config), config.formats, strict=True)
     ]
-    return formats_for(proxy, sites_of(proxy), default_format(config), rules, config.target)
+    return formats_for(proxy.module, proxy.sites, default_format(config), rules, config.target)

@@ -23,8 +23,8 @@ from dataclasses import field
 
 import torch
 from torch import Tensor
-from torch import nn
 
+from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.replay import SiteCall
 from quantizer.calibration.replay import replay
 from quantizer.calibrators import Calibrator
@@ -37,7 +37,6 @@ from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.statistics import Seen
 from quantizer.plan.apply import apply_site_plan
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import sites_of
 
 __all__ = ["ALPHAS", "migrate", "migration_factors"]
 
@@ -89,7 +88,7 @@ class _Readers:
 
 
 def migrate(
-    proxy: nn.Module,
+    proxy: Proxied,
     observation: Seen,
     decided: Callable[[], Plan],
     *,
@@ -190,7 +189,7 @@ def _by_site(found: Sequence[_Readers]) -> dict[str, _Readers]:
     return {path: readers for readers in found for path in readers.sites}
 
 
-def _estimate(proxy: nn.Module, found: Sequence[_Readers], observation: Seen) -> None:
+def _estimate(proxy: Proxied, found: Sequence[_Readers], observation: Seen) -> None:
     """Show x / s on the kept batches to the calibrators, and the bounds that it has in all of calibration."""
     by_site = _by_site(found)
 
@@ -202,8 +201,8 @@ def _estimate(proxy: nn.Module, found: Sequence[_Readers], observation: Seen) ->
                 group.calibrator.observe(x / _factors(group).to(x.device))
 
     assert observation.kept is not None
-    sites = [site for site in sites_of(proxy) if site.path in by_site]
-    replay(proxy, sites, observation.kept, visit, "smoothing")
+    sites = [site for site in proxy.sites if site.path in by_site]
+    replay(proxy.module, sites, observation.kept, visit, "smoothing")
     for readers in found:
         for group in readers.ranges.values():
             low, high = readers.channels.low / _factors(group), readers.channels.high / _factors(group)
@@ -216,7 +215,7 @@ def _factors(group: RangeGroup) -> Tensor:
 
 
 def _choose(
-    proxy: nn.Module,
+    proxy: Proxied,
     found: Sequence[_Readers],
     observation: Seen,
     plan: Plan,
@@ -245,8 +244,8 @@ def _choose(
                     call.site.quantizer_of(operand.name).reset()
 
     assert observation.kept is not None
-    sites = [site for site in sites_of(proxy) if site.path in by_site]
-    replay(proxy, sites, observation.kept, visit, "choosing what to smooth")
+    sites = [site for site in proxy.sites if site.path in by_site]
+    replay(proxy.module, sites, observation.kept, visit, "choosing what to smooth")
     for readers, of_readers in errors.items():
         # Of equal errors, the one that changes less.
         best = min(of_readers, key=lambda alpha: (of_readers[alpha], alpha or 0))

@@ -8,14 +8,11 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.calibration.choose_ranges import make_plan
-from quantizer.calibration.settings import excluded_sites
+from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
 from quantizer.config import QuantizerConfig
 from quantizer.plan.replace_scales import scales_of
 from quantizer.plan.site_plan import Plan
-from quantizer.proxy.build import applied_patches
-from quantizer.proxy.build import build_proxy
-from quantizer.proxy.build import skipped_sources
 from quantizer.proxy.build import source_diff
 from quantizer.sensitivity import Fallback
 from quantizer.views.coverage import Coverage
@@ -38,11 +35,9 @@ class QuantizerViews:
 
     def inspect(self, model: nn.Module) -> Coverage:
         """Return the coverage of a model before calibration: what would be rewritten, and what rules leave out."""
-        proxy = build_proxy(model, eager_attention=True).eval()
-        refused = excluded_sites(self.config, proxy)
-        observation = make_observation(self.config, proxy, refused)
-        plan = make_plan(self.config, proxy, observation.seen, refused)
-        return Coverage.from_plan(plan, list(skipped_sources(model)), patches=applied_patches(model))
+        proxy = proxied_copy(self.config, model)
+        plan = make_plan(proxy, make_observation(proxy).seen)
+        return Coverage.from_plan(plan, proxy.skipped, patches=proxy.patches)
 
     def diff(self, model: nn.Module) -> str:
         """Return the rewritten source as a unified diff."""

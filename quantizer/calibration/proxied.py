@@ -1,0 +1,77 @@
+"""``Proxied``: a proxy with all that its source and the configuration say of its sites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from quantizer.config import QuantizerConfig
+from quantizer.config import SelectionConfig
+from quantizer.plan.selection import Selection
+from quantizer.plan.selection import exclusions
+from quantizer.proxy.build import UnrewrittenSource
+from quantizer.proxy.build import applied_patches
+from quantizer.proxy.build import build_proxy
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.site import Site
+from quantizer.rewrite.operator_patches import OperatorPatch
+
+__all__ = ["Proxied", "proxied", "proxied_copy", "selection_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Proxied:
+    """A proxy as one configuration calibrates it.
+
+    Attributes:
+        config: the configuration.
+        module: the proxy, or a model that was instrumented in place; never the user's float model, so that keeping
+            this keeps no model alive.
+        sites: all sites of ``module``, in the order of its modules.
+        excluded: the rule that leaves out a site or operand, by ``SITE`` or ``SITE.OPERAND``.
+        skipped: calls and functions whose source could not be rewritten.
+        patches: the operator patches that the rewritten source holds, by name.
+    """
+
+    config: QuantizerConfig
+    module: nn.Module
+    sites: tuple[Site, ...]
+    excluded: Mapping[str, str]
+    skipped: tuple[UnrewrittenSource, ...]
+    patches: tuple[OperatorPatch, ...]
+
+
+def proxied(config: QuantizerConfig, module: nn.Module, source: nn.Module | None = None) -> Proxied:
+    """Return the record of a proxy.
+
+    Args:
+        config: the configuration.
+        module: the proxy.
+        source: the float model that it was made from; None: ``module`` was instrumented in place.
+
+    Raises:
+        ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
+    """
+    sites = tuple(sites_of(module))
+    scanned = module if source is None else source
+    return Proxied(
+        config=config,
+        module=module,
+        sites=sites,
+        excluded=exclusions(module, sites, selection_of(config.include), selection_of(config.exclude)),
+        skipped=tuple(skipped_sources(scanned)),
+        patches=applied_patches(scanned),
+    )
+
+
+def proxied_copy(config: QuantizerConfig, model: nn.Module) -> Proxied:
+    """Return a new proxy of a float model, in eval mode and with eager attention; see ``proxied`` for errors."""
+    return proxied(config, build_proxy(model, eager_attention=True).eval(), model)
+
+
+def selection_of(section: SelectionConfig) -> Selection:
+    """Return a section of the configuration that selects modules and sites as plain arguments."""
+    return Selection(module_types=section.module_types, names=section.names, sites=section.sites)
