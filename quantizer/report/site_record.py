@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantizer.reasons import ReasonCode
+from quantizer.reasons import RuleKind
 from quantizer.report.record_base import Record
 
 __all__ = ["Histogram", "Operand", "RangeCandidate", "Site", "UnquantizedProduct"]
+
+# An add of integers, tuples or broadcasts is found like any other, but tells a reader nothing.
+_QUIET = (
+    ReasonCode.NOT_TENSORS,
+    ReasonCode.ADD_BROADCASTS,
+    ReasonCode.ADD_PARAMETER,
+    ReasonCode.ADD_UNWEIGHTED,
+    ReasonCode.ADD_ONE_PRODUCT,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +80,13 @@ class Site(Record):
     """Multiply-adds of one call in calibration; null where they were not counted."""
     operands: tuple[Operand, ...] = ()
     """The operands that can be quantized."""
+
+    @property
+    def quiet(self) -> bool:
+        """True for an addition that is no candidate, or a table that nobody asked to quantize: no view shows it."""
+        if self.kind == "embedding":
+            return self.rule == RuleKind.SWITCH.text(key="embedding", value="false")
+        return self.kind == "residual_add" and not self.quantized and ReasonCode.of(self.reason) in _QUIET
 
 
 @dataclass(frozen=True, kw_only=True)

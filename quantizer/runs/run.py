@@ -45,7 +45,6 @@ from quantizer.report import write_record
 from quantizer.report.search_records import fallback_record
 from quantizer.runs.measure import measure_latency
 from quantizer.runs.measure import measure_memory
-from quantizer.runs.plan_records import escaped_records
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
@@ -314,7 +313,7 @@ class _Run:
             memory=measure_memory(self.context, config, built) if engines else (),
             coverage=site_records(coverage, quantizer.plan),
             covered_share=coverage.share,
-            escaped=escaped_records(coverage.escaped),
+            escaped=coverage.escaped.rows,
             histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
             sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
             measure=quantizer.sensitivity.measure if config.amp is not None else None,

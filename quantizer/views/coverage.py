@@ -13,12 +13,10 @@ from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
-from quantizer.plan.unquantized import UnquantizedProduct
-from quantizer.plan.unquantized import covered_share
-from quantizer.plan.unquantized import escaped_products
 from quantizer.proxy.build import UnrewrittenSource
 from quantizer.reasons import ReasonCode
-from quantizer.reasons import RuleKind
+from quantizer.report.site_record import Site
+from quantizer.report.site_record import UnquantizedProduct
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.text import decibels
 from quantizer.report.tables.text import format_name
@@ -26,39 +24,10 @@ from quantizer.report.tables.text import granularity
 from quantizer.report.tables.text import percent
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.views.table_view import View
+from quantizer.views.unquantized import covered_share
+from quantizer.views.unquantized import unquantized_products
 
-__all__ = ["Coverage", "CoverageRow", "UnquantizedProducts", "RangeRow", "Ranges"]
-
-# An add of integers, tuples or broadcasts is found like any other, but tells a reader nothing.
-_QUIET = (
-    ReasonCode.NOT_TENSORS,
-    ReasonCode.ADD_BROADCASTS,
-    ReasonCode.ADD_PARAMETER,
-    ReasonCode.ADD_UNWEIGHTED,
-    ReasonCode.ADD_ONE_PRODUCT,
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CoverageRow:
-    """One site, quantized or not, and why."""
-
-    name: str
-    kind: str
-    host_type: str
-    file: str
-    line: int
-    quantized: bool
-    reason: str
-    rule: str | None
-    multiply_adds: int
-
-    @property
-    def quiet(self) -> bool:
-        """An addition that is no candidate, or a table that nobody asked to quantize: listed, but not shown."""
-        if self.kind == "embedding":
-            return self.rule == RuleKind.SWITCH.text(key="embedding", value="false")
-        return self.kind == "residual_add" and not self.quantized and ReasonCode.of(self.reason) in _QUIET
+__all__ = ["Coverage", "UnquantizedProducts", "RangeRow", "Ranges"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +59,7 @@ class RangeRow:
         return self.format if self.smoothing is None else f"{self.format}, {self.smoothing}"
 
 
-class Coverage(View[CoverageRow]):
+class Coverage(View[Site]):
     """Every site found: quantized, or why not; and the proof that no product was missed.
 
     Iterating gives all rows; the table leaves out additions that are no candidates, which it counts, and embeddings
@@ -113,7 +82,7 @@ class Coverage(View[CoverageRow]):
         "why",
     )
 
-    def __init__(self, rows: Sequence[CoverageRow], products: Sequence[UnquantizedProduct] = ()) -> None:
+    def __init__(self, rows: Sequence[Site], products: Sequence[UnquantizedProduct] = ()) -> None:
         super().__init__(rows)
         self.share: float | None = None
         self.multiply_adds = 0
@@ -141,8 +110,8 @@ class Coverage(View[CoverageRow]):
             patches: operator patches that were applied.
             regions: the modules whose values float16 cannot hold.
         """
-        rows = [*map(_row_of_site, plan.values()), *map(_row_of_source, skipped)]
-        made = cls(rows, escaped_products(products, plan, put_back))
+        rows = [*map(_site, plan.values()), *map(_unrewritten_site, skipped)]
+        made = cls(rows, unquantized_products(products, plan, put_back))
         made.share = covered_share(products, plan)
         made.patches = tuple(patches)
         made.regions = regions or made.regions
@@ -150,12 +119,12 @@ class Coverage(View[CoverageRow]):
         return made
 
     @property
-    def quantized(self) -> tuple[CoverageRow, ...]:
+    def quantized(self) -> tuple[Site, ...]:
         """The sites that are quantized."""
         return tuple(row for row in self.rows if row.quantized)
 
     @property
-    def skipped(self) -> tuple[CoverageRow, ...]:
+    def skipped(self) -> tuple[Site, ...]:
         """The sites that are not."""
         return tuple(row for row in self.rows if not row.quantized)
 
@@ -244,7 +213,7 @@ class Ranges(View[RangeRow]):
     @classmethod
     def from_plan(cls, plan: Plan) -> Ranges:
         """Return the ranges of a plan."""
-        return cls([_row_of_operand(site, operand) for site in plan.values() for operand in site.operands])
+        return cls([_range_row(site, operand) for site in plan.values() for operand in site.operands])
 
     def title(self) -> str:
         used = sum(row.quantized for row in self.rows)
@@ -282,12 +251,12 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _why(row: CoverageRow) -> str:
+def _why(row: Site) -> str:
     return f"{row.reason} ({row.rule})" if row.rule else row.reason
 
 
-def _row_of_site(entry: SitePlan) -> CoverageRow:
-    return CoverageRow(
+def _site(entry: SitePlan) -> Site:
+    return Site(
         name=entry.name,
         kind=entry.kind,
         host_type=entry.host_type,
@@ -300,9 +269,9 @@ def _row_of_site(entry: SitePlan) -> CoverageRow:
     )
 
 
-def _row_of_source(skipped: UnrewrittenSource) -> CoverageRow:
+def _unrewritten_site(skipped: UnrewrittenSource) -> Site:
     source = skipped.source
-    return CoverageRow(
+    return Site(
         name=skipped.path or "(the model)",
         kind=skipped.kind,
         host_type=skipped.host_type,
@@ -315,7 +284,7 @@ def _row_of_source(skipped: UnrewrittenSource) -> CoverageRow:
     )
 
 
-def _row_of_operand(site: SitePlan, operand: OperandPlan) -> RangeRow:
+def _range_row(site: SitePlan, operand: OperandPlan) -> RangeRow:
     return RangeRow(
         name=f"{site.name}.{operand.name}",
         role=operand.role,

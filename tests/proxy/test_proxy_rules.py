@@ -15,7 +15,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import ConfigError
 from quantizer.plan.selection import matches
-from quantizer.views.coverage import CoverageRow
+from quantizer.report.record import Site
 
 
 class Attention(nn.Module):
@@ -68,7 +68,7 @@ X = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
 SITES = 12 * 10 + 1
 
 
-def _covered(**options: Any) -> list[CoverageRow]:
+def _covered(**options: Any) -> list[Site]:
     q = Quantizer(backend="openvino", **options)
     model = Model().eval()
     q.calibrate(model, [X])
@@ -299,7 +299,7 @@ def test_conv_is_switched_off() -> None:
     assert {row.kind for row in q.coverage.quantized} == {"linear"}
 
 
-def _residuals(setting: object, x: Tensor = X) -> list[CoverageRow]:
+def _residuals(setting: object, x: Tensor = X) -> list[Site]:
     q = Quantizer(backend="openvino", sites={"residual_add": setting})
     q.calibrate(Model().eval(), [x])
     return [row for row in q.coverage if row.kind == "residual_add"]

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.completeness.product_counter import Reason
 from quantizer.plan.site_plan import Plan
 from quantizer.reasons import ReasonCode
 from quantizer.reasons import RuleKind
+from quantizer.report.site_record import UnquantizedProduct
 
-__all__ = ["UnquantizedProduct", "covered_share", "escaped_products"]
+__all__ = ["covered_share", "unquantized_products"]
 
 _BY_RULE = {RuleKind.TARGET: Reason.TARGET, RuleKind.SWITCH: Reason.SWITCHED_OFF}
 _BY_REASON = {ReasonCode.FROM_PARAMETERS: Reason.PARAMETERS, ReasonCode.PARAMETERS_ALONE: Reason.PARAMETERS}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnquantizedProduct:
-    """Products that are not in low precision: where, what, how much of all multiply-adds, and why."""
-
-    path: str
-    site: str | None
-    operation: str
-    multiply_adds: int
-    share: float
-    reason: str
-    detail: str
 
 
 def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | None:
@@ -38,7 +25,7 @@ def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | Non
     return covered / total if total else None
 
 
-def escaped_products(
+def unquantized_products(
     products: Sequence[CountedProduct], plan: Plan, put_back: Collection[str] = ()
 ) -> tuple[UnquantizedProduct, ...]:
     """Return the products that the plan does not cover, the largest first; ``put_back`` are the sites of fallback."""
