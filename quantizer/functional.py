@@ -1,17 +1,17 @@
 """Quantization as functions on tensors, for user code: every argument is checked.
 
-Legend: x [*] floating values; s the scale; z the zero point, of the shape of s; q [*] the steps.
+Legend: x [*] floating values; s the scale; z the zero point, of the shape of s; q [*] the codes.
 
 The formats are ``int8``, ``fp8`` (E4M3, saturating), ``int4`` and ``uint8``, which takes a zero point; the formulas are
-in ``quantizer.numerics.torch_operators``. The scale says how many values share it:
+in ``quantizer.numerics.torch_operators``. Three granularities differ in the arguments and in the shape of the scale:
 
 - per tensor, s []: no axis;
 - per axis, s [A]: ``axis``, of size A;
-- per block, s of x's shape but for the axis, which has A / B entries: ``axis`` and ``block_size`` B.
+- per block, s of x's shape, except that the axis has A / B entries: ``axis`` and ``block_size`` B.
 
 The functions compile, trace and export as one operator each, and become ``QuantizeLinear`` and ``DequantizeLinear`` in
-ONNX: opset 19 or later for ``fp8``, 21 for ``int4`` and for blocks. What depends on values (that a scale is positive)
-is checked when they run by themselves, not in a compiled, traced or exported program, where values are not known.
+ONNX: opset 19 or later for ``fp8``, 21 for ``int4`` and for blocks. Checks of values (such as that a scale is positive)
+run in eager mode only: a compiled, traced or exported program does not know the values.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def quantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Return the nearest steps of a format, clipped to its range.
+    """Return the nearest codes of a format, clipped to its range.
 
     Args:
         x: [*] float16, bfloat16, float32 or float64; computed in float32.
-        scale: the size of a step, positive and finite, of one of these types; its shape is the granularity.
+        scale: positive and finite, of one of these types; its shape depends on the granularity.
         dtype: the format: ``int8``, ``uint8``, ``fp8`` or ``int4``.
-        axis: the axis along which scales differ; negative ones count from the end. None: one scale for all of x.
-        block_size: how many neighbours along the axis share a scale; it divides the axis.
-        zero_point: uint8, of the scale's shape: the step of 0.0, for ``uint8`` alone. None: 0.
+        axis: the axis along which scales differ; negative values count from the end. None: one scale for all of x.
+        block_size: how many neighbours along the axis share a scale; it must divide the size of the axis.
+        zero_point: uint8, of the scale's shape: the code of 0.0, only for ``uint8``. None: 0.
 
     Returns:
-        Steps [*]: int8 for ``int8`` and ``int4``, uint8 for ``uint8``, float8_e4m3fn for ``fp8``.
+        Codes [*]: int8 for ``int8`` and ``int4``, uint8 for ``uint8``, float8_e4m3fn for ``fp8``.
 
     Raises:
         TypeError: a tensor is of the wrong type.
@@ -69,13 +69,13 @@ def dequantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Return the values that steps stand for.
+    """Return the values of codes.
 
     Args:
-        q: [*] steps as ``quantize`` gives them, in the format's storage type.
+        q: [*] codes as ``quantize`` returns them, in the format's storage type.
         scale: as for ``quantize``.
         dtype: the format.
-        axis: what ``scale`` runs along, as for ``quantize``.
+        axis: as for ``quantize``.
         block_size: as for ``quantize``.
         zero_point: as for ``quantize``.
 
@@ -84,8 +84,8 @@ def dequantize(
 
     Raises:
         TypeError: a tensor is of the wrong type.
-        ValueError: an unknown format, an axis, block size, scale or zero point that does not fit, or a step outside of
-            the format's range.
+        ValueError: an unknown format, an axis, block size, scale or zero point that does not fit, or a code outside the
+            format's range.
     """
     kind = qtype(dtype)
     if q.dtype != kind.storage:
@@ -105,16 +105,16 @@ def fake_quantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """x rounded to what a format can hold: ``dequantize(quantize(x))`` in the type of x.
+    """Return x rounded to a format: ``dequantize(quantize(x))`` in the type of x.
 
-    The gradient passes straight through to x, and is zero where x was clipped; the scale's, where it requires one, is
-    that of LSQ (arXiv:1902.08153, equation 3): the sum of q - x / s where x was not clipped, and of q where it was.
+    The gradient passes straight through to x and is zero where x was clipped. The gradient of the scale, if it requires
+    one, is that of LSQ (arXiv:1902.08153, equation 3): the sum of q - x / s where x was not clipped, of q elsewhere.
 
     Args:
         x: [*] floats.
         scale: as for ``quantize``.
         dtype: the format.
-        axis: what ``scale`` runs along, as for ``quantize``.
+        axis: as for ``quantize``.
         block_size: as for ``quantize``.
         zero_point: as for ``quantize``.
 
@@ -133,12 +133,12 @@ def fake_quantize(
 
 
 def _reads_values() -> bool:
-    """Values are there: nothing is compiled, exported or traced."""
+    """Return whether values are known: nothing is compiled, exported or traced."""
     return not (torch.compiler.is_compiling() or _is_tracing())
 
 
 def _is_tracing() -> bool:
-    """Sizes are tensors, which a trace would compare once and for all."""
+    """Return whether torch is tracing: sizes are tensors then, and the trace would fix the result of a comparison."""
     return bool(torch._C._get_tracing_state())
 
 
@@ -150,7 +150,7 @@ def _check_floating(name: str, value: Tensor) -> None:
 def _check_parameters(
     x: Tensor, scale: Tensor, kind: QType, axis: int | None, block_size: int | None, zero_point: Tensor | None
 ) -> None:
-    """Scale and zero point fit each other, the format and a tensor like x."""
+    """Raise if scale and zero point do not fit each other, the format or the shape of x."""
     _check_floating("scale", scale)
     _check_granularity(x, scale, axis, block_size)
     if zero_point is not None:
@@ -187,5 +187,5 @@ def _check_zero_point(zero_point: Tensor, scale: Tensor, kind: QType) -> None:
 
 
 def _worst(scale: Tensor) -> float:
-    """Return one value of a scale that cannot be."""
+    """Return one value of a scale that is not positive and finite."""
     return float(scale[~((scale > 0) & scale.isfinite())].flatten()[0])

@@ -1,4 +1,4 @@
-"""Range estimators: one a file. They stream, and their results do not depend on the order of the batches."""
+"""Streaming range estimators, one per file; their results do not depend on the order of the batches."""
 
 from __future__ import annotations
 

@@ -18,18 +18,17 @@ from quantizer.errors import CalibrationError
 __all__ = ["CALIBRATORS", "Calibrator", "make_calibrator"]
 
 CALIBRATORS: Registry[type[Calibrator]] = choices.CALIBRATORS
-"""Add a calibrator: subclass ``Calibrator``, give it ``estimate()``, and put ``@CALIBRATORS.add("name")`` above it."""
+"""The calibrators by name; ``@CALIBRATORS.add("name")`` adds a subclass of ``Calibrator`` that has ``estimate()``."""
 
 
 class Calibrator:
-    """Collects the values that one operand takes, in bounded memory, and gives its range.
+    """Statistics of one operand's values, in bounded memory, and the range estimated from them.
 
-    The base class checks the data and keeps what every method and target needs: the minimum and maximum (an
-    asymmetric target is served from the same pass) and, where asked, a histogram. A subclass is one formula,
-    ``estimate``.
+    The base class checks the data. It keeps the minimum and maximum, also for targets with zero points, and optionally
+    a histogram. A subclass adds one formula, ``estimate``.
 
     Args:
-        histogram: keep a histogram of |x|; the range of a residual operand is judged by it whatever the calibrator.
+        histogram: keep a histogram of |x|. Residual operands need one with every calibrator, to judge their range.
     """
 
     def __init__(self, *, histogram: bool = False) -> None:
@@ -40,10 +39,10 @@ class Calibrator:
         self._estimated: tuple[int, float] | None = None
 
     def observe(self, x: Tensor) -> None:
-        """Take in the values of x [*] (any floating dtype and device).
+        """Add the values of x [*] (any floating dtype and device).
 
         Raises:
-            CalibrationError: x holds NaN, an infinity or what is one in float32. Nothing of x is kept then.
+            CalibrationError: x has a value that is NaN or infinite, in its own type or in float32. No value is added.
         """
         if x.numel() == 0:
             return
@@ -63,25 +62,25 @@ class Calibrator:
             self.histogram.add(x, max(abs(low), abs(high)))
 
     def start_histogram(self, x: Tensor) -> None:
-        """Keep a histogram from now on, beginning with x [*], which was observed just before."""
+        """Keep a histogram from now on, starting with x [*], the values observed last."""
         if self.histogram is None and x.numel():
             self.histogram = Histogram()
             self.histogram.add(x, float(x.detach().abs().max()))
 
     def copy(self) -> Calibrator:
-        """Return a copy, which may be shown more values."""
+        """Return a copy that can observe more values without changing this calibrator."""
         other = copy.copy(self)
         other.histogram = copy.copy(self.histogram)
         return other
 
     def widen(self, low: float, high: float) -> None:
-        """Take in the bounds of values of which no more is known; they are counted nowhere."""
+        """Widen minimum and maximum by the bounds of values that are otherwise unknown and not counted."""
         self._estimated = None
         self.minimum = min(self.minimum, low)
         self.maximum = max(self.maximum, high)
 
     def merge(self, other: Calibrator) -> None:
-        """Take in all that another calibrator of the same kind has seen."""
+        """Add the statistics of another calibrator of the same kind."""
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
         self.count += other.count
@@ -91,16 +90,16 @@ class Calibrator:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude seen; 0 before any value."""
+        """The largest magnitude observed; 0 before any value."""
         return max(abs(self.minimum), abs(self.maximum)) if self.count else 0.0
 
     def seen_as(self, name: str, **options: Any) -> Calibrator:
-        """Return a calibrator of the registered ``name`` over the values that this one has seen.
+        """Return a calibrator of the registered ``name`` with the statistics of this one.
 
-        Its histogram is this one's: observe no more data with either.
+        The two share a histogram: observe no more data with either.
 
         Raises:
-            CalibrationError: ``name`` needs a histogram, and none was kept.
+            CalibrationError: ``name`` needs a histogram, and this calibrator has none.
         """
         other = make_calibrator(name, **options)
         if other.histogram is not None and self.histogram is None:
@@ -110,11 +109,11 @@ class Calibrator:
         return other
 
     def for_format(self, dtype: str) -> Calibrator:
-        """Return the same estimate for another format; itself where the estimate does not depend on one."""
+        """Return a calibrator with the same statistics for another format; itself if its estimate needs no format."""
         return self
 
     def amax(self) -> float:
-        """Return the magnitude that maps to the largest step of the format; computed again only after new data."""
+        """Return the magnitude that maps to the largest code of the format; cached until there is new data."""
         if self._estimated is None or self._estimated[0] != self.count:
             self._estimated = (self.count, self.estimate())
         return self._estimated[1]

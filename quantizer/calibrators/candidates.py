@@ -1,4 +1,4 @@
-"""The estimates that are compared with each other, all from the values that one calibrator has seen."""
+"""The estimates of several calibrators, for comparison, all from the statistics of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantizer.numerics.qtype import QType
 __all__ = ["CANDIDATES", "OF_FORMAT", "estimates"]
 
 OF_FORMAT = frozenset({"mse", "entropy"})
-"""The calibrators that weigh rounding errors, and so take the ``dtype`` of the operand."""
+"""The calibrators that estimate rounding errors, and so need the ``dtype`` of the operand."""
 
 CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("max", {}),
@@ -22,14 +22,14 @@ CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("mse", {}),
     ("entropy", {}),
 )
-"""The calibrators that are tried, with their options."""
+"""The calibrators that are compared, with their options."""
 
 
 def estimates(calibrator: Calibrator, dtype: QType) -> Iterator[tuple[str, float]]:
-    """Yield name and amax of each candidate; ``entropy`` counts equal steps, which a float format has not.
+    """Yield name and amax of each candidate; without ``entropy`` for float formats, whose codes are not equidistant.
 
     Raises:
-        CalibrationError: ``calibrator`` kept no histogram.
+        CalibrationError: ``calibrator`` has no histogram.
     """
     for name, options in CANDIDATES:
         if name == "entropy" and dtype.is_float:

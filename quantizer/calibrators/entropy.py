@@ -1,4 +1,4 @@
-"""The range whose rounded histogram diverges least from the true one."""
+"""The calibrator ``entropy``: the range whose rounded histogram diverges least from the original."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["EntropyCalibrator", "divergences", "ranges"]
 class EntropyCalibrator(Calibrator):
     """The amax with the least Kullback-Leibler divergence between the clipped and the rounded histogram.
 
-    Source: Migacz, "8-bit inference with TensorRT", GTC 2017. For a range of i bins, P is the histogram up to there,
-    with all that lies beyond added to its last bin, and Q is the same bins without what lies beyond, rounded to the
-    levels of the format and spread over the bins that are not empty. Of all ranges, from as many bins as there are
-    levels on, that with the least KL(P || Q) is taken. With the conventions of NVIDIA's toolkits, counts of the first
-    bin, where zeros stand, are taken from the second, and of equal divergences the largest range wins.
+    Source: Migacz, "8-bit inference with TensorRT", GTC 2017. For a range of i bins, P is the first i bins of the
+    histogram, with the counts of all other bins added to the last of them. Q is the same bins without these counts,
+    rounded to the levels of the format and spread over the bins that are not empty. The estimate is the range with the
+    least KL(P || Q), of all ranges with at least as many bins as there are levels. As in NVIDIA's toolkits, the first
+    bin, which contains the zeros, gets the count of the second, and of equal divergences the largest range wins.
 
-    A range that ends in an empty bin and clips something has no finite divergence. It clips what a shorter one clips,
-    that which ends where the last values inside of it are; so nothing is lost, unless that one has fewer bins than
-    there are levels. That is so where a lone outlier leaves all others less than an eighth of the bins, and then no
-    range but the whole is left. Hence the one shorter range is tried as well; each of its bins has a level of its own.
+    A range that clips values and ends in an empty bin has an infinite divergence. The range that ends at the last bin
+    before it that is not empty clips the same values, so that usually no candidate is lost. But if a lone outlier
+    leaves all other values in fewer bins than there are levels (less than an eighth of the bins), only the whole range
+    would remain. Hence that one shorter range is a candidate too; each of its bins has its own level.
 
     Args:
-        dtype: the integer format that the operand will be held in.
-        histogram: taken for the sake of the common signature; this calibrator always keeps one.
+        dtype: the integer format of the operand.
+        histogram: ignored, for the common signature; this calibrator always keeps a histogram.
 
     Raises:
-        ValueError: ``dtype`` is no integer format.
+        ValueError: ``dtype`` is not an integer format.
     """
 
     def __init__(self, *, dtype: str = "int8", histogram: bool = True) -> None:
@@ -64,9 +64,9 @@ class EntropyCalibrator(Calibrator):
 
 
 def ranges(counts: Tensor, levels: int) -> Tensor:
-    """Return the ranges to try, in bins, ascending: from ``levels`` on, or the one shorter range that clips no more.
+    """Return the candidate ranges in bins, ascending: the first ends at the last value in ``levels`` bins, if any.
 
-    There are more counts than levels.
+    There must be more counts than levels.
     """
     ends = torch.arange(levels, len(counts) + 1)
     inside = counts[:levels].nonzero()
@@ -76,17 +76,17 @@ def ranges(counts: Tensor, levels: int) -> Tensor:
 
 
 def divergences(counts: Tensor, levels: int, ends: Tensor) -> Tensor:
-    """KL(P || Q) for the ranges of ``ends`` [R] bins, float64 [R].
+    """Return KL(P || Q) for the ranges of ``ends`` [R] bins, float64 [R].
 
-    Legend: c_k the counts; for a range of i bins, P is c_0 .. c_{i-1} with everything beyond in the last of them; bins
-    floor(k * levels / i) = g share one level (of fewer bins than levels each has its own), and Q gives each of them
-    that is not empty their mean count.
+    Legend: c_k the counts. For a range of i bins, P is c_0 .. c_{i-1} with all other counts added to the last. The bins
+    k with floor(k * levels / i) = g share the level g; with fewer bins than levels each bin has its own. Q is the mean
+    count of the level's bins that are not empty, in each of these bins.
 
-    All sums over the bins of a level are differences of prefix sums, so a range costs ``levels`` steps and not i.
+    All sums over the bins of a level are differences of prefix sums, so a range takes O(levels) time, not O(i).
     """
     counts = counts.double()
     taken = ends.clamp(max=levels)[:, None]
-    # Where each level begins: the first bin k with k * levels >= g * i. A level that is not taken holds nothing.
+    # The first bin of each level: the least k with k * levels >= g * i. A level that is not used has no bins.
     starts = (torch.arange(levels + 1)[None, :].minimum(taken) * ends[:, None] + taken - 1) // taken
     held = _differences(counts, starts)
     means = held / _differences((counts > 0).double(), starts).clamp(min=1)
@@ -94,15 +94,15 @@ def divergences(counts: Tensor, levels: int, ends: Tensor) -> Tensor:
     inside = held.sum(1)
     beyond = total - inside
     last = counts[ends - 1]
-    # sum_k p_k log p_k, the last bin with what lies beyond.
+    # sum_k p_k log p_k; the last bin includes the clipped counts.
     entropy = _prefix(_x_log_x(counts))[ends] - _x_log_x(last) + _x_log_x(last + beyond)
     # sum_k p_k log q_k: all bins of a level have one q.
     cross = torch.special.xlogy(held, means).sum(1)
-    # What lies beyond falls on the last bin, which Q leaves empty where its own count is 0: no finite divergence.
+    # The clipped counts are in the last bin of P. If its own count is 0, Q is 0 there, and the divergence infinite.
     mean_of_last = means.gather(1, taken - 1).squeeze(1)
     level_of_last = torch.where(last > 0, mean_of_last, torch.zeros_like(last))
     cross = cross + torch.where(beyond > 0, beyond * level_of_last.log(), torch.zeros_like(beyond))
-    # P sums to the total and Q to what lies inside.
+    # Normalization: P sums to the total, Q to the counts inside the range.
     divergence: Tensor = (entropy - cross) / total - total.log() + inside.log()
     return divergence
 
@@ -113,7 +113,7 @@ def _prefix(values: Tensor) -> Tensor:
 
 
 def _differences(values: Tensor, starts: Tensor) -> Tensor:
-    """Return sums of the values from one start to the next: starts [R, L + 1] to sums [R, L]."""
+    """Return the sums [R, L] of the values from each of the starts [R, L + 1] to the next."""
     sums: Tensor = _prefix(values)[starts].diff(dim=1)
     return sums
 

@@ -3,8 +3,8 @@
 Legend: w = 2**exponent the bin width; bin i counts the values with i * w <= |x| < (i + 1) * w; counts are 64-bit.
 
 The width is a power of two and grows by doubling, which merges bins pairwise. Since floor(floor(|x| / w) / 2) =
-floor(|x| / 2w), merging gives exactly the histogram that the final width would have given from the start: the result
-does not depend on the order of the data or on how it was cut into batches. Memory is bounded by the number of bins.
+floor(|x| / 2w), the merged histogram equals one of the final width from the start: the result depends neither on the
+order of the data nor on its division into batches. Memory is bounded by the number of bins.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["BINS", "Histogram", "in_memory_order"]
 BINS = 2048
 
 _PIECE = 2**17
-"""Values counted at a time on a CPU: what stays in its cache costs a third of what passes through fresh memory."""
+"""The number of values counted at a time on a CPU: in its cache they take a third of the time of uncached memory."""
 
 _FINEST = -127
-"""The exponent of the smallest width whose inverse float32 holds."""
+"""The exponent of the smallest width whose inverse is finite in float32."""
 
 
 class Histogram:
-    """Counts of |x| in ``BINS`` bins whose width follows the largest value seen.
+    """Counts of |x| in ``BINS`` bins whose width depends on the largest value so far.
 
     Attributes:
-        counts: int64 [BINS].
-        exponent: log2 of the bin width; None until a value other than zero was seen.
+        counts: the counts, int64 [BINS].
+        exponent: log2 of the bin width; None until there is a value other than zero.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class Histogram:
 
     @property
     def zeros(self) -> int:
-        """The number of values in batches of zeros alone; the bins do not hold these."""
+        """The number of values in batches of only zeros, which the bins do not count."""
         return self._zeros
 
     @property
     def total(self) -> int:
-        """The number of values that were counted."""
+        """The number of values."""
         return int(self.counts.sum()) + self._zeros
 
     def add(self, x: Tensor, amax: float) -> None:
@@ -62,15 +62,15 @@ class Histogram:
         if amax == 0:
             self._zeros += x.numel()
             return
-        # The values are counted as float32, in which a float64 amax may round up into the next power of two.
+        # The values are counted as float32, and a float64 amax may round up to the next power of two there.
         self._grow(_exponent_for(float(torch.tensor(amax, dtype=torch.float32))))
         assert self.exponent is not None
         size = _PIECE if x.device.type == "cpu" else x.numel()
         for piece in torch.split(in_memory_order(x.detach()).flatten(), size):
-            # Scaling by a power of two is exact, so truncation toward 0 gives the true bin, with the value's sign. It
-            # fits into 16 bits, and the passes behind this one are the faster for it.
+            # Scaling by a power of two is exact, so truncation toward 0 gives the bin, with the value's sign. 16 bits
+            # suffice, and make the next passes faster.
             bins = piece.float().mul(2.0**-self.exponent).to(torch.int16).abs_()
-            # Not in place: counts made in inference mode could not be changed outside of it.
+            # Not in place: a tensor made in inference mode cannot be changed in place outside of it.
             self.counts = self.counts + torch.bincount(bins, minlength=BINS).cpu()
 
     def merge(self, other: Histogram) -> None:
@@ -80,16 +80,16 @@ class Histogram:
             return
         self._grow(other.exponent)
         assert self.exponent is not None
-        # Not in place here either: a copy of this histogram has the same counts.
+        # Not in place: copies of this histogram share the tensor of counts.
         self.counts = self.counts + _coarsened(other.counts, self.exponent - other.exponent)
 
     def centres(self) -> Tensor:
-        """Return the middle of each bin, float64 [BINS]; zeros stand in the first bin."""
+        """Return the middle of each bin, float64 [BINS]; zeros are in the first bin."""
         width = 2.0 ** (self.exponent or 0)
         return (torch.arange(BINS, dtype=torch.float64) + 0.5) * width
 
     def quantile(self, share: float) -> float:
-        """Return the upper edge of the bin that holds the value below which ``share`` of all values lie."""
+        """Return the upper edge of the bin with the quantile: the value below which ``share`` of all values lie."""
         if self.exponent is None:
             return 0.0
         wanted = math.ceil(share * self.total) - self._zeros
@@ -98,19 +98,14 @@ class Histogram:
         return float((min(place, BINS - 1) + 1) * 2.0**self.exponent)
 
     def share_above(self, amax: float) -> float:
-        """Return the share of values in bins that lie wholly above ``amax``."""
+        """Return the share of all values in bins entirely above ``amax``."""
         if self.exponent is None:
             return 0.0
         first = math.ceil(amax * 2.0**-self.exponent)
         return int(self.counts[first:].sum()) / self.total
 
     def sqnr_db(self, scale: float, dtype: str) -> float:
-        """Signal to quantization-noise ratio in dB if all values were rounded with ``scale``, from the bin centres.
-
-        Args:
-            scale: the size of a step.
-            dtype: the format of the steps.
-        """
+        """Return the SQNR in dB of all values quantized to the format ``dtype`` with ``scale``, by the bin centres."""
         if self.exponent is None:
             return math.inf
         centres = self.centres().float()
@@ -125,11 +120,10 @@ class Histogram:
         elif exponent > self.exponent:
             self.counts = _coarsened(self.counts, exponent - self.exponent)
             self.exponent = exponent
-        # A smaller range than before keeps the wider bins.
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """x [*] with its axes permuted as they lie in memory, where that makes it contiguous: passes over it are faster."""
+    """Return x [*] with its axes in memory order if that is contiguous (passes over it are faster), otherwise x."""
     if x.is_contiguous() or x.layout != torch.strided:
         return x
     strides = x.stride()
@@ -138,7 +132,7 @@ def in_memory_order(x: Tensor) -> Tensor:
 
 
 def _exponent_for(amax: float) -> int:
-    """Return the smallest exponent e from ``_FINEST`` on with which amax is in one of ``BINS`` bins of width 2**e."""
+    """Return the smallest exponent e, at least ``_FINEST``, such that ``BINS`` bins of width 2**e contain amax."""
     _, exponent = math.frexp(amax)  # amax = mantissa * 2**exponent, 0.5 <= mantissa < 1
     return max(exponent - int(math.log2(BINS)), _FINEST)
 

@@ -1,4 +1,4 @@
-"""The range is the largest magnitude seen."""
+"""The calibrator ``max``: the range is the largest magnitude."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["MaxCalibrator"]
 
 @CALIBRATORS.add("max")
 class MaxCalibrator(Calibrator):
-    """Nothing is clipped."""
+    """The largest magnitude observed: no value is clipped."""
 
     def estimate(self) -> float:
         return self.largest

@@ -1,4 +1,4 @@
-"""The range with the least mean squared rounding error."""
+"""The calibrator ``mse``: the range with the least mean squared rounding error."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["MseCalibrator", "squared_errors"]
 
 @CALIBRATORS.add("mse")
 class MseCalibrator(Calibrator):
-    """The amax for which sum over bins of count * (x - Q(x))**2 is least, x at the bins' centres.
+    """The amax with the least sum over bins of count * (x - Q(x))**2, x the centre of a bin.
 
-    Clipping a few outliers buys a finer step for all other values; this weighs the one against the other. Candidates
-    are the upper edges of all bins up to the largest value.
+    It balances the clipping of a few outliers against a finer scale for all other values. Candidates are the upper
+    edges of all bins up to the largest value.
 
     Args:
-        dtype: the format that the operand will be held in.
-        histogram: taken for the sake of the common signature; this calibrator always keeps one.
+        dtype: the format of the operand.
+        histogram: ignored, for the common signature; this calibrator always keeps a histogram.
     """
 
     def __init__(self, *, dtype: str = "int8", histogram: bool = True) -> None:
@@ -46,18 +46,18 @@ class MseCalibrator(Calibrator):
 def squared_errors(counts: Tensor, levels: Tensor) -> Tensor:
     """Return the sum of squared errors for the range of the first 1, 2, .. bins, in squared bin widths: float64 [bins].
 
-    Legend: counts [bins]; levels [L] the magnitudes that the format holds, ascending from 0; a range of i bins puts
-    level l at l * i / max(levels) bin widths.
+    Legend: counts [bins]; levels [L] the magnitudes of the format, ascending from 0. With a range of i bins, the level
+    l stands for the value l * i / max(levels), in bin widths.
 
-    The bins nearest to a level are neighbours, so their error follows from prefix sums of count, count * x and
-    count * x**2: a range costs L steps and not all bins.
+    The bins nearest to a level are contiguous, so their error follows from prefix sums of count, count * x and
+    count * x**2: a range takes O(L) time, not O(bins).
     """
     bins = len(counts)
     counts, levels = counts.double(), levels.double()
     centres = torch.arange(bins, dtype=torch.float64) + 0.5
     scales = torch.arange(1, bins + 1, dtype=torch.float64) / levels[-1]
     borders = (levels[1:] + levels[:-1]) / 2
-    # The first bin whose centre lies at or above the border between two levels.
+    # The first bin whose centre is at or above the border between two levels.
     starts = torch.ceil(borders[None, :] * scales[:, None] - 0.5).long().clamp(0, bins)
     starts = torch.nn.functional.pad(torch.nn.functional.pad(starts, (1, 0)), (0, 1), value=bins)
     held, first, second = (

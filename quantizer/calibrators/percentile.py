@@ -1,4 +1,4 @@
-"""The range holds a given share of all values; the rest is clipped."""
+"""The calibrator ``percentile``: the range of a given share of all values; the rest is clipped."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["PercentileCalibrator"]
 
 @CALIBRATORS.add("percentile")
 class PercentileCalibrator(Calibrator):
-    """The magnitude below which ``percentile`` per cent of the values lie, to the width of one histogram bin.
+    """The magnitude below which ``percentile`` per cent of the values lie, rounded up to a bin edge.
 
     Args:
         percentile: in (0, 100]; 100 is the same as ``max``.
-        histogram: taken for the sake of the common signature; this calibrator always keeps one.
+        histogram: ignored, for the common signature; this calibrator always keeps a histogram.
     """
 
     def __init__(self, *, percentile: float = 99.99, histogram: bool = True) -> None:

@@ -1,3 +1,3 @@
-"""Number formats, rounding, and the torch operators that carry them."""
+"""Number formats, rounding, and the torch operators that quantize."""
 
 from __future__ import annotations

@@ -8,4 +8,4 @@ FLOAT16_MAX = 65504.0
 """The largest number of float16 (IEEE 754-2008, binary16)."""
 
 FLOAT16_MASK = -30000.0
-"""What masks are in float16: a score can be added to it. exp(-30000) is 0 in every float type."""
+"""The value of masks in float16: adding a score to it does not overflow, and exp(-30000) is 0 in every float type."""

@@ -1,6 +1,6 @@
 """The gradients of ``fake_quantize``: of x by the straight-through estimator, of a learned scale by LSQ.
 
-Legend as in ``torch_operators.py``. What is trained is the logarithm of a scale: see ``log_scale.py``.
+Legend as in ``torch_operators.py``. Training changes the logarithm of a scale: see ``log_scale.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quantizer.numerics.rounding import nearest
 __all__ = ["keep_for_backward", "straight_through"]
 
 _PIECE = 2**18
-"""How many values' gradients a CPU computes at a time: what is allocated for more is mapped and cleared afresh at each
-call, which takes longer than the arithmetic."""
+"""The number of values whose gradients a CPU computes at a time. The memory of larger buffers is mapped and cleared at
+each call, which takes longer than the arithmetic."""
 
 
 @torch.library.custom_op("quantizer::inside", mutates_args=())
@@ -36,8 +36,8 @@ def _inside(
 ) -> Tensor:
     """Return 1 where x [*] is not clipped and 0 where it is, [*] in int8.
 
-    x is compared with the edges of the range, which is half of the work of dividing and rounding it again. Compared
-    into floats: on a CPU these loops run on vectors, and those that write bool do not.
+    Comparing x with the edges of the range is half the work of dividing and rounding again. The comparisons write
+    floats, because on a CPU these loops are vectorized and those that write bool are not.
     """
     result, below = torch.empty_like(x, dtype=torch.float32), torch.empty_like(x, dtype=torch.float32)
     values = in_blocks(x.float(), axis, block_size)
@@ -53,13 +53,13 @@ def _(x: Tensor, *others: Any) -> Tensor:
 
 
 def _edges(scale: Tensor, kind: QType, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest x that clamping keeps: FP8 is clamped before it is rounded, an integer after."""
+    """Return the least and the largest x that is not clipped: FP8 is clamped before rounding, integers after it."""
     if kind.is_float:
         return kind.qmin * scale, kind.qmax * scale
     shift = torch.zeros_like(scale) if zero_point is None else zero_point.to(scale.dtype)
     first, last = kind.qmin - shift, kind.qmax - shift
     low, high = (first - 0.5) * scale, (last + 0.5) * scale
-    # Halfway between two steps rounds to the even one, which may be the one beyond.
+    # Ties round to even: halfway between the last code and the next, x is clipped if the next is the even one.
     infinity = torch.full_like(scale, torch.inf)
     return (
         low.where(first % 2 == 0, low.nextafter(infinity)),
@@ -68,7 +68,7 @@ def _edges(scale: Tensor, kind: QType, zero_point: Tensor | None) -> tuple[Tenso
 
 
 def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save what the gradient needs: one byte a value where x alone is trained, x itself where its scale is trained."""
+    """Save what the gradient needs: x itself if its scale is trained, otherwise a mask of one byte a value."""
     x, scale, ctx.dtype, ctx.axis, ctx.block_size, zero_point = inputs
     ctx.learns = ctx.needs_input_grad[1]
     if ctx.learns:
@@ -78,10 +78,10 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def straight_through(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Pass the gradient on where x was rounded, stop it where x was clipped (Bengio et al. 2013, arXiv:1308.3432)."""
+    """Return the gradient of x, 0 where x was clipped (Bengio et al. 2013, arXiv:1308.3432), and of a learned scale."""
     if ctx.learns:
         return _with_learned_scale(ctx, gradient)
-    # Read once: gradient checkpointing gives saved tensors out a single time.
+    # Read once: with gradient checkpointing saved tensors can be read a single time.
     saved = ctx.saved_tensors
     return gradient * saved[0].to(gradient.dtype) if saved else None, None, None, None, None, None
 
@@ -104,7 +104,7 @@ def _lsq_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [*] and of its scale (LSQ, Esser et al. 2020, arXiv:1902.08153, equation 3).
 
-    That of the scale is q - x / s where nothing was clipped, and q where it was; q without its zero point.
+    The gradient of the scale is q - x / s where x was not clipped and q where it was, with q less its zero point.
     """
     passed = torch.empty_like(gradient)
     zero = None if zero_point is None else beside(zero_point, x.dim(), axis, block_size)
@@ -128,7 +128,7 @@ def _lsq_of(
     x: Tensor,
     passed: Tensor,
 ) -> Tensor:
-    """Write the gradient of x to ``passed`` and return that of the scale, which has one value beside each x."""
+    """Write the gradient of x to ``passed`` and return that of the scale, which broadcasts against ``in_blocks(x)``."""
     exact = in_blocks(x.float(), axis, block_size) / scale
     codes = nearest(exact.clone(), kind, zero_point)
     clamped = codes.clamp(kind.qmin, kind.qmax)
@@ -136,7 +136,7 @@ def _lsq_of(
     rounded = as_stored(clamped, kind)
     if zero_point is not None:
         rounded = rounded - zero_point
-    # Of what is outside nothing is subtracted, and 0 times infinity is no number.
+    # The mask cancels x / s where x was clipped; unclamped, an infinite x would make that 0 * inf = NaN.
     span = kind.qmax - kind.qmin + 1
     slope = rounded.addcmul_(exact.clamp_(-span, span), inside, value=-1)
     arriving = in_blocks(gradient.float(), axis, block_size)

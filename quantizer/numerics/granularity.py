@@ -1,4 +1,4 @@
-"""The values that share one scale: all of them, those of one index along an axis, or a block of neighbours.
+"""The values that share one scale: all values, those of one index along an axis, or a block of neighbours.
 
 Legend: x [.., A, ..] the values, A the size of ``axis``; B the block size.
 
@@ -23,7 +23,7 @@ __all__ = ["beside", "in_blocks", "scale_shape"]
 
 
 def scale_shape(shape: Sequence[int], axis: int | None, block_size: int | None) -> tuple[int, ...]:
-    """Return the shape that the scale of values [*shape] has. Axis and block size must fit the shape."""
+    """Return the shape of the scale of values [*shape]; axis and block size must fit the shape."""
     if axis is None:
         return ()
     if block_size is None:
@@ -34,7 +34,7 @@ def scale_shape(shape: Sequence[int], axis: int | None, block_size: int | None) 
 
 
 def in_blocks(x: Tensor, axis: int | None, block_size: int | None) -> Tensor:
-    """x [.., A, ..] as a view [.., A / B, B, ..]; as it is where there are no blocks."""
+    """Return x [.., A, ..] as a view [.., A / B, B, ..]; x itself without blocks."""
     if axis is None or block_size is None:
         return x
     axis %= x.dim()
@@ -42,7 +42,7 @@ def in_blocks(x: Tensor, axis: int | None, block_size: int | None) -> Tensor:
 
 
 def beside(scale: Tensor, ndim: int, axis: int | None, block_size: int | None) -> Tensor:
-    """Return a scale or zero point in float32, as it broadcasts against ``in_blocks(x)`` of an x of ``ndim`` axes."""
+    """Return a scale or zero point in float32, broadcastable against ``in_blocks(x)`` of an x of ``ndim`` axes."""
     if axis is None:
         return scale.float()
     axis %= ndim

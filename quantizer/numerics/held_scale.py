@@ -1,8 +1,8 @@
-"""A scale as a float type of the target holds it.
+"""Scales rounded to a float type of the target.
 
-Below the smallest normal number a half float has fewer digits: such a scale is rounded up, so that no value that it is
-to hold is clipped, and its steps are at most one unit of the type's last digit coarser. At the smallest number of all
-they are the very numbers that the type itself has there, so nothing is lost that half floats would have kept.
+Below its smallest normal number a half float has fewer digits. A scale in that range is rounded up, so that no value is
+clipped; it grows by at most the smallest number of the type. With that number as scale, integer formats have the same
+numbers as the type itself near 0, so that nothing is lost that half floats would have kept.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ __all__ = ["held_scale", "is_normal"]
 
 
 def held_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a scale [*] > 0 as ``dtype`` holds it, as float32: to the nearest, below its normal numbers up."""
-    # In float64, so that the one rounding is to the target's type.
+    """Return a scale [*] > 0 rounded to ``dtype``, in float32: to nearest, below its normal numbers up."""
+    # In float64, so that the only rounding is to the target's type.
     exact, info = scale.double(), torch.finfo(dtype)
     least = info.smallest_normal * info.eps
     small = (exact / least).ceil().clamp(min=1) * least
@@ -23,5 +23,5 @@ def held_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_normal(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return where a scale [*] is a normal number of ``dtype``, with all of its digits."""
+    """Return True [*] where a scale [*] is at least the smallest normal number of ``dtype``."""
     return scale >= torch.finfo(dtype).smallest_normal

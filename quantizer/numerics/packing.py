@@ -1,4 +1,4 @@
-"""Steps of 4 bits, two a byte, for files: torch computes with no such type."""
+"""Codes of 4 bits, packed two to a byte for files; torch computes with no 4-bit type."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _SIGN = 0b1000
 
 
 def packed_size(count: int) -> int:
-    """Return the bytes that so many steps take."""
+    """Return the number of bytes of ``count`` packed codes."""
     return (count + 1) // 2
 
 
 def pack_pairs(steps: Tensor) -> Tensor:
-    """Return steps int8 [*] from -8 to 7 as uint8 [packed_size(*)], the first of two in the lower half of a byte."""
+    """Return codes int8 [*] from -8 to 7 as uint8 [packed_size(*)], the first of two in the lower half of a byte."""
     flat = torch.nn.functional.pad(steps.flatten(), (0, steps.numel() % 2)).view(torch.uint8) & _LOW
     return flat[0::2] | (flat[1::2] << _LOW.bit_length())
 
 
 def unpack_pairs(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return what ``pack_pairs`` was given, int8 of that shape."""
+    """Return the codes that ``pack_pairs`` packed, int8 of the given shape."""
     halves = torch.stack([packed & _LOW, packed >> _LOW.bit_length()], dim=1).flatten()
-    # Two's complement of 4 bits: the highest one counts negative.
+    # Two's complement of 4 bits: the highest bit has the weight -8.
     steps = (halves ^ _SIGN).view(torch.int8) - _SIGN
     return steps[: torch.Size(shape).numel()].reshape(shape).clone()

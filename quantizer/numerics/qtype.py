@@ -1,4 +1,4 @@
-"""Number formats as data. No range is spelled out anywhere else."""
+"""Number formats as data; no other file spells out a range."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ if TYPE_CHECKING:
 __all__ = ["BLOCKS_OPSET", "FP8", "INT4", "INT8", "QTYPES", "UINT8", "QType", "qtype"]
 
 BLOCKS_OPSET = 21
-"""The first version of ONNX whose ``QuantizeLinear`` has scales of blocks."""
+"""The first opset of ONNX whose ``QuantizeLinear`` has scales per block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QType:
-    """A low-precision format: its name, how it is stored, and the range of its steps.
+    """A low-precision format: its name, its storage, and the range of its codes.
 
-    A value is ``step * scale``, or ``(step - zero_point) * scale`` where the format has a zero point. The range is that
-    of ONNX ``QuantizeLinear``, in training and in the engine alike. Scales of formats without a zero point come from
-    ``qmax`` alone: scale = amax / qmax.
+    A value is ``code * scale``, or ``(code - zero_point) * scale`` if the format has a zero point. The range is that of
+    ONNX ``QuantizeLinear``, in training and in the engine alike. For formats without a zero point, scale = amax / qmax.
 
     Attributes:
-        name: what a user calls it.
-        bits: bits of one step in an engine's file.
-        storage_name: the name of the torch type that holds steps; it may have more bits than the format.
-        qmin: the lowest step.
-        qmax: the highest step.
-        is_float: steps are floating-point numbers, finer near zero; otherwise they are integers.
-        has_zero_point: the step that stands for 0.0 may be any; otherwise it is 0.
-        onnx_type: its name among ONNX's element types.
-        onnx_opset: the first version of ONNX whose ``QuantizeLinear`` writes it.
+        name: the name in configurations and in the API.
+        bits: the bits of one code in an engine's file.
+        storage_name: the name of the torch type of the codes; it may have more bits than the format.
+        qmin: the lowest code.
+        qmax: the highest code.
+        is_float: the codes are floating-point numbers, finer near zero; otherwise they are integers.
+        has_zero_point: the code of 0.0 may be any code; otherwise it is 0.
+        onnx_type: the name of the format's ONNX element type.
+        onnx_opset: the first opset of ONNX whose ``QuantizeLinear`` writes the format.
     """
 
     name: str
@@ -47,8 +46,8 @@ class QType:
 
     @property
     def storage(self) -> torch.dtype:
-        """The torch type that holds steps."""
-        # Not at the top: a configuration is checked against formats without torch, which takes seconds to import.
+        """The torch type of the codes."""
+        # Not at the top: torch takes seconds to import, and configurations are checked against formats without it.
         import torch
 
         found: torch.dtype = getattr(torch, self.storage_name)
@@ -56,19 +55,19 @@ class QType:
 
     @property
     def magnitudes(self) -> Tensor:
-        """The steps from 0 to ``qmax`` that the format has, ascending, float32."""
+        """The codes of the format from 0 to ``qmax``, ascending, float32."""
         import torch
 
         if not self.is_float:
             return torch.arange(self.qmax + 1, dtype=torch.float32)
-        # The codes of positive numbers ascend as their numbers do; those beyond qmax are NaN.
+        # The bit patterns of positive floats ascend with their values; those beyond qmax are NaN.
         values = torch.arange(2 ** (self.bits - 1), dtype=torch.uint8).view(self.storage).float()
         found: Tensor = values[values <= self.qmax]
         return found
 
     @property
     def is_packed(self) -> bool:
-        """A file holds several steps in what torch takes for one."""
+        """True if files pack several codes into the storage that torch needs for one."""
         return self.bits < 8 * self.storage.itemsize
 
 
@@ -85,7 +84,7 @@ UINT8 = QType(
     onnx_opset=10,
 )
 
-# E4M3 without infinities: what is beyond the range saturates (Micikevicius et al. 2022, arXiv:2209.05433, table 1).
+# E4M3 without infinities: values beyond the range saturate (Micikevicius et al. 2022, arXiv:2209.05433, table 1).
 FP8 = QType(
     name="fp8",
     bits=8,
@@ -97,7 +96,7 @@ FP8 = QType(
     onnx_opset=19,
 )
 
-# For weights. torch computes with no 4-bit type: a step takes a byte there, and half a byte in an ONNX file.
+# For weights. torch computes with no 4-bit type: a code takes a byte there, and half a byte in an ONNX file.
 INT4 = QType(name="int4", bits=4, storage_name="int8", qmin=-8, qmax=7, onnx_type="INT4", onnx_opset=21)
 
 QTYPES = {entry.name: entry for entry in (INT8, UINT8, FP8, INT4)}
@@ -108,7 +107,7 @@ def qtype(name: str) -> QType:
     """Return the format called ``name``.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no format of that name.
     """
     if name not in QTYPES:
         raise ValueError(f"unknown dtype {name!r}; known: {', '.join(sorted(QTYPES))}")

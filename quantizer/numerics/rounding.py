@@ -1,4 +1,4 @@
-"""Rounding x / s to the codes of a format, before and after they are clamped."""
+"""Rounding of x / s to the codes of a format, in two functions: before and after clamping."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["as_stored", "nearest"]
 
 
 def nearest(exact: Tensor, kind: QType, zero_point: Tensor | None) -> Tensor:
-    """Round x / s to codes, in place, before they are clamped. FP8 is clamped first: a cast need not saturate."""
+    """Round x / s to integer codes, in place. FP8 is rounded by a cast after clamping: a cast need not saturate."""
     if not kind.is_float:
         exact.round_()
         if zero_point is not None:
@@ -19,5 +19,5 @@ def nearest(exact: Tensor, kind: QType, zero_point: Tensor | None) -> Tensor:
 
 
 def as_stored(clamped: Tensor, kind: QType) -> Tensor:
-    """Return clamped codes as the format stores them, in float32."""
+    """Return clamped codes in float32, rounded to the format if it is FP8."""
     return clamped.to(kind.storage).float() if kind.is_float else clamped

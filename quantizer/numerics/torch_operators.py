@@ -1,7 +1,7 @@
 """``quantizer::quantize``, ``dequantize`` and ``fake_quantize`` as torch operators.
 
 Legend: x [*] any shape; s the scale and z the zero point (0 without one), of one shape, see ``granularity.py``; q [*]
-the steps, in the storage type of their format; x' [*] the values that they stand for.
+the codes, in the storage type of their format; x' [*] the dequantized values.
 
 =======  =====================================================  =================
 format   q                                                      x'
@@ -10,14 +10,14 @@ integer  clamp(round(x / s) + z, qmin, qmax)                    (q - z) * s
 FP8      clamp(x / s, qmin, qmax), rounded to the format        q * s
 =======  =====================================================  =================
 
-x / s is a division in float32, whatever the type of x and s. Rounding is to the nearest step, ties to the even one; x'
-is rounded once, to the type that is asked for. That is ONNX ``QuantizeLinear``, with ``saturate`` for FP8
+x / s is a division in float32, whatever the type of x and s. Rounding is to nearest, ties to even; x' is rounded once,
+to the type of the result. That is ONNX ``QuantizeLinear``, with ``saturate`` for FP8
 (https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html). ``torch.fake_quantize_*`` multiplies by 1 / s instead, which
-differs near ties by at most one step. NaN stays NaN in x' and in FP8; its integer step is undefined.
+differs near ties by at most one code. NaN stays NaN in x' and in FP8; its integer code is undefined.
 
 They are custom operators, because ``torch.fake_quantize_*`` has no kernel for symbolic shapes and cannot be exported
-with dynamic axes. Loading a traced or exported program that holds them needs ``import quantizer`` first. They check
-nothing: reading a scale would wait for the device at each call. ``quantizer.functional`` does, for user code.
+with dynamic axes. Loading a traced or exported program that contains them needs ``import quantizer`` first. They do not
+check their arguments: reading a scale would wait for the device at each call. ``quantizer.functional`` checks them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = ["dequantize", "fake_quantize", "quantize"]
 def _steps(
     x: Tensor, scale: Tensor, dtype: str, axis: int | None, block_size: int | None, zero_point: Tensor | None
 ) -> Tensor:
-    """q [*] in float32, laid out as ``empty_like(x)`` is, which is what the fake kernels promise.
+    """Return q [*] in float32, with the memory layout of ``empty_like(x)``, as the fake kernels promise.
 
-    Works in place on its own buffer, as all that follows it does: these passes are bound by memory.
+    All passes work in place on one buffer, because they are bound by memory.
     """
     kind = qtype(dtype)
     result = torch.empty_like(x, dtype=torch.float32)
@@ -56,7 +56,7 @@ def _steps(
 def _to_values(
     steps: Tensor, scale: Tensor, axis: int | None, block_size: int | None, zero_point: Tensor | None
 ) -> Tensor:
-    """q [*] in float32 to x' [*], in place."""
+    """Turn q [*] in float32 into x' [*], in place, and return it."""
     blocks = in_blocks(steps, axis, block_size)
     if zero_point is not None:
         blocks.sub_(beside(zero_point, steps.dim(), axis, block_size))
@@ -73,7 +73,7 @@ def quantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """x [*] to steps q [*] in the storage type of ``dtype``."""
+    """Return the codes q [*] of x [*], in the storage type of ``dtype``."""
     return _steps(x, scale, dtype, axis, block_size, zero_point).to(qtype(dtype).storage)
 
 
@@ -86,7 +86,7 @@ def dequantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Return x' [*] for codes q [*], in the scale's type. ``dtype`` is how a file stores q: two formats share int8."""
+    """Return x' [*] for codes q [*], in the scale's type. ``dtype`` matters only in files: two formats share int8."""
     return _to_values(q.float(), scale, axis, block_size, zero_point).to(scale.dtype)
 
 
@@ -99,7 +99,7 @@ def fake_quantize(
     block_size: int | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """x [*] rounded to what ``dtype`` can hold, x' [*] in x's own type: dequantize(quantize(x))."""
+    """Return dequantize(quantize(x)) [*] in the type of x."""
     steps = _steps(x, scale, dtype, axis, block_size, zero_point)
     return _to_values(steps, scale, axis, block_size, zero_point).to(x.dtype)
 

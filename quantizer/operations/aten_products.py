@@ -1,7 +1,7 @@
-"""Products as torch computes them: which operations below Python multiply matrices, and how much work each is.
+"""The ATen operations that multiply matrices, and their multiply-adds.
 
-This knows nothing of sites or of the source: it is the yardstick that both are held to. A multiply-add is one
-multiplication and the addition of its result; what is masked, or skipped as causal, counts too.
+They are independent of sites and of source code, so that both can be checked against them. A multiply-add is one
+multiplication and the addition of its result; masked elements, and those skipped as causal, count too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Arguments = Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One operation: the places of its operands among the arguments, and its multiply-adds."""
+    """An operation: the places of its operands among the arguments, and a function that counts its multiply-adds."""
 
     operands: tuple[int, ...]
     count: Callable[[Arguments, Any], int]
 
     def tensors(self, args: Arguments) -> list[Tensor]:
-        """Return the operands; a list of weights counts as so many operands."""
+        """Return the operands; each tensor of a list of weights is one operand."""
         found: list[Tensor] = []
         for place in self.operands:
             value = args[place] if place < len(args) else None
@@ -38,18 +38,18 @@ class Product:
 
 
 def _matrices(first: int) -> Product:
-    """[.., M, K] by [.., K, N], the operands at ``first`` and behind it."""
+    """Return the product [.., M, K] by [.., K, N] of the arguments ``first`` and ``first`` + 1."""
     return Product((first, first + 1), lambda args, _: args[first].numel() * args[first + 1].shape[-1])
 
 
 def _vector(first: int) -> Product:
-    """[.., K] by [K]."""
+    """Return the product [.., K] by [K] of the arguments ``first`` and ``first`` + 1."""
     return Product((first, first + 1), lambda args, _: args[first].numel())
 
 
 def _convolution(args: Arguments, result: Any) -> int:
     source, weight, transposed = args[0], args[1], len(args) > 6 and bool(args[6])
-    # Forwards each element of the result gathers one filter; transposed each element of the input scatters one.
+    # Each element of the result is the product with one filter; transposed, each element of the input is multiplied so.
     elements: int = source.numel() if transposed else result.numel()
     return elements * int(weight[0].numel())
 
@@ -60,7 +60,7 @@ def _attention(args: Arguments, result: Any) -> int:
 
 
 def _tokens(source: Tensor) -> tuple[int, int]:
-    """Tokens, and the sum over sequences of the squared length, of [B, S, E] that may be ragged."""
+    """Return the number of tokens and the sum of squared sequence lengths of [B, S, E], which may be nested."""
     if source.is_nested:
         lengths = [int(row.shape[0]) for row in source.unbind()]
         return sum(lengths), sum(length * length for length in lengths)
@@ -68,7 +68,7 @@ def _tokens(source: Tensor) -> tuple[int, int]:
 
 
 def _self_attention(weights: Sequence[int]) -> Callable[[Arguments, Any], int]:
-    """Return the multiply-adds of an attention or encoder layer on [B, S, E]: ``weights``, and both products inside."""
+    """Return a counter for an attention or encoder layer on [B, S, E]: ``weights`` and the products of attention."""
 
     def count(args: Arguments, result: Any) -> int:
         tokens, pairs = _tokens(args[0])
@@ -78,7 +78,7 @@ def _self_attention(weights: Sequence[int]) -> Callable[[Arguments, Any], int]:
 
 
 def _recurrent(weights: Sequence[int]) -> Callable[[Arguments, Any], int]:
-    """Return the multiply-adds of recurrent layers on [T, B, I]: each step multiplies every weight matrix once."""
+    """Return a counter for recurrent layers on [T, B, I]: each time step multiplies every weight matrix once."""
 
     def count(args: Arguments, result: Any) -> int:
         source = args[0]
@@ -95,7 +95,7 @@ RECURRENT_KERNELS = {
     "aten::_cudnn_rnn": Product((0, 1), _recurrent((1,))),
     "aten::miopen_rnn": Product((0, 1), _recurrent((1,))),
 }
-"""Recurrences that one kernel runs, by qualified name."""
+"""Kernels that run a whole recurrence, by qualified name."""
 
 FUSED_KERNELS = {
     "aten::_transformer_encoder_layer_fwd": Product((0, 3, 5, 14, 16), _self_attention((3, 5, 14, 16))),
@@ -129,21 +129,21 @@ PRODUCTS: dict[str, Product] = {
     **RECURRENT_KERNELS,
     **FUSED_KERNELS,
 }
-"""Every operation of torch that multiplies matrices, as a dispatch mode sees it, by qualified name."""
+"""All ATen operations that multiply matrices and that a dispatch mode can see, by qualified name."""
 
 
 def product_name(func: Any) -> str | None:
-    """Return the name in ``PRODUCTS`` of what a dispatch mode sees; None where it is no product."""
-    # An overload's name stands behind a dot.
+    """Return the name in ``PRODUCTS`` of an operation that a dispatch mode sees; None if it is no product."""
+    # The overload's name follows a dot.
     name: str = func.name().partition(".")[0]
     return name if name in PRODUCTS else None
 
 
 def is_composite(func: Any) -> bool:
-    """Return whether torch defines an operation by others, such as ``linear`` by ``addmm``; then those are counted."""
+    """Return whether torch decomposes an operation, such as ``linear`` into ``addmm``; only the parts are counted."""
     if not isinstance(func, torch._ops.OpOverload):
         return False
     try:
         return func._can_decompose()
-    except RuntimeError:  # an operator that torch only traces with, such as sym_size, is known to no dispatcher
+    except RuntimeError:  # operators for tracing alone, such as sym_size, are not in the dispatcher
         return False

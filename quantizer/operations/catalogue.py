@@ -1,8 +1,7 @@
-"""The catalogue of quantizable operations: one entry an operation, as data.
+"""The catalogue of quantizable operations, one entry per operation, as data.
 
-A new operation is one more entry in ``CATALOGUE``, or one that ``register_operation`` adds from outside. The finder
-recognises it through whatever name it was imported under, because it compares the *object* that a name stands for, not
-the name.
+A new operation is one more entry in ``CATALOGUE``, or is added by ``register_operation``. The finder compares the
+*object* that a name refers to, and so recognises an operation under any name that it was imported as.
 """
 
 from __future__ import annotations
@@ -40,10 +39,11 @@ Kind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operand:
-    """One operand of an operation that can be held in low precision.
+    """An operand of an operation that can be quantized.
 
-    ``index`` is its place among the positional arguments and ``keyword`` its name as torch spells it (None: it has
-    none). An operand without an ``index`` is computed inside the operation.
+    Attributes:
+        index: its place among the positional arguments; None: it is computed inside the operation.
+        keyword: the name of its argument in torch; None: it is passed by position only.
     """
 
     name: str
@@ -53,12 +53,14 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """A quantizable operation and all the ways Python code spells it.
+    """A quantizable operation and all its spellings in Python code.
 
-    ``functions`` are dotted names of callables, ``methods`` names of ``Tensor`` methods (those with a trailing ``_``
-    work in place), ``operators`` names of classes in ``ast`` (``MatMult`` for ``@``). ``geometry`` says how large the
-    product of a call is (None: it is no product). With ``equation`` its first argument says what it computes, and must
-    stand in the text.
+    Attributes:
+        geometry: a function that returns the size of a call's product; None: the operation is no product.
+        functions: dotted names of callables.
+        methods: names of ``Tensor`` methods; those with a trailing ``_`` work in place.
+        operators: names of classes in ``ast``, such as ``MatMult`` for ``@``.
+        equation: the first argument is an equation as in ``einsum``, which must be a literal in the source.
     """
 
     name: str
@@ -81,7 +83,7 @@ def _product(
     methods: tuple[str, ...],
     operators: tuple[str, ...] = (),
 ) -> Operation:
-    """Return a matrix product of two operands; what stands before ``start`` is added to it and stays float."""
+    """Return the entry of a matrix product; arguments before ``start`` are added to the product and stay float."""
     operands = (
         Operand(name="lhs", index=start, keyword=first),
         Operand(name="rhs", index=start + 1, keyword=second),
@@ -98,12 +100,12 @@ def _product(
 
 
 def _added(name: str, first: str, second: str) -> Operation:
-    """``f(input, first, second)``: a matrix product with something added, as a function and as methods."""
+    """Return the entry of ``f(input, first, second)``, a matrix product plus ``input``: a function and two methods."""
     return _product(name, first, second, 1, functions=(f"torch.{name}",), methods=(name, f"{name}_"))
 
 
 def _weighted(name: str, kind: Kind, size: gemm_shape.GeometryOf, *functions: str) -> Operation:
-    """``f(input, weight, ...)``."""
+    """Return the entry of ``f(input, weight, ...)``."""
     operands = (
         Operand(name="input", index=0, keyword="input"),
         Operand(name="weight", index=1, keyword="weight"),
@@ -164,15 +166,15 @@ CATALOGUE: tuple[Operation, ...] = (
 
 
 def kind_of(entry: Operation, *, weighted: bool) -> Kind:
-    """Return the kind of a site, once its operands were seen: a matrix product by a weight is a linear."""
+    """Return the kind of a site; a matrix product with a weight is a linear."""
     return "linear" if weighted and entry.kind == "matmul" else entry.kind
 
 
 METHODS = {method: entry for entry in CATALOGUE for method in entry.methods}
-"""Entries by name of a ``Tensor`` method."""
+"""Entries by the name of a ``Tensor`` method."""
 
 OPERATORS = {operator: entry for entry in CATALOGUE for operator in entry.operators}
-"""Entries by name of an operator's class in ``ast``."""
+"""Entries by the name of an operator's class in ``ast``."""
 
 _BY_NAME = {entry.name: entry for entry in CATALOGUE}
 
@@ -186,8 +188,9 @@ def register_operation(entry: Operation) -> Operation:
     """Add an entry: its calls are sites of every proxy that is made from now on.
 
     Raises:
-        ValueError: its name or a spelling of it has an entry, is found nowhere, or is one that cannot be added: an
-            operator, a method that works in place, an operand that is computed inside.
+        ValueError: the name or a spelling is already registered, a function or method does not exist, the kind is
+            unknown, the geometry is missing, or the entry has an operator, an in-place method or an operand without
+            an index.
     """
     problem = _problem(entry)
     if problem is not None:
@@ -199,7 +202,7 @@ def register_operation(entry: Operation) -> Operation:
 
 
 def registered_operations() -> int:
-    """Return how many entries were added, so that what was rewritten before is made anew."""
+    """Return how many entries were added; a change of it makes rewritten sources out of date."""
     return len(_BY_NAME) - len(CATALOGUE)
 
 
@@ -228,7 +231,7 @@ def _problem(entry: Operation) -> str | None:
 
 
 def is_fast_path_switch(function: object) -> bool:
-    """Return whether ``function`` tells torch's transformer layers that they may leave Python for one fused kernel."""
+    """Return whether ``function`` is the one by which torch's transformer layers ask if fused kernels are allowed."""
     return function is _resolve("torch.backends.mha.get_fastpath_enabled")
 
 
@@ -249,5 +252,5 @@ def _functions(entry: Operation) -> Iterator[Callable[..., Any]]:
 
 
 def operation_of(function: object) -> Operation | None:
-    """Return the entry that ``function`` is a spelling of, or None."""
+    """Return the entry of which ``function`` is a spelling, or None."""
     return _by_identity().get(id(function))

@@ -1,8 +1,8 @@
-"""Reading the equation of an ``einsum`` of two operands.
+"""The labels in the equation of an ``einsum`` of two operands.
 
-Legend: every axis of an operand has a label; ``...`` stands for as many batch axes as the operand has besides. A label
-of both operands that the output lacks is contracted; one that the output has is a batch label; a label of one operand
-and of the output indexes that operand's own channels.
+Legend: every axis of an operand has a label; ``...`` stands for all axes without a label of their own. A label of both
+operands is a batch label if it is in the output, and contracted otherwise. A label of one operand and of the output
+indexes that operand's own channels.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _DOTS = "..."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Labels:
-    """The labels of each axis of the operands, and of the output; ``...`` is one label for each axis it covers."""
+    """The labels of the operands' axes and of the output; ``...`` is replaced by one label for each of its axes."""
 
     operands: tuple[tuple[str, ...], tuple[str, ...]]
     output: frozenset[str]
 
     def sizes(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return the length of every label; that of the longer operand where one has length 1 and is broadcast."""
+        """Return the length of each label, after broadcasting of axes of length 1."""
         found: dict[str, int] = {}
         for names, shape in zip(self.operands, shapes, strict=True):
             for name, size in zip(names, shape, strict=True):
@@ -33,7 +33,7 @@ class Labels:
         return found
 
     def channels(self, operand: int) -> frozenset[str]:
-        """Return the labels that only this operand and the output have."""
+        """Return the labels of this operand and of the output that the other operand lacks."""
         return frozenset(self.operands[operand]) & self.output - frozenset(self.operands[1 - operand])
 
     @property
@@ -42,16 +42,17 @@ class Labels:
         return frozenset(self.operands[0] + self.operands[1]) - self.output
 
     def channel_axis(self, operand: int, shape: Sequence[int]) -> int | None:
-        """Return the axis of an operand's largest channel label, the first of equals; None where it has none."""
+        """Return the axis of an operand's longest channel label, the first of several; None if it has no channels."""
         own = self.channels(operand)
         axes = [axis for axis, name in enumerate(self.operands[operand]) if name in own]
         return max(axes, key=lambda axis: shape[axis], default=None)
 
 
 def problem(node: ast.Call, equation: str) -> str | None:
-    """Return why a call in the text is not the product of two operands whose channels can be told; None where it is.
+    """Return why the channels of a call in the source cannot be determined; None if they can.
 
-    ``equation`` is what its first argument says; empty where the text does not tell.
+    Args:
+        equation: the literal first argument of the call; empty if it is no literal.
     """
     if any(isinstance(argument, ast.Starred) for argument in node.args):
         return "an einsum with starred arguments"
@@ -68,7 +69,7 @@ def problem(node: ast.Call, equation: str) -> str | None:
 
 
 def labels(equation: str, dimensions: Sequence[int]) -> Labels:
-    """Return the labels of an equation without ``problem``, for operands of so many dimensions."""
+    """Return the labels of an equation without ``problem``, for operands with these numbers of axes."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     first, second = inputs.split(",")
     names = (_expanded(first, dimensions[0]), _expanded(second, dimensions[1]))
@@ -83,7 +84,7 @@ def labels(equation: str, dimensions: Sequence[int]) -> Labels:
 def _expanded(names: str, dimensions: int) -> tuple[str, ...]:
     before, dots, after = names.partition(_DOTS)
     count = dimensions - len(before) - len(after) if dots else 0
-    # Counted from the right, as broadcasting aligns axes.
+    # Numbered from the right, because broadcasting aligns the last axes.
     return (*before, *(f"{_DOTS}{place}" for place in range(count, 0, -1)), *after)
 
 

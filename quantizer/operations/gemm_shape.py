@@ -1,7 +1,7 @@
 """The size of a product: its K and N, its multiply-adds, and the axis of a weight's output channels.
 
-Legend: a product of [M, K] and [K, N]; a convolution is one too, with its input patches as rows. Shapes are plain
-numbers: nothing here needs torch.
+Legend: the product of [M, K] and [K, N]; a convolution is such a product with input patches as rows. Shapes are plain
+numbers, so that nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _LINEAR = 2  # axes of a linear's weight; those of a convolution have more
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call: the shapes of the operands that it was given, in the catalogue's order, and of its result.
+    """The shapes of one call: of its operands, in the catalogue's order, and of its result.
 
-    ``weight`` is the place of the operand that is a weight (None: none is); ``equation`` that of an einsum.
+    Attributes:
+        weight: the place of the operand that is a weight; None: there is no weight.
     """
 
     operands: tuple[Shape, ...]
@@ -36,12 +37,16 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """``depth`` K, ``width`` N, ``multiply_adds`` of the call, ``axis`` of the weight's channels (None: it has none).
+    """The size of one call.
 
-    ``inner`` is the axis of the weight that the last axis of the other operand is summed with (None: another axis is).
-    N of a product with a weight are the weight's channels, whichever side it stands on. ``rows`` is M (0: a batch
-    counts in it, so it may be any number). ``head`` and ``sequence`` are what the call says of them where it is a whole
-    attention (0: it is none).
+    Attributes:
+        depth: K.
+        width: N; with a weight its number of channels, on whichever side of the product it is.
+        axis: the axis of the weight's channels; None: it has none.
+        inner: the axis of the weight that is contracted with the last axis of the other operand; None: there is none.
+        rows: M; 0: it includes the batch, and so may be any number.
+        head: the head size of a whole attention; 0: the call is none.
+        sequence: the longest sequence of a whole attention; 0: the call is none.
     """
 
     depth: int
@@ -54,10 +59,10 @@ class Geometry:
     sequence: int = 0
 
     def attention(self, probabilities: int | None) -> tuple[int, int]:
-        """Head size and longest sequence of a product of an attention.
+        """Return the head size and the longest sequence of a product of an attention.
 
         Args:
-            probabilities: the place of the operand that a softmax gave; None: it is scores that the product gives.
+            probabilities: the place of the operand that a softmax computed; None: the product computes the scores.
         """
         if self.head:
             return self.head, self.sequence
@@ -72,7 +77,7 @@ GeometryOf = Callable[[Call], Geometry]
 
 
 def weighted(call: Call) -> Geometry:
-    """Return the size of a linear or a convolution: the weight is [N, ...] and all its other axes are K."""
+    """Return the size of a linear or a convolution: the weight is [N, ...], and K the product of its other axes."""
     weight = call.operands[1]
     depth = math.prod(weight[1:])
     inner = 1 if len(weight) == _LINEAR else None
@@ -84,9 +89,9 @@ def weighted(call: Call) -> Geometry:
 def transposed(call: Call) -> Geometry:
     """Return the size of a transposed convolution: its weight is [channels in, channels out / groups, ...].
 
-    With groups, axis 1 holds channels of all groups at once. Where each group has one input channel (depthwise), axis 0
-    counts the groups, and all that a channel out is made of stands in one row of it. Elsewhere no axis is the channels'
-    own: per tensor.
+    With groups, an index of axis 1 belongs to one output channel of each group. If each group has one input channel
+    (depthwise), the rows of axis 0 are the groups, and each output channel depends on one row. In all other grouped
+    cases no axis separates the output channels: per tensor.
     """
     source, weight = call.operands
     width = call.result[len(call.result) - len(weight) + 1]
@@ -98,11 +103,11 @@ def transposed(call: Call) -> Geometry:
 
 
 def product(call: Call) -> Geometry:
-    """Return the size of a matrix product, batched or not; a vector has no channels, ``addbmm`` sums its batches."""
+    """Return the size of a matrix product, batched or not; a vector has no channels, ``addbmm`` sums over batches."""
     first, second = call.operands
     rows, columns = (first[-2] if len(first) > 1 else 1), (second[-1] if len(second) > 1 else 1)
     depth = first[-1]
-    # Axes before the matrix are the batch's own; of a product by a weight they are rows.
+    # Axes before the matrix are a batch of products; in a product with a weight they are rows.
     unbatched = call.weight is None or len(call.operands[1 - call.weight]) == 1
     batches = math.prod(_broadcast(first[:-2], second[:-2]))
     axis, inner, width = None, None, columns
@@ -118,7 +123,7 @@ def product(call: Call) -> Geometry:
 
 
 def einsum(call: Call) -> Geometry:
-    """Return the size of an einsum: K are the labels summed over, N the second operand's own (or the weight's)."""
+    """Return the size of an einsum: K of the contracted labels, N of the channels of the weight or second operand."""
     found = labels(call.equation, [len(shape) for shape in call.operands])
     sizes = found.sizes(call.operands)
     of = 1 if call.weight is None else call.weight
@@ -132,7 +137,7 @@ def einsum(call: Call) -> Geometry:
 
 
 def attention(call: Call) -> Geometry:
-    """Query [.., L, E] by key [.., S, E], then probabilities [.., L, S] by value [.., S, V]: the lesser K and N."""
+    """Return the lesser K and N of the products query [.., L, E] by key [.., S, E] and then by value [.., S, V]."""
     query, key, value = call.operands
     depth, width = min(query[-1], key[-2]), min(key[-2], value[-1])
     multiply_adds = math.prod(call.result[:-1]) * key[-2] * (query[-1] + value[-1])
@@ -147,7 +152,7 @@ def attention(call: Call) -> Geometry:
 
 
 def lookup(call: Call) -> Geometry:
-    """Return the size of an embedding: it computes nothing, and each row of its table has a scale."""
+    """Return the size of an embedding: no multiply-adds, and one scale per row of the table."""
     return Geometry(depth=0, width=0, multiply_adds=0, axis=0)
 
 

@@ -1,4 +1,4 @@
-"""Target profiles: which types, granularity, opset and site kinds each backend wants, and its limits."""
+"""Target profiles: the types, granularity, opset and kinds of site that suit each backend, and its limits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ from quantizer.targets.profiles import profiles
 
 __all__ = ["AttentionLimits", "FloatDtype", "GraphRules", "SiteKind", "TargetProfile", "profile", "profiles"]
 
-# Importing a profile's file registers it; messages list the names in this order.
+# Importing the file of a profile registers it; messages list the names in this order.
 for _file in ("tensorrt", "tensorrt_rtx", "openvino", "onnxruntime"):
     import_module(f"{__name__}.{_file}")

@@ -1,4 +1,4 @@
-"""Profiles of backends, as data: what each wants from a quantized graph, and what it can."""
+"""Profiles of backends, as data: the quantized graphs that suit them, and their limits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLimits:
-    """With which sizes a target fuses attention in one format; beyond them quantizing it costs more than it gains.
+    """The sizes with which a target fuses attention in one format; with others, quantizing it costs more than it gains.
 
     Attributes:
-        head_sizes: those with a kernel; None: any.
-        head_multiple: head sizes are multiples of it.
+        head_sizes: the head sizes that have a kernel; None: any.
+        head_multiple: a number of which head sizes must be multiples.
         sequence: the longest sequence; None: any.
     """
 
@@ -39,36 +39,36 @@ class AttentionLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetProfile:
-    """The wishes and limits of one backend.
+    """The preferences and limits of one backend.
 
     Attributes:
-        name: the backend, as a configuration names it.
+        name: the backend's name in configurations.
         float_dtype: the type of everything that is not quantized, scales included.
-        site_kinds: the kinds of site that are worth quantizing there.
-        activation_dtypes: the formats in which it computes with activations.
-        weight_dtypes: those that it takes weights in.
-        weight_steps: the largest step of a weight in INT8, where it is not that of the format.
-        min_gemm_dim: a product of [M, K] and [K, N] stays float where K or N is smaller; None: no limit.
-        float_vectors: a product stays float where M is 1 whatever the batch.
-        one_sided_adds: a residual add may be quantized on the side of its product alone, which an engine has at hand
-            anyhow, while it reads the other operand as floats.
-        attention: by format, with which sizes it is fused; formats without an entry have no limit.
+        site_kinds: the kinds of site that are worth quantizing.
+        activation_dtypes: the formats of activations that it computes with.
+        weight_dtypes: the formats of weights that it accepts.
+        weight_steps: the largest code of an INT8 weight; None: that of the format.
+        min_gemm_dim: a product of [M, K] and [K, N] stays float if K or N is smaller; None: no limit.
+        float_vectors: a product stays float if M is 1 for every batch size.
+        one_sided_adds: a residual add may be quantized on the side of its product only; the engine then reads the other
+            operand as float.
+        attention: the sizes with which attention is fused, by format; formats without an entry have no limit.
         capabilities: the compute capabilities for which it builds ahead of time, without such a GPU (89: sm89).
-        inference_precisions: those that it is told to compute in where nothing is quantized; none: it takes the types
-            of the file.
-        fp8_from: the first compute capability that has FP8; None: the target is no GPU, and has none.
+        inference_precisions: the types that can be set for computing what is not quantized; empty: the types of the
+            file apply.
+        fp8_from: the first compute capability that has FP8; None: the target is no GPU.
         opset: the ONNX opset to write.
-        unsigned_activations: where the same INT8 values are stored as UINT8 with zero point 128: nowhere, where they
-            feed a product with a weight, or everywhere.
-        graph_rules: what a Q/DQ file for it is checked for.
-        library: the module that its engine imports to load a file; imported before memory is measured, so that what
-            the library itself takes is not counted.
+        unsigned_activations: the INT8 activations stored as UINT8 with zero point 128, with the same values: none,
+            those that feed a product with a weight, or all.
+        graph_rules: the rules for its Q/DQ files.
+        library: the module that its engine imports to load a file; imported before memory is measured, so that the
+            memory of the library itself does not count.
         packages: the distributions whose versions a report names.
-        file_magic: a regular expression that the first 256 bytes of its engine files match; None: they are ONNX files,
-            or not known by how they begin.
-        file_domains: domains of operators that only its engine files hold, where those are ONNX files.
-        ahead_of_time: the backend of the same library that builds for another machine's GPU, where this one does not.
-        exact_variant: the backend for CPUs that add products of bytes in 16 bits, where this one's files saturate
+        file_magic: a regular expression that matches the first 256 bytes of its engine files; None: they are ONNX files
+            or have no known beginning.
+        file_domains: domains of operators that occur only in its engine files, if those are ONNX files.
+        ahead_of_time: the backend of the same library that builds for GPUs of other machines, if this one does not.
+        exact_variant: the backend to use on CPUs that add products of bytes in 16 bits, if this one's files saturate
             there.
     """
 
@@ -97,7 +97,7 @@ class TargetProfile:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """``float_dtype`` as torch has it."""
+        """``float_dtype`` as a torch type."""
         import torch
 
         found: torch.dtype = getattr(torch, self.float_dtype)
@@ -105,16 +105,16 @@ class TargetProfile:
 
     @property
     def rule(self) -> str:
-        """The rule that a coverage names where this profile decided."""
+        """The rule that a coverage report names for decisions of this profile."""
         return RuleKind.TARGET.text(key=self.name)
 
     def gemm_reason(self, k: int, n: int, rows: int = 0) -> str | None:
-        """Return why a product of [rows, k] and [k, n] stays float on this target; None where it may be quantized.
+        """Return why a product of [rows, k] and [k, n] stays float on this target; None if it may be quantized.
 
         Args:
-            k: the size that is summed over.
-            n: the columns.
-            rows: 0 where they change with the data.
+            k: the contracted size.
+            n: the number of columns.
+            rows: the number of rows; 0 if it changes with the data.
         """
         if self.float_vectors and rows == 1:
             return ReasonCode.VECTOR.text(target=self.name)
@@ -124,22 +124,22 @@ class TargetProfile:
         return ReasonCode.SMALL_PRODUCT.text(axis=axis, size=size, least=self.min_gemm_dim, target=self.name)
 
     def add_reason(self, skipping: str, why: str) -> str | None:
-        """Return why what a product gives stays float in a residual add; None where it may be quantized.
+        """Return why the output of a product stays float in a residual add; None if it may be quantized.
 
         Args:
             skipping: the other operand, which skips the product and stays float.
-            why: the reason for that.
+            why: the reason why ``skipping`` stays float.
         """
         if self.one_sided_adds:
             return None
         return ReasonCode.ONE_SIDED_ADD.text(skipping=skipping, why=why, target=self.name)
 
     def attention_reason(self, dtype: str, head: int, sequence: int) -> str | None:
-        """Return why an attention stays float on this target; None where it may be in ``dtype``.
+        """Return why an attention stays float on this target; None if it may be in ``dtype``.
 
         Args:
             dtype: the format.
-            head: the head size; 0 where it changes with the data.
+            head: the head size; 0 if it changes with the data.
             sequence: the longest sequence.
         """
         limits = self.attention.get(dtype)
@@ -157,7 +157,7 @@ class TargetProfile:
         return None
 
     def precision_reason(self, precision: str) -> str | None:
-        """Return why it cannot be told to compute in a type; None where it can."""
+        """Return why ``precision`` cannot be set for this target; None if it can."""
         if not self.inference_precisions:
             return f"{self.name} computes in the types of the ONNX file; leave {precision!r} out, or set fallback_dtype"
         if precision not in self.inference_precisions:
@@ -165,15 +165,15 @@ class TargetProfile:
         return None
 
     def stripping_reason(self) -> str | None:
-        """Return why its engines cannot do without their weights; None where they can."""
+        """Return why engines cannot be built without their weights; None if they can."""
         return f"{self.name} keeps the weights in its engines; leave it out" if self.fp8_from is None else None
 
     def capability_reason(self, capability: str, formats: Collection[str]) -> str | None:
-        """Return why no engine can be built for a compute capability; None where one can.
+        """Return why no engine can be built for a compute capability; None if one can.
 
         Args:
             capability: such as ``sm89``.
-            formats: those that the model is to be held in.
+            formats: the formats of the quantized model.
         """
         if self.fp8_from is None:
             return f"{self.name} runs on a CPU, which has no compute capability; leave {capability!r} out"

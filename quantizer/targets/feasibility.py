@@ -1,4 +1,4 @@
-"""Checks of an engine's options against its target: each problem with its place, which a caller spells."""
+"""Checks of an engine's options against its target: problems, and the settings that cause them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Problem", "engine_problems"]
 
 
 class Problem(NamedTuple):
-    """A problem, and the setting that causes it: a key of a file, or an option."""
+    """A problem, and the setting that causes it: a key of a configuration or an option of a command."""
 
     place: str
     text: str
@@ -27,13 +27,13 @@ def engine_problems(
     precision: str | None = None,
     strip_weights: bool = False,
 ) -> Iterator[Problem]:
-    """Yield what targets cannot do.
+    """Yield the options that targets do not support.
 
     Args:
-        targets: those that engines are built for.
-        formats: the names of the number formats that they would hold.
+        targets: the targets that engines are built for.
+        formats: the names of the number formats in the engines.
         capabilities: the compute capabilities to build for, all of them by each target.
-        precision: what floats are computed in; one target that can be told is enough.
+        precision: the type for floats; it is no problem if one target supports it.
         strip_weights: build without weights.
     """
     for capability in capabilities:
@@ -42,7 +42,7 @@ def engine_problems(
                 yield Problem("compute_capability", reason)
     if precision is not None and targets:
         reasons = [target.precision_reason(precision) for target in targets]
-        # One that takes the types of its file may stand beside one that is told.
+        # The setting applies to the targets that support it; others compute in the types of their files.
         if None not in reasons:
             yield Problem("inference_precision", str(reasons[0]))
     if strip_weights:

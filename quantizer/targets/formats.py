@@ -1,4 +1,4 @@
-"""The formats of a site, and which of them a target computes in."""
+"""The formats of a site, and their support by targets."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Format:
     """The formats of one site.
 
     Attributes:
-        activations: None: they stay float, and weights alone are quantized.
+        activations: the format of activations; None: they stay float, and only weights are quantized.
         weights: the format of a weight.
         block_size: how many neighbours along a weight's input channels share a scale; None: no blocks.
-        rule: the config entry that decided; None: the default did.
+        rule: the configuration's entry from which the formats come; None: the default.
     """
 
     activations: QType | None
@@ -30,19 +30,19 @@ class Format:
 
 
 def least_opset_of(wanted: Format) -> int:
-    """Return the first ONNX opset in which both formats can be written."""
+    """Return the first ONNX opset that can represent both formats."""
     opsets = [dtype.onnx_opset for dtype in (wanted.activations, wanted.weights) if dtype is not None]
     return max(*opsets, BLOCKS_OPSET if wanted.block_size is not None else 0)
 
 
 def impossible(default: Format, formats: Sequence[Format], target: TargetProfile) -> list[str]:
-    """Say which formats, those of rules in their order and the default, a target cannot compute in, and what it can."""
+    """Return a message for each format, of the rules in their order and of the default, that a target lacks."""
     places = [*((wanted, f"formats[{number}]") for number, wanted in enumerate(formats)), (default, "dtype")]
     return [problem for wanted, place in places for problem in _impossible(wanted, target, place)]
 
 
 def _impossible(wanted: Format, target: TargetProfile, place: str) -> list[str]:
-    """Return what of a format a target cannot compute in."""
+    """Return a message for the activations and for the weights of a format if a target lacks theirs."""
     problems = []
     for what, dtype, known in (
         ("activations", wanted.activations, target.activation_dtypes),

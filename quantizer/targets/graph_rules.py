@@ -1,4 +1,4 @@
-"""The rules for Q/DQ graphs on each backend, as data: what is an error there, and what only costs."""
+"""The rules for Q/DQ graphs on each backend, as data, with their severities."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal
 __all__ = ["ALWAYS", "OPERATOR_FORMAT", "GraphRules", "Severity"]
 
 Severity = Literal["error", "warning"]
-"""An error: the backend refuses the file, computes something else than it says, or runs a product in another precision
-than the file or the target asks for. A warning: it works, and is slower, larger or less exact than it could be."""
+"""An error: the backend refuses the file, computes other results than the file describes, or runs a product in another
+precision than the file or the target demands. A warning: the file works, but slower, larger or less exactly."""
 
 ALWAYS: Mapping[str, Severity] = {
     "onnx-checker": "error",
@@ -41,10 +41,10 @@ ALWAYS: Mapping[str, Severity] = {
     "foreign-operator": "error",
     "mask-range": "warning",
 }
-"""Rules of Q/DQ that hold wherever such a graph runs."""
+"""The rules for Q/DQ graphs of every backend."""
 
 OPERATOR_FORMAT = frozenset({"QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger", "DynamicQuantizeLinear"})
-"""Operators that quantize by themselves, without Q/DQ around float ones."""
+"""Operators that compute in quantized types themselves, instead of Q/DQ around float operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,12 @@ class GraphRules:
     """The rules for the graphs of one backend.
 
     Attributes:
-        severities: the rules that apply, by name, and how much each matters.
-        opsets: the first and the last opset that the backend reads; None: its runtime says so itself.
-        integer_bias: a bias of INT32 behind a DequantizeLinear is what the backend expects.
+        severities: the severity of each rule that applies, by its name.
+        opsets: the first and the last opset that the backend reads; None: its runtime reports an unknown opset itself.
+        integer_bias: the backend expects an INT32 bias with a DequantizeLinear.
         refused: operators of ONNX that the backend cannot read.
-        own_domains: domains of operators beyond ONNX's that the backend runs.
-        signed_cost: what a signed activation costs where the profile asks for unsigned ones.
+        own_domains: domains of operators outside ONNX that the backend runs.
+        signed_cost: the cost of a signed activation, for messages, if the profile prefers unsigned activations.
     """
 
     severities: Mapping[str, Severity] = field(default_factory=lambda: ALWAYS)

@@ -1,4 +1,4 @@
-"""ONNX Runtime on a CPU of the x86 family: unsigned activations, and float attention."""
+"""ONNX Runtime on x86 CPUs: unsigned activations, and attention in float."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
     TargetProfile(
         name="onnxruntime",
         float_dtype="float32",
-        # Its fused integer kernels take U8 activations; with S8 half of the products stay behind a DequantizeLinear.
+        # Its fused integer kernels need U8 activations; with S8 half of the products stay float after DequantizeLinear.
         unsigned_activations="all",
         activation_dtypes=frozenset({"int8", "uint8"}),
         weight_dtypes=frozenset({"int8", "int4"}),
-        # Quantized attention matmuls and adds gained nothing there.
+        # Quantized attention matmuls and adds gained no speed.
         site_kinds=frozenset({"linear", "conv", "embedding"}),
         graph_rules=GraphRules(
             severities={**ALWAYS, "gemm-bias": "warning", "signedness": "warning"},
@@ -28,14 +28,14 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         ),
         library="onnxruntime",
         packages=("onnxruntime",),
-        # What its optimizer leaves in a file: operators of its own, which only it runs.
+        # Its optimizer writes operators of its own into a file, which no other runtime has.
         file_domains=frozenset({"com.microsoft", "com.microsoft.nchwc"}),
         exact_variant="onnxruntime-avx2",
     )
 )
 
-# Without VNNI bytes are multiplied by VPMADDUBSW, which adds two products in 16 bits and saturates: 2 * 255 * 64 is the
-# most that fits, so weights have 7 bits.
+# Without VNNI bytes are multiplied by VPMADDUBSW, which adds two products in 16 bits and saturates. With codes of at
+# most 64 (7 bits) the sum fits: 2 * 255 * 64 < 2^15.
 ONNXRUNTIME_AVX2 = profiles.add("onnxruntime-avx2")(
     replace(ONNXRUNTIME, name="onnxruntime-avx2", weight_steps=64, exact_variant=None)
 )

@@ -1,4 +1,4 @@
-"""OpenVINO on a CPU: what TensorRT wants, with an FP32 rest. Attention matmuls pay here too."""
+"""OpenVINO on a CPU: the same kinds of site as TensorRT, attention included; the rest is FP32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPENVINO = profiles.add("openvino")(
         activation_dtypes=frozenset({"int8", "uint8"}),
         inference_precisions=frozenset({"float32", "bfloat16"}),
         weight_dtypes=frozenset({"int8", "int4"}),
-        # Its linear kernel is a tenth faster with U8 inputs; its fused attention takes S8 alone.
+        # Its linear kernel is a tenth faster with U8 inputs; its fused attention accepts only S8.
         unsigned_activations="weighted",
         graph_rules=GraphRules(
             severities={
@@ -39,8 +39,8 @@ OPENVINO = profiles.add("openvino")(
     )
 )
 
-# Without VNNI it multiplies bytes as ONNX Runtime does there (see onnxruntime.py). Two activations have no bit to
-# spare, so that attention stays float.
+# Without VNNI it multiplies bytes as ONNX Runtime does (see onnxruntime.py). In a product of two activations neither
+# operand can be narrowed to 7 bits, so that attention stays float.
 OPENVINO_AVX2 = profiles.add("openvino-avx2")(
     replace(
         OPENVINO,

@@ -1,4 +1,4 @@
-"""The profiles by name: ``profiles.add(name)(TargetProfile(...))`` in a file of its own adds one."""
+"""The profiles by name; ``profiles.add(name)(TargetProfile(...))``, in a file of its own, adds one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def profile(name: str, float_dtype: FloatDtype | None = None) -> TargetProfile:
     """Return the profile of a backend.
 
     Args:
-        name: the backend, as a configuration names it.
-        float_dtype: the type of what is not quantized; None: what the backend wants.
+        name: the backend's name in configurations.
+        float_dtype: the type of everything that is not quantized; None: the profile's own.
 
     Raises:
-        ConfigError: no such backend; the message lists those there are.
+        ConfigError: there is no such backend; the message lists all backends.
     """
     found = profiles[name]
     return found if float_dtype is None else replace(found, float_dtype=float_dtype)

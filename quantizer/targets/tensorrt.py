@@ -1,4 +1,4 @@
-"""TensorRT 10.12 and later: strongly typed networks, so the FP16 of the rest is written into the graph."""
+"""TensorRT 10.12 and later: networks are strongly typed, so that the graph itself has FP16 for the rest."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TENSORRT = profiles.add("tensorrt")(
         name="tensorrt",
         float_dtype="float16",
         site_kinds=frozenset({"linear", "conv", "matmul", "residual_add", "embedding"}),
-        # FP8 from Ada on. INT4 weights are unpacked into the float type, so they save memory and not arithmetic.
+        # FP8 from Ada on. INT4 weights are unpacked into the float type: they save memory, not arithmetic.
         activation_dtypes=frozenset({"int8", "fp8"}),
         weight_dtypes=frozenset({"int8", "fp8", "int4"}),
-        # Matrix-vector products and narrow ones run slower in INT8: the tensor cores' tiles stay half empty.
+        # Matrix-vector and narrow products are slower in INT8, because the tensor cores' tiles stay half empty.
         min_gemm_dim=16,
         float_vectors=True,
         one_sided_adds=False,
-        # Its fused kernels; a pattern that is quantized by half, or not fused, is slower than one in FP16.
+        # The sizes of its fused kernels. Attention that is half quantized, or not fused, is slower than in FP16.
         attention={
             "int8": AttentionLimits(head_sizes=frozenset({16, 32, 64}), sequence=512),
             "fp8": AttentionLimits(head_multiple=16),
@@ -32,7 +32,7 @@ TENSORRT = profiles.add("tensorrt")(
         graph_rules=GraphRules(
             severities={
                 **ALWAYS,
-                # Types live in the graph and the build stops, or the product runs in float, where these are broken.
+                # The network is strongly typed: if one of these is violated, the build fails or the product is float.
                 "opset-range": "error",
                 "zero-point": "error",
                 "scale-constant": "error",

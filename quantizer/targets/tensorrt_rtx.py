@@ -1,4 +1,4 @@
-"""TensorRT-RTX: TensorRT's rules, and engines that are built ahead of time without a GPU."""
+"""TensorRT-RTX: the rules of TensorRT, and engines built ahead of time without a GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quantizer.targets.tensorrt import TENSORRT
 __all__ = ["RTX_MAGIC", "TENSORRT_RTX"]
 
 RTX_MAGIC = b"vtrt"
-"""How its engines begin."""
+"""The first bytes of its engines."""
 
-# Its parser (1.7.1) read an opset that TensorRT is not documented for, and the engine was built.
+# Its parser (1.7.1) read an opset beyond TensorRT's documented range, and the engine was built.
 _SEVERITIES = {**TENSORRT.graph_rules.severities, "opset-range": "warning"}
 
 TENSORRT_RTX = profiles.add("tensorrt-rtx")(
