@@ -1,16 +1,16 @@
-"""Every error that quantizer raises on purpose.
+"""The errors that quantizer raises on purpose.
 
     QuantizerError
-    ├── ConfigError              a YAML file, mapping or keyword that is wrong (all problems at once)
-    ├── SourceError              source that cannot be read, or a rewrite that does not hold
-    ├── ProxyError               a model or proxy used in a way it cannot be
-    ├── CalibrationError         calibration data, or a step that needs calibration first
-    ├── SensitivityError         amp() or fallback() asked for something impossible
-    ├── TrainingError            a training that cannot begin, go on or be resumed
+    ├── ConfigError              a wrong YAML file, mapping or keyword (all problems at once)
+    ├── SourceError              source that cannot be read, parsed or rewritten
+    ├── ProxyError               an impossible use of a model or proxy
+    ├── CalibrationError         unusable calibration data, or a step that needs calibration first
+    ├── SensitivityError         an impossible request to amp() or fallback()
+    ├── TrainingError            a training that cannot start, continue or be resumed, or that has failed
     ├── ExportError              a model that cannot be written as Q/DQ ONNX
-    ├── EngineError              an engine that does not build, load or run
-    ├── TaskError                a model, data set or metric that a run names
-    └── MissingDependencyError   an optional package is not installed
+    ├── EngineError              an engine that cannot be built, loaded or run
+    ├── TaskError                a model, data set or metric of a run that cannot be loaded
+    └── MissingDependencyError   an optional package that is not installed
 
 A message says what was wrong and where, what was expected, and what to do.
 """
@@ -35,14 +35,14 @@ __all__ = [
 
 
 class QuantizerError(Exception):
-    """Base of all errors raised on purpose by this package."""
+    """The base class of all errors that this package raises on purpose."""
 
 
 class ConfigError(QuantizerError):
     """One or more problems in a configuration.
 
     Args:
-        problems: one line per problem; all that were found, not only the first.
+        problems: one line per problem; all problems, not only the first.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -53,43 +53,43 @@ class ConfigError(QuantizerError):
 
 
 class SourceError(QuantizerError):
-    """Source text cannot be read, parsed or rewritten."""
+    """Source that cannot be read, parsed or rewritten."""
 
 
 class ProxyError(QuantizerError):
-    """A model or proxy is used in a way it cannot be."""
+    """An impossible use of a model or proxy."""
 
 
 class CalibrationError(QuantizerError):
-    """Calibration data is unusable, or a step needs calibration first."""
+    """Unusable calibration data, or a step that needs calibration first."""
 
 
 class SensitivityError(QuantizerError):
-    """``amp()`` or ``fallback()`` was asked for something impossible."""
+    """An impossible request to ``amp()`` or ``fallback()``."""
 
 
 class TrainingError(QuantizerError):
-    """A training cannot begin, go on or be resumed, or came to nothing."""
+    """A training that cannot start, continue or be resumed, or that has failed."""
 
 
 class ExportError(QuantizerError):
-    """A model cannot be written as Q/DQ ONNX."""
+    """A model that cannot be written as Q/DQ ONNX."""
 
 
 class EngineError(QuantizerError):
-    """An engine does not build, load or run."""
+    """An engine that cannot be built, loaded or run."""
 
 
 class TaskError(QuantizerError):
-    """A model, data set or metric named by a run cannot be had."""
+    """A model, data set or metric of a run that cannot be loaded."""
 
 
 class MissingDependencyError(QuantizerError):
-    """An optional package is not installed.
+    """An optional package that is not installed.
 
     Args:
         package: the module that could not be imported.
-        extra: the extra of this distribution that installs it.
+        extra: the extra of this distribution that installs the package.
     """
 
     def __init__(self, package: str, extra: str) -> None:

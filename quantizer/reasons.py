@@ -1,8 +1,8 @@
-"""Every reason that a coverage gives for a site in float, and every kind of rule that decides, as codes.
+"""The reasons for sites in float, and the kinds of rule that decide about sites, as codes.
 
-A code's value is the template of its sentence. Plans and files hold the sentence; who asks what it means reads the code
-out of it here and nowhere else. A sentence that none of these templates makes, such as one of source text that cannot
-be rewritten, has the code ``OTHER``.
+The value of a code is the template of its sentence. Plans and files contain the sentence, and only this module turns it
+back into its code. A sentence that matches no template, such as one about source that cannot be rewritten, has the code
+``OTHER``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Self
 __all__ = ["ReasonCode", "RuleKind", "counted"]
 
 _WITH_SPACES = frozenset({"asked", "sizes", "text", "value", "why"})
-"""The fields of templates that may hold several words; each of the others is a single one."""
+"""The fields of templates that may have several words; all other fields are single words."""
 
-# The group keeps the numbers in what split() gives: words at even places, numbers at odd ones.
+# Because of the group, split() returns the numbers too: text at even places, numbers at odd places.
 _NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)")
 
 
 class _Template(Enum):
-    """Sentences with named fields, made by ``text`` and read back by ``read``."""
+    """Templates of sentences with named fields; ``text`` makes a sentence, and ``read`` parses it."""
 
     def text(self, **fields: object) -> str:
         """Return the sentence with its fields filled in."""
@@ -34,14 +34,14 @@ class _Template(Enum):
 
     @classmethod
     def read(cls, text: str) -> tuple[Self, dict[str, str]]:
-        """Return the code that ``text`` was made by, and its fields."""
+        """Return the code of a sentence, and its fields."""
         found = ((code, _pattern(code.value).fullmatch(text)) for code in cls)
         return next((code, match.groupdict()) for code, match in found if match is not None)
 
     @classmethod
     @lru_cache(maxsize=4096)
     def of(cls, text: str) -> Self:
-        """Return the code that ``text`` was made by."""
+        """Return the code of a sentence."""
         return cls.read(text)[0]
 
 
@@ -63,7 +63,7 @@ class ReasonCode(_Template):
     NEVER_RAN = "never ran in calibration"
     NOT_CALIBRATED = "not calibrated yet"
 
-    # What calibration saw of a site's operands.
+    # A site's operands in calibration.
     TRANSFORMED = "it runs inside torch.vmap or a transform of torch.func"
     NESTED = "an operand is a nested tensor"
     SPARSE = "an operand is a sparse tensor"
@@ -115,7 +115,7 @@ class ReasonCode(_Template):
 
 
 class RuleKind(_Template):
-    """The rules that decide about a site, apart from what calibration saw."""
+    """The rules that decide about a site, apart from the observations of calibration."""
 
     INCLUDE = "not among the included"
     EXCLUDE = "exclude.{key}: {value}"
@@ -127,9 +127,9 @@ class RuleKind(_Template):
 
 
 def counted(texts: Iterable[str]) -> list[tuple[str, int]]:
-    """Return how often each reason is given, the most frequent first.
+    """Return the number of occurrences of each reason, the most frequent first.
 
-    Reasons that differ in their numbers only are counted together, with ``…`` for the numbers that differ.
+    Reasons that differ only in numbers are counted together, with ``…`` for the numbers that differ.
     """
     alike: dict[tuple[str, ...], list[list[str]]] = {}
     for text in texts:

@@ -1,1 +1,1 @@
-"""Helpers without a domain: registries, plain values out of files, checksums, memory errors, ranks of a run."""
+"""General helpers: registries, decoding of plain values, checksums, out-of-memory errors, distributed communication."""

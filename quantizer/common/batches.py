@@ -1,4 +1,4 @@
-"""Running batches of data through a model, as people write them."""
+"""Functions that run batches of data through a model, in any of the usual forms of a batch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ __all__ = ["call", "run_batches"]
 
 
 def run_batches(proxy: nn.Module, batches: Iterable[Any], progress: bool | None = None) -> int:
-    """Run calibration data through a proxy, without gradients; how many batches there were.
+    """Run calibration data through a proxy, without gradients, and return the number of batches.
 
     Args:
-        proxy: the proxy that observes.
-        batches: each as ``call`` takes it.
+        batches: an iterable of batches, each in a form that ``call`` accepts.
         progress: show a progress bar; None: only in a terminal.
 
     Raises:
-        CalibrationError: a batch does not run through the model.
+        CalibrationError: the data is no iterable of batches, or a batch does not run through the model.
     """
     if isinstance(batches, str | bytes | Mapping) or not isinstance(batches, Iterable):
         raise CalibrationError(
@@ -43,7 +42,7 @@ def run_batches(proxy: nn.Module, batches: Iterable[Any], progress: bool | None 
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Run a batch as people write them: a mapping, a tuple or list, or one tensor."""
+    """Call a model with a batch: a mapping of keywords, a tuple or list of arguments, or one tensor."""
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):
         return model(**batch)
     if isinstance(batch, tuple | list):

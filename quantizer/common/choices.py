@@ -1,6 +1,6 @@
-"""The registries whose names a configuration holds, before the modules are imported that fill them: those take torch.
+"""The registries of names in a configuration, usable before the modules that fill them are imported with torch.
 
-``calibrators`` and ``tasks`` give them out under their own names, with their types.
+``calibrators`` and ``tasks`` export them under their own names, with their types.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quantizer.common.registry import Registry
 __all__ = ["CALIBRATORS", "TASKS"]
 
 CALIBRATORS: Registry[Any] = Registry("calibrator", ("percentile", "max", "mse", "entropy"), reserved=("auto",))
-"""``auto`` is no estimate: it tries the others."""
+"""``auto`` is not an estimate of its own: it compares the others."""
 
 TASKS: Registry[Any] = Registry(
     "task", ("sentence-similarity", "embedding-classification", "sequence-classification", "image-classification")

@@ -1,4 +1,4 @@
-"""A checksum of tensors: other numbers are numbers too, and no format of tensors notices a flipped bit."""
+"""A checksum of tensors, because no file format of tensors detects a flipped bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["tensors_digest"]
 
 
 def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
-    """SHA-256 (hexadecimal) of the name, type, shape and values of every tensor, and of a text that goes with them."""
+    """Return the SHA-256 (hexadecimal) of the name, type, shape and values of every tensor, and of ``text``."""
     found = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()

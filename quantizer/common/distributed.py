@@ -1,4 +1,4 @@
-"""Communication of the processes of one ``torchrun``: tensors of bytes, and never a pickled object."""
+"""Communication between the processes of one ``torchrun``, by tensors of bytes rather than pickled objects."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["all_gather_bytes", "get_rank", "get_world_size", "all_reduce_sum"]
 
 
 def get_world_size() -> int:
-    """Return how many processes work together: 1 where ``torch.distributed`` is not initialised."""
+    """Return the number of processes; 1 if ``torch.distributed`` is not initialised."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def get_rank() -> int:
-    """Return the number of this process among them, from 0."""
+    """Return the rank of this process, from 0."""
     return distributed.get_rank() if get_world_size() > 1 else 0
 
 
 def all_gather_bytes(data: bytes) -> list[bytes]:
-    """Return the bytes of every rank, in the order of ranks; each of them must call this."""
+    """Return the bytes of every rank, in the order of ranks; all ranks must call this."""
     if get_world_size() == 1:
         return [data]
-    # NCCL knows no other tensors.
+    # NCCL supports only tensors on a GPU.
     device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
     sizes = _all(torch.tensor([len(data)], device=device))
     room = max(int(size) for size in sizes)
@@ -37,7 +37,7 @@ def all_gather_bytes(data: bytes) -> list[bytes]:
 
 
 def all_reduce_sum(values: Iterable[float]) -> list[float]:
-    """Return the sums over all ranks, added in the order of ranks, so that they are the same everywhere."""
+    """Return the sums over all ranks, added in the order of ranks, so that all ranks get the same result."""
     mine = np.array(list(values), dtype=np.float64)
     parts = [np.frombuffer(part) for part in all_gather_bytes(mine.tobytes())]
     return [float(total) for total in np.sum(parts, axis=0)]

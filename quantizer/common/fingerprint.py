@@ -1,7 +1,7 @@
-"""Fingerprints of a model's weights, to tell whether it still has those that it was calibrated with.
+"""Fingerprints of a model's weights, which detect weights other than those of the calibration.
 
-Ranges of activations belong to the weights that made them. A change is noticed by a checksum of every parameter: a
-version counter would miss what is written through ``.data``, and what a file holds has none.
+Ranges of activations are valid only for the weights they were measured with. A checksum of every parameter detects a
+change; a version counter would miss writes through ``.data``, and weights in a file have none.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from quantizer.errors import QuantizerError
 __all__ = ["Fingerprint", "refuse_other_shapes", "warn_of_other_weights"]
 
 _SAMPLE = 1024
-"""Values whose mean magnitude tells a cast of a parameter from another parameter."""
+"""How many values of a parameter, about, give the mean magnitude that distinguishes a cast from other values."""
 
 _CAST = 0.02
-"""Further than this share a cast moves no mean: a bfloat16 has 8 bits."""
+"""The largest relative change of the mean magnitude by a cast: bfloat16 has 8 significant bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Print:
-    """The fingerprint of one parameter; without a checksum it held no values (it is on the meta device)."""
+    """The fingerprint of one parameter; the checksum is None if its values cannot be read, as on the meta device."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,27 +40,27 @@ class _Print:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The parameters of a model, by path."""
+    """The fingerprints of a model's parameters, by path."""
 
     parameters: Mapping[str, _Print]
 
     @classmethod
     def of(cls, model: nn.Module) -> Fingerprint:
-        """Return that of a model as it is now: one pass over its parameters, about 2 GB/s."""
+        """Return the fingerprint of a model; it takes one pass over the parameters, at about 2 GB/s."""
         return cls({path: _print(parameter.detach()) for path, parameter in model.named_parameters()})
 
     def plain(self) -> dict[str, list[Any]]:
-        """Return plain values, to be saved."""
+        """Return the fingerprint as plain values, to be saved."""
         return {
             path: [list(one.shape), one.dtype, one.checksum, one.magnitude] for path, one in self.parameters.items()
         }
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any] | None) -> Fingerprint | None:
-        """Return what ``plain`` gave; None of what was saved before there were fingerprints.
+        """Return the fingerprint whose ``plain()`` this is; None for None, as in files older than fingerprints.
 
         Raises:
-            QuantizerError: it is damaged.
+            QuantizerError: the values are damaged.
         """
         if values is None:
             return None
@@ -71,10 +71,10 @@ class Fingerprint:
 
 
 def refuse_other_shapes(before: Fingerprint, now: Fingerprint) -> None:
-    """Refuse a model whose parameters have other shapes than those of the one that was calibrated.
+    """Raise if parameters have other shapes than in the calibrated model.
 
     Raises:
-        CalibrationError: it is another model.
+        CalibrationError: the shape of a parameter differs.
     """
     both = ((path, one.shape, now.parameters.get(path)) for path, one in before.parameters.items())
     found = [(path, shape, other.shape) for path, shape, other in both if other is not None and other.shape != shape]
@@ -87,7 +87,7 @@ def refuse_other_shapes(before: Fingerprint, now: Fingerprint) -> None:
 
 
 def warn_of_other_weights(before: Fingerprint, now: Fingerprint) -> None:
-    """Warn where parameters of one shape have other values now; a cast to another float type is no change."""
+    """Warn if parameters of the same shape have other values now; a cast to another float type is no change."""
     both = ((path, one, now.parameters.get(path)) for path, one in before.parameters.items())
     found = [path for path, one, other in both if other is not None and not _alike(one, other)]
     if found:

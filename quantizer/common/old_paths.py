@@ -1,7 +1,6 @@
-"""Import paths of an earlier release, which go on for one more.
+"""Import paths and names of the last release, which still work in this one.
 
-A module that moved is found under its old path too: importing it warns with the new path and gives the names of the
-module that is there now.
+Importing a module by its old path warns, and gives a module with the names of the new one.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ MOVED = {
 
 
 class _OldPaths(MetaPathFinder, Loader):
-    """Finder and loader of the modules in ``MOVED``."""
+    """The finder and loader of the modules in ``MOVED``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for a path that moved, None for any other."""
+        """Return a spec for a path in ``MOVED``, None for any other."""
         return spec_from_loader(fullname, self, is_package=True) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill ``module`` with the names of the module that has taken its place, and warn."""
+        """Fill ``module`` with the names of the module at the new path, and warn."""
         new = MOVED[module.__name__]
-        # The frames between this one and the import statement are importlib's, which warnings leaves out.
+        # The frames between this one and the import statement are importlib's, which ``warnings`` skips.
         warnings.warn(
             f"{module.__name__} is now {new}; the old path goes with the next release", DeprecationWarning, stacklevel=2
         )
@@ -54,14 +53,14 @@ class _OldPaths(MetaPathFinder, Loader):
 
 
 def find_old_paths() -> None:
-    """Let Python's import find the modules of ``MOVED``; a second call changes nothing."""
+    """Make the modules of ``MOVED`` importable; a second call has no effect."""
     if not any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
-        # First, because a folder that only holds the bytecode of an earlier release would be found as a package.
+        # First, because a leftover folder with only bytecode of an earlier release would be imported as a package.
         sys.meta_path.insert(0, _OldPaths())
 
 
 def old_names(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module whose names changed: an old one warns and gives the new one's object.
+    """Return a ``__getattr__`` for a module with renamed objects: an old name warns and gives the renamed object.
 
     Args:
         module: the module's ``__name__``.

@@ -1,4 +1,4 @@
-"""Checks of a path that somebody typed: a name that no file can have is the name of none."""
+"""Checks of paths from users, which treat an impossible name as that of a missing file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["is_file", "is_folder", "is_there"]
 
 
 def is_file(path: Path) -> bool:
-    """Return whether there is such a file; not where the name is too long, or has a character that no name has."""
+    """Return whether a path is a file; False also if the name is too long or has a character that is not allowed."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -16,7 +16,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether there is such a folder; see ``is_file``."""
+    """Return whether a path is a folder; see ``is_file``."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -24,5 +24,5 @@ def is_folder(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether there is such a file or folder; see ``is_file``."""
+    """Return whether a path is a file or folder; see ``is_file``."""
     return is_file(path) or is_folder(path)

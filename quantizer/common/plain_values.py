@@ -1,7 +1,7 @@
-"""Plain values out of files: whatever a JSON or YAML text holds is checked here before anything is made of it.
+"""Parsing and type checks of JSON and YAML files, before their values are used.
 
-A file may be damaged, edited by hand, or made to do harm. What cannot be read is a ``ValueError`` that says which place
-of the file it is and what was expected there; the reader of the file says of which file it is, and what to do.
+A file may be damaged, edited by hand or malicious. A ``ValueError`` names the place in the file and the value expected
+there; the caller adds the name of the file, and what to do.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import yaml
 __all__ = ["decoded", "json_values", "yaml_values"]
 
 _DEEPEST = 100
-"""Levels of a text. libyaml recurses for each of them, and a text of 100,000 ends the process."""
+"""The levels of nesting that are accepted. libyaml recurses for each level, and 100,000 of them crash the process."""
 _LARGEST = 2**63
 _WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
-# The same safe values either way: libyaml reads a large file several times as fast.
+# Both loaders give the same safe values; libyaml is several times as fast on a large file.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -33,13 +33,13 @@ def json_values(text: str | bytes) -> Any:
     """Return the values of a JSON text.
 
     Raises:
-        ValueError: it is none, is nested too deep, or has text that is no Unicode.
+        ValueError: the text is not JSON, is nested too deep, or is not valid Unicode.
     """
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         values = json.loads(text)
-        # An escape may stand for half a character, which can be neither printed nor written.
+        # An escape may be a lone surrogate, which can be neither printed nor written.
         if "\\u" in text:
             json.dumps(values, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
@@ -53,7 +53,7 @@ def yaml_values(text: bytes) -> Any:
     """Return the values of a YAML text in UTF-8.
 
     Raises:
-        ValueError: it is none, is nested too deep, or has values that cannot be.
+        ValueError: the text is not YAML or not UTF-8, is nested too deep, or has impossible values.
     """
     try:
         decoded_text = text.decode("utf-8")
@@ -66,22 +66,22 @@ def yaml_values(text: bytes) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     except (RecursionError, OverflowError, TypeError, KeyError, IndexError, AttributeError) as error:
-        # What PyYAML lets through of values such as 0b, 1:99999... or a date in a month 13.
+        # PyYAML does not catch the errors of values such as 0b, 1:99999... or a date with month 13.
         raise ValueError(f"a value in it cannot be ({type(error).__name__}: {error})") from error
 
 
 def decoded(hint: Any, value: Any, path: str, strings: Mapping[str, float] = types.MappingProxyType({})) -> Any:
-    """Return a plain value as the type that an annotation says, dataclasses and all below them included.
+    """Return a plain value converted to the type of an annotation, recursively.
 
     Args:
         hint: a dataclass, an enumeration, ``str``, ``int``, ``float``, ``bool``, ``Any``, a union, ``tuple``, ``list``,
-            ``Collection`` (a set is made) or ``Mapping`` of such, or any other class, which no plain value is of.
-        value: out of a file.
-        path: where it stands, for the message: ``sites[3].operands[0].axis``.
-        strings: texts that stand for numbers.
+            ``Collection`` (gives a set) or ``Mapping`` of these, or any other class, which no plain value matches.
+        value: the value from a file.
+        path: its place in the file, for messages: ``sites[3].operands[0].axis``.
+        strings: strings that stand for numbers, with their numbers.
 
     Raises:
-        ValueError: it is of another type, a field is missing or unknown, or a number is beyond 64 bits.
+        ValueError: the value has another type, a field is missing or unknown, or a number exceeds 64 bits.
     """
     origin = typing.get_origin(hint)
     if hint is Any:
@@ -122,9 +122,9 @@ def _of_union(options: tuple[Any, ...], value: Any, path: str, strings: Mapping[
         return None
     rest = [option for option in options if option is not type(None)]
     if len(rest) == 1 and rest[0] not in _WORDS and rest[0] is not Any:
-        # What is wrong inside of it says more than that it is wrong.
+        # The message about the part that is wrong is more precise than one about the whole value.
         return decoded(rest[0], value, path, strings)
-    exact = [option for option in rest if type(value) is option]  # 3 stays an int where an int or a float may stand
+    exact = [option for option in rest if type(value) is option]  # for a union of int and float, 3 stays an int
     for option in exact or rest:
         try:
             return decoded(option, value, path, strings)
@@ -179,7 +179,7 @@ def _of_choice(choices: Mapping[Any, Any], value: Any, path: str) -> Any:
 
 @functools.cache
 def _fields(cls: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the type of each field of a dataclass, and the fields that have no default."""
+    """Return the type of each field of a dataclass, and the names of the fields without a default."""
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init]
     required = [

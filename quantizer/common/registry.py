@@ -1,4 +1,4 @@
-"""A registry: a decorator, one dictionary, and an error that lists the names."""
+"""A registry of named entries, with a decorator that adds them and an error that lists the names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Named entries of one kind.
-
-    Add an entry with ``@registry.add("name")`` above a class or function; look it up with ``registry["name"]``.
+    """Named entries of one kind: ``@registry.add("name")`` adds a class or function, ``registry["name"]`` returns it.
 
     Args:
-        kind: what the entries are, in the words of an error message ("calibrator").
-        names: of the entries that come with the package, known before the modules are imported that add them.
-        reserved: words that stand where a name can, and mean something else.
+        kind: the noun for an entry in error messages ("calibrator").
+        names: the names of the package's own entries, known before the modules that add them are imported.
+        reserved: words that configurations allow in place of a name, with a meaning of their own.
     """
 
     def __init__(self, kind: str, names: Sequence[str] = (), *, reserved: Sequence[str] = ()) -> None:
@@ -51,7 +49,7 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over all that a configuration may say, what came with the package first."""
+        """Iterate over all names that a configuration may use, the package's own first."""
         return iter(dict.fromkeys((*self._known, *self._entries)))
 
     def names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The version counter of a tensor, which tells a later pass whether it was written into."""
+"""The version counter of a tensor, which shows a later pass if the tensor was changed in place."""
 
 from __future__ import annotations
 
@@ -8,8 +8,5 @@ __all__ = ["tensor_version"]
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Return torch's count of writes into a tensor; 0 for one of inference mode, which has no count.
-
-    A write through ``.data`` is not counted.
-    """
+    """Return torch's count of in-place changes, without those by ``.data``; 0 for a tensor of inference mode."""
     return 0 if tensor.is_inference() else tensor._version

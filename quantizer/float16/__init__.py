@@ -1,1 +1,1 @@
-"""Values that float16 cannot hold, and the modules that stay in float32 because of them."""
+"""Detection of values beyond float16, and the modules that therefore compute in float32."""

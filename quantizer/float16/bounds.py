@@ -1,7 +1,7 @@
-"""Bounds for what an operation computes, from bounds for what it reads.
+"""Bounds of the result of an operation, from bounds of its operands.
 
-Legend: |x| the largest magnitude in x; K the length that a product sums over, so that a product of x [.., K] and w
-[K, N] is at most sqrt(K) |x| times the largest norm of a column of w (Cauchy and Schwarz).
+Legend: |x| the largest magnitude in x; K the contracted length of a product. A product of x [.., K] and w [K, N] is at
+most sqrt(K) |x| times the largest norm of a column of w (Cauchy-Schwarz).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quantizer.numerics.float16 import FLOAT16_MAX
 __all__ = ["MASKS", "beyond", "is_mask", "largest_inside", "passes_masks_on", "result_bound"]
 
 MASKS = -1e8
-"""No activation is so low without others that are as high."""
+"""Lower values are masks: no activation is so low unless others are as high."""
 
 # fmt: off
 _KEEP = {
@@ -33,7 +33,7 @@ _KEEP = {
     )
 }
 # fmt: on
-"""No result is larger than what is read."""
+"""Operations whose result is at most as large as their operands."""
 
 _SUMS = {f"aten::{name}" for name in ("add", "add_", "sub", "sub_", "rsub")}
 _ONES = {
@@ -41,14 +41,14 @@ _ONES = {
     for name in ("_softmax", "_safe_softmax", "sigmoid", "sigmoid_", "tanh", "tanh_", "sin", "cos", "erf")
 }
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""With the place of the left operand."""
+"""Products, with the place of their left operand."""
 
 _ATTENTION = "aten::_scaled_dot_product_"
 _LAYER_NORM = "aten::native_layer_norm"
 
 
 def passes_masks_on(name: str) -> bool:
-    """Return whether a mask that an operation reads is one in its result."""
+    """Return whether a mask among the operands of an operation remains a mask in its result."""
     return name in _KEEP or name in _SUMS
 
 
@@ -59,15 +59,15 @@ def result_bound(
     bounds: Sequence[float],
     column: Callable[[int], float],
 ) -> float:
-    """Return a bound for the first result of an operation; infinity where nothing is known of it.
+    """Return a bound of the first result of an operation; infinity for an operation without a known bound.
 
     Args:
-        name: the operation, as ``aten::mm``.
-        args, keywords: what it was given.
-        bounds: of each floating tensor among them, in order.
-        column: gives the largest norm of a column of such a tensor, by its place.
+        name: the operation, such as ``aten::mm``.
+        args, keywords: its arguments.
+        bounds: the bound of each floating tensor among the arguments, in order.
+        column: a function that returns the largest norm of a column of an argument, by its place.
     """
-    # Whole numbers too, which a mask may be filled with; an axis or an index among them only loosens the bound.
+    # Integers too, since a tensor may be filled with one; an axis or an index among them only loosens the bound.
     numbers = [abs(value) for value in args if type(value) in (int, float) and not is_mask(value)]
     factors: list[float] = [abs(value) for value in args if type(value) in (int, float)]
     factor: float = max([1.0, *(abs(value) for value in keywords.values() if type(value) in (int, float))])
@@ -84,7 +84,7 @@ def result_bound(
     if name in ("aten::div", "aten::div_") and len(args) > 1 and isinstance(args[1], int | float):
         return bounds[0] / abs(args[1]) if args[1] else math.inf
     if name == _LAYER_NORM:
-        # No value of a row lies farther from its mean than the root of its length times the deviation.
+        # The distance of a value of a row from the mean is at most sqrt(length) times the standard deviation.
         farthest: float = math.sqrt(math.prod(args[1]))
         return farthest * (bounds[1] if len(bounds) > 1 else 1.0) + sum(bounds[2:])
     if name in _PRODUCTS:
@@ -98,12 +98,12 @@ def result_bound(
 
 
 def largest_inside(name: str, args: Sequence[Any], bounds: Sequence[float], made: Sequence[Tensor]) -> float:
-    """Return the largest value inside of an operation that a target has as a tensor; 0 where none is large."""
+    """Return the largest value of a tensor that a target has inside an operation; 0 if none can be beyond float16."""
     if made[0].numel() == 0 or any(isinstance(value, Tensor) and value.numel() == 0 for value in args):
-        # An expert that gets no token, an empty batch: it computes nothing.
+        # For example an expert without tokens.
         return 0.0
     if name == _LAYER_NORM and bounds[0] > math.sqrt(FLOAT16_MAX):
-        # The last result is the reciprocal of the deviation.
+        # The last result is the reciprocal of the standard deviation; its -2nd power is the variance.
         smallest = float(made[-1].min())
         return smallest**-2 if smallest else math.inf
     if name.startswith(_ATTENTION):
@@ -114,16 +114,16 @@ def largest_inside(name: str, args: Sequence[Any], bounds: Sequence[float], made
 
 
 def _divides_otherwise(name: str, args: Sequence[Any]) -> bool:
-    """Return whether a mean is none: it is divided by another number than that of what it sums."""
+    """Return whether an average pooling divides its sums by a number other than that of their terms."""
     divisor = 6
     return name == "aten::avg_pool2d" and len(args) > divisor and args[divisor] is not None
 
 
 def beyond(bound: float) -> bool:
-    """Return whether float16 cannot hold a bound; one that is no number says nothing."""
+    """Return whether a bound is beyond float16; True for NaN, which bounds nothing."""
     return not bound <= FLOAT16_MAX
 
 
 def is_mask(value: Any) -> bool:
-    """Return whether a number is so low that it stands for "not here"."""
+    """Return whether a number is so low that it can only be that of a mask."""
     return isinstance(value, float) and value < MASKS

@@ -1,4 +1,4 @@
-"""Modules that compute in float32, because float16 cannot hold their values, and the rest of the model in half."""
+"""Conversion of a model to float16, except for modules with values beyond float16, which stay float32."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _STORAGE = {kind.storage for kind in QTYPES.values()}
 
 @dataclass(frozen=True, kw_only=True)
 class Float32Modules:
-    """The modules in which calibration saw values that float16 cannot hold.
+    """The modules that had values beyond float16 in calibration.
 
     Attributes:
-        wide: modules that compute with such values, or hand them on, by path, each with the largest magnitude.
-        computing: modules that compute with floats themselves; others hand their children what they get, of any type.
-        masked: modules that read masks with numbers below what float16 holds.
-        wide_inputs: an input of the model has such values.
+        wide: the largest magnitude in each module that computes with such values or passes them on, by path.
+        computing: paths of modules that compute with floats themselves; all others only pass values on, of any type.
+        masked: paths of modules that read masks with numbers below the range of float16.
+        wide_inputs: an input of the model has values beyond float16.
     """
 
     wide: Mapping[str, float] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Float32Modules:
         )
 
     def plain(self) -> dict[str, Any]:
-        """Plain values, to be saved."""
+        """Return the fields as plain values, to be saved."""
         return {
             "wide": dict(self.wide),
             "computing": sorted(self.computing),
@@ -68,10 +68,10 @@ class Float32Modules:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any] | None) -> Float32Modules:
-        """Return what ``plain`` gave; None: it is from before there were regions.
+        """Return the object whose ``plain()`` this is; an empty one for None, as in files older than this class.
 
         Raises:
-            QuantizerError: it is damaged.
+            QuantizerError: the values are damaged.
         """
         if values is None:
             return cls()
@@ -85,7 +85,7 @@ class Float32Modules:
         return made
 
     def text(self) -> str:
-        """Return a line on how many modules stay float32, and why."""
+        """Return one line with the number of modules that stay float32, and the reason."""
         path, largest = max(self.wide.items(), key=lambda entry: entry[1])
         return (
             f"{len(self.wide)} modules stay float32: their values are beyond float16, the largest {largest:.3g} in "
@@ -93,18 +93,18 @@ class Float32Modules:
         )
 
     def io_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type of the model's own inputs, where ``dtype`` is that of its floats."""
+        """Return the type of the model's inputs if ``dtype`` is the type of its other floats."""
         return torch.float32 if self.applies_to(dtype) and self.wide_inputs else dtype
 
     def applies_to(self, dtype: torch.dtype) -> bool:
-        """Return whether modules stay float32 in a model of floats in ``dtype``."""
+        """Return whether modules stay float32 in a model whose floats are ``dtype``."""
         return dtype is torch.float16 and bool(self.wide)
 
 
 def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
-    """Return the model with its floats in ``dtype``, in place; wide modules stay float32, with casts at their borders.
+    """Convert the floats of a model to ``dtype``, in place, and return it.
 
-    Stored steps of FP8 stay what they are.
+    Wide modules stay float32, with casts at their borders. Stored FP8 codes stay as they are.
 
     Raises:
         ProxyError: the regions are those of another model.
@@ -119,7 +119,7 @@ def convert_floats(model: nn.Module, dtype: torch.dtype, regions: Float32Modules
             "Quantizer of its own"
         )
     types: dict[str, torch.dtype] = {}
-    # A parent comes before its children, and one that does not compute is of its parent's type.
+    # Parents come before their children; a module that does not compute has the type of its parent.
     for path in modules:
         types[path] = dtype if path == "" else types[path.rpartition(".")[0]]
         if path in regions.wide:
@@ -140,23 +140,23 @@ def _converted(module: nn.Module, dtype: torch.dtype, *, recurse: bool) -> nn.Mo
     converted: nn.Module = module._apply(partial(_cast, dtype), recurse=recurse)  # type: ignore[no-untyped-call]
     for part in module.modules() if recurse else [module]:
         if isinstance(part, OperandQuantizer):
-            # In a file of half floats scales are half; calibration chose them so that they can be.
+            # In a file of half floats scales are half too; calibration chose scales that half can represent.
             part.cast_scale(dtype)
     return converted
 
 
 def _cast(dtype: torch.dtype, value: Tensor) -> Tensor:
-    # ``Module.to`` would convert stored steps of FP8 as well.
+    # ``Module.to`` would convert stored FP8 codes as well.
     return value.to(dtype) if value.is_floating_point() and value.dtype not in _STORAGE else value
 
 
 def _of_site(module: nn.Module, path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a module is a site or stands in one: it computes what its host computes."""
+    """Return whether a module is a site or a child of one, which has the type of the module around the site."""
     return isinstance(module, Site) or isinstance(modules.get(path.rpartition(".")[0]), Site)
 
 
 def _untie(types: Mapping[nn.Module, torch.dtype]) -> None:
-    """Give parameters that modules of several types share a copy for each type."""
+    """Give wide modules a separate copy of each parameter that they share with other modules."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in types:
         for name, parameter in module._parameters.items():
@@ -172,19 +172,19 @@ def _untie(types: Mapping[nn.Module, torch.dtype]) -> None:
 
 
 class _Border:
-    """Casts what goes into a module to the type that it computes in, and what comes out to that of its caller."""
+    """Hooks that cast the inputs of a module to its type, and its outputs to the type of its caller."""
 
     def __init__(self, root: nn.Module) -> None:
         self._running: list[tuple[torch.dtype | None, bool]] = []
         root.register_forward_pre_hook(self._begin)
 
     def watch(self, module: nn.Module, dtype: torch.dtype | None, masked: bool) -> None:
-        """Cast for a module that computes in ``dtype``; None: it takes and gives any type."""
+        """Add the hooks to a module that computes in ``dtype``; None: its values keep their types."""
         module.register_forward_pre_hook(partial(self._enter, dtype, masked), with_kwargs=True)
         module.register_forward_hook(self._leave)
 
     def _begin(self, root: nn.Module, args: Any) -> None:
-        # A pass that failed left its modules here.
+        # A failed pass leaves its modules on the stack.
         self._running.clear()
 
     def _enter(
@@ -203,7 +203,7 @@ class _Border:
 
 
 def _at_border(dtype: torch.dtype, masked: bool, value: Any) -> Any:
-    """Return the floats of a value in ``dtype``, wherever torch's trees reach; the value itself if they are already."""
+    """Return a value with the floats of its pytree in ``dtype``; the value itself if they are already."""
     floats = (torch.float16, torch.float32)
 
     def foreign(leaf: Any) -> bool:

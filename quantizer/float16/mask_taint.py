@@ -1,8 +1,9 @@
-"""Tensors of a pass that hold a mask's low numbers, so that a softmax reads them as it will in the exported file.
+"""Tracking of the low numbers of masks through a pass, so that a softmax reads the same masks as in the exported file.
 
-There the mask's constant is ``FLOAT16_MASK``, see ``ClampMasks``. In a pass nobody knows yet where a constant will get
-to: the low number stays as it is, is followed through what hands it on, and is raised where a softmax reads it. What
-never gets there, such as a factor, a bound or an infinite result, keeps its value here as it does in the file.
+There the constant of a mask is ``FLOAT16_MASK``, see ``ClampMasks``. During a pass it is unknown if a low constant
+will reach a softmax: it keeps its value, is tracked through the operations that pass it on, and is raised only when a
+softmax reads it. Low numbers that reach no softmax, such as factors, bounds or infinite results, keep their values, as
+in the file.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _SOFTMAX = frozenset({"_softmax", "_safe_softmax", "softmax"})
 
 
 class MaskTaint:
-    """Follows low numbers through the operations of one pass."""
+    """The tensors of one pass that contain low numbers, each with a flag if these mask other values."""
 
     def __init__(self) -> None:
         self._held: Any = WeakIdKeyDictionary()
 
     def read(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of an operation as it reads them: softmax and fused attention take ``FLOAT16_MASK``."""
+        """Return the arguments for an operation; for softmax and fused attention masks are raised to FLOAT16_MASK."""
         name = _name(func)
         if not (name in _SOFTMAX or "attention" in name) or not any(map(self._masks, _leaves(args, kwargs))):
             return args, kwargs
@@ -57,7 +58,7 @@ class MaskTaint:
         return raised
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note whether what an operation gave holds low numbers, and whether they mask what they stand beside."""
+        """Record if the result of an operation contains low numbers, and if they mask other values."""
         name = _name(func)
         if product_name(func) is not None or name not in _MOVES | _FACTORS | _MASKS | _CONSTANTS:
             return

@@ -1,11 +1,11 @@
-"""Bounds of the values of a pass, and the modules that compute with those that float16 cannot hold.
+"""Bounds of the values of a pass, and the modules that compute with values beyond float16.
 
-Every operation gives a bound for what it makes from bounds for what it reads, which costs a few numbers and touches no
-tensor. Where that does not show that float16 holds the result, the smaller of operands and result are measured, and
-the bound is the truth from there on. Measured, a value beyond float16 is never missed and never made up.
+The bound of a result follows from the bounds of the operands, without reading any tensor. If this bound is beyond
+float16, the operands (if smaller) or the result are measured, and their bounds are exact. So no value beyond float16 is
+missed, and none is reported wrongly.
 
-Masks hold numbers like -3.4e38 or -inf, which stand for "not here". Numbers so low are no values: a mask is noted, and
-what remains of it is bounded.
+Masks contain numbers such as -3.4e38 or -inf, which are not values: a tensor with them is marked as a mask, and its
+bound is that of its other values.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from quantizer.float16.float32_modules import Float32Modules
 __all__ = ["Frame", "OverflowTracker", "ParameterMagnitudes"]
 
 Frame = tuple[str, int]
-"""A module that runs: its path, and the number of its call."""
+"""A running module: its path, and the number of its call."""
 
 
 class _Seen:
-    """The bound of one tensor, and where it comes from.
+    """The bound of one tensor, and its origin.
 
     Attributes:
-        tensor: the tensor, to tell it from another that got its id.
-        bound: no value of it, masks apart, is larger in magnitude.
+        tensor: a weak reference to the tensor, since another tensor may get the same id.
+        bound: a bound of its magnitudes, apart from numbers of masks.
         exact: the bound was measured.
-        mask: it holds numbers of masks.
-        frames: the modules that ran when it was made, kept where it is beyond float16 or a mask; None: it was there.
-        parameter: the parameter that it is, or shows; None: neither.
+        mask: it contains numbers of masks.
+        frames: the modules that ran when it was made, if it is marked; None: it was made before the pass.
+        parameter: the parameter that it is, or is a view of; None: neither.
     """
 
     __slots__ = ("bound", "exact", "frames", "mask", "parameter", "tensor")
@@ -64,16 +64,16 @@ class _Seen:
 
     @property
     def marked(self) -> bool:
-        """True if modules that meet it must know."""
+        """True if the modules that read the tensor must be recorded."""
         return self.mask or beyond(self.bound)
 
 
 class ParameterMagnitudes:
-    """Measurements of parameters, which hold for all passes, until they change.
+    """Measurements of parameters, valid for all passes until a parameter changes.
 
     Attributes:
-        norms: the largest norm of a column of each matrix that a parameter, or a view of it, is.
-        parameters: what is known of each parameter, with the version that it had then.
+        norms: the largest norm of a column, for each parameter or view of one that is the matrix of a product.
+        parameters: each parameter with its version and bound, by id.
     """
 
     def __init__(self) -> None:
@@ -82,13 +82,13 @@ class ParameterMagnitudes:
 
 
 class OverflowTracker:
-    """Follows bounds through one pass."""
+    """The bounds of the tensors of one pass."""
 
     def __init__(self, measured: ParameterMagnitudes, inputs: Iterable[Any] = ()) -> None:
         """
         Args:
-            measured: of the parameters, in other passes of the model.
-            inputs: of the model, in this pass.
+            measured: measurements of the parameters, from all passes of the model.
+            inputs: the inputs of the model in this pass.
         """
         self._wide: dict[str, float] = {}
         self._wide_inputs = False
@@ -111,13 +111,13 @@ class OverflowTracker:
         )
 
     def at_most(self, value: Tensor, bound: float) -> None:
-        """Say that somebody measured all of ``value``."""
+        """Lower the bound of ``value`` to one that was measured elsewhere."""
         seen = self._seen.get(id(value))
         if seen is not None and seen.tensor() is value and not seen.mask and bound < seen.bound:
             seen.bound, seen.exact = bound, True
 
     def returned(self, result: Any) -> None:
-        """Note that the model returned ``result``: what is in it travelled out of all modules."""
+        """Record that the model returned ``result``: its tensors left all modules."""
         for value in _floats(_pytree.tree_leaves(result)):
             seen = self._of(value)
             if seen.marked:
@@ -131,13 +131,11 @@ class OverflowTracker:
         result: Any,
         frames: Callable[[], tuple[Frame, ...]],
     ) -> None:
-        """Bound what one operation made.
+        """Compute the bound of the result of one operation, and record the modules.
 
         Args:
-            func: the operation below Python.
-            args, keywords: what it was given.
-            result: what it gave.
-            frames: gives all modules that run, the outermost first.
+            func: the ATen operation.
+            frames: a function that returns the running modules, the outermost first.
         """
         made = _floats((result,))
         if not made:
@@ -145,7 +143,7 @@ class OverflowTracker:
         name, shows, writes = _facts(func)
         real = shows and isinstance(args[0], Tensor) and args[0].is_floating_point()
         if real and not (shown := self._of(args[0])).marked:
-            # Most operations only show what is there.
+            # Most operations only return a view.
             for value in made:
                 view = self._seen[id(value)] = _Seen(value, shown.bound)
                 view.parameter = shown.parameter
@@ -166,7 +164,7 @@ class OverflowTracker:
             self._written(made[0], new)
         self._seen[id(made[0])] = new
         here = frames()
-        # What a hook of the whole model computes is in no module.
+        # An operation in a hook of the whole model has no module.
         if here and not shows:
             self._computing.add(here[-1][0])
         for seen in read:
@@ -184,7 +182,7 @@ class OverflowTracker:
         return result_bound(name, args, keywords, bounds, lambda place: self._column(args[place], read[place]))
 
     def _column(self, value: Tensor, seen: _Seen) -> float:
-        """Return the largest norm of a column of value [.., K, N], or a bound for it."""
+        """Return the largest norm of a column of value [.., K, N]; a bound of it unless value is a parameter's."""
         if seen.parameter is None:
             return math.sqrt(value.shape[-2]) * seen.bound
         key = (id(seen.parameter), tensor_version(seen.parameter), value.shape, value.stride(), value.storage_offset())
@@ -194,7 +192,7 @@ class OverflowTracker:
         return self._measured.norms[key]
 
     def _measured_all(self, given: Sequence[Tensor], read: Sequence[_Seen], limit: int) -> bool:
-        """Measure operands of which only a bound is known, where they are smaller than ``limit``; whether any was."""
+        """Measure operands without exact bounds if they have fewer than ``limit`` values, and return whether it did."""
         loose = [(value, seen) for value, seen in zip(given, read, strict=True) if not seen.exact]
         if not loose or sum(value.numel() for value, _ in loose) >= limit:
             return False
@@ -202,7 +200,7 @@ class OverflowTracker:
             self._measure(seen, value)
         return True
 
-    # -- what is known of tensors ----------------------------------------------------------------------------------
+    # -- tensors ---------------------------------------------------------------------------------------------------
 
     def _of(self, value: Tensor) -> _Seen:
         seen = self._seen.get(id(value))
@@ -223,8 +221,8 @@ class OverflowTracker:
         return seen
 
     def _measure(self, seen: _Seen, value: Tensor) -> None:
-        """Let what is known of a tensor be the truth."""
-        # Forward gradients compute with zeros that have no memory, and with tensors that have a shape alone.
+        """Measure the bound of a tensor."""
+        # Forward-mode gradients use zero tensors without memory, and tensors on the meta device.
         unseen = value.is_meta or value._is_zerotensor()
         if unseen or value.layout is not torch.strided or value.is_nested or value.numel() == 0:
             seen.bound = 0.0
@@ -237,7 +235,7 @@ class OverflowTracker:
         seen.bound, seen.exact = max(-low, high), True
 
     def _written(self, value: Tensor, new: _Seen) -> None:
-        """Note that what was written into a tensor is in all that share its memory."""
+        """Apply the bound of a tensor changed in place to all tensors that share its memory."""
         memory = value.untyped_storage()._cdata
         for seen in self._seen.values():
             other = seen.tensor()
@@ -248,7 +246,7 @@ class OverflowTracker:
     # -- modules ---------------------------------------------------------------------------------------------------
 
     def _travelled(self, seen: _Seen, here: tuple[Frame, ...]) -> None:
-        """Note the modules through which a tensor came: out of those that made it, through their caller, and in."""
+        """Record the modules that a tensor passed: out of those that made it, through their caller, into the reader."""
         if seen.frames is None:
             self._note(seen.bound, seen.mask, here[-1:])
             return
@@ -267,7 +265,7 @@ class OverflowTracker:
 
 @cache
 def _facts(func: Any) -> tuple[str, bool, bool]:
-    """Name of an operation, whether its result shows its operand's memory, and whether it writes into an operand."""
+    """Return the name of an operation, whether its result is a view, and whether it changes an operand in place."""
     return func.name().partition(".")[0], bool(func.is_view), func._schema.is_mutable
 
 

@@ -1,6 +1,6 @@
-"""A frozen proxy whose floats are half, computed as a target computes them: to be scored where there is no target.
+"""Simulation of a target's half floats in a frozen proxy, to score it without the target.
 
-Tensors are in half; products are summed in float32 and rounded once. torch's own half kernels for a CPU do the same,
+Tensors are half; products are summed in float32 and rounded once. torch's own half kernels for a CPU do the same, but
 fifteen times slower.
 """
 
@@ -27,7 +27,7 @@ _MARK = "_quantizer_simulation"
 
 
 def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> nn.Module:
-    """Let a frozen proxy compute what is not quantized in ``dtype``, in place; it takes and gives float32 as before.
+    """Make a frozen proxy compute its floats in ``dtype``, in place; its inputs and outputs stay float32.
 
     Wide modules stay float32.
 
@@ -38,7 +38,7 @@ def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> n
         return proxy
     vars(proxy)[_MARK] = True
     pass_ = _Pass(dtype, regions.io_dtype(dtype))
-    # The first of the hooks: what goes in is cast before any module's border sees it.
+    # Before the hooks of ``convert_floats``: inputs are cast before the border of any module.
     proxy.register_forward_pre_hook(pass_.begin, with_kwargs=True)
     convert_floats(proxy, dtype, regions)
     proxy.register_forward_hook(pass_.end, always_call=True)
@@ -46,7 +46,7 @@ def simulate(proxy: nn.Module, dtype: torch.dtype, regions: Float32Modules) -> n
 
 
 def is_simulation(model: nn.Module) -> bool:
-    """Return whether ``simulate`` made it compute in another type than it takes."""
+    """Return whether ``simulate`` changed the type in which a model computes."""
     return _MARK in vars(model)
 
 
@@ -54,7 +54,7 @@ class _Pass:
     """The hooks around each pass of the proxy.
 
     Attributes:
-        modes: of passes that run.
+        modes: the dispatch modes of running passes.
     """
 
     def __init__(self, dtype: torch.dtype, taken: torch.dtype) -> None:
@@ -68,7 +68,7 @@ class _Pass:
         return _pytree.tree_map(lambda value: _cast(value, self._taken), (args, keywords))
 
     def end(self, proxy: nn.Module, args: Any, result: Any) -> Any:
-        # always_call: this also runs after an exception in the pass.
+        # Registered with always_call: this also runs after an exception in the pass.
         self.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return _pytree.tree_map(lambda value: _cast(value, torch.float32), result)
 
@@ -78,7 +78,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes products of half tensors as a target does, and takes low numbers for masks where the export does."""
+    """A dispatch mode that computes products of half tensors and reads masks as a target does."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,7 +90,7 @@ class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if self._masks is not None:
-            # Also where a softmax is wide: what it reads was half before.
+            # Also for a softmax in a wide module: its input was half before.
             args, kwargs = self._masks.read(func, args, kwargs)
         if not self._in_half((*args, *kwargs.values())):
             return func(*args, **kwargs)
@@ -112,5 +112,5 @@ class _Target(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _held(value: Any) -> Any:
-    """Return a number as half holds it: torch refuses to fill with what is beyond."""
+    """Return a number, at least -FLOAT16_MAX unless -inf: torch refuses to fill half tensors with lower numbers."""
     return max(value, -FLOAT16_MAX) if isinstance(value, float) and value != -math.inf else value
