@@ -1,4 +1,4 @@
-"""The configuration of a run: a frozen schema, and YAML with every problem reported at once."""
+"""The configuration of a run: a frozen schema, and reading of YAML that reports all problems at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``model:`` and ``data:`` sections: what is quantized, and the rows it is calibrated and judged on."""
+"""The ``model:`` and ``data:`` sections: the float model, and the rows for calibration, evaluation and training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TASKS = OneOf(TASKS)
 
 
 class ModelConfig(Section):
-    """The float model and the task it is judged on."""
+    """The float model and the task on which it is scored."""
 
     source: Text = Field(
         description="A local folder, a hub name, or 'package:NAME/FOLDER' for a folder inside an installed package. "
@@ -53,11 +53,11 @@ class DatasetConfig(Section):
     subset: Text | None = Field(default=None, description="Part of the data set, such as 'movieReviewSnippets'.")
 
     def shares_rows_with(self, other: DatasetConfig) -> bool:
-        """Return whether a row of one is, or may be, a row of the other."""
+        """Return whether the two data sets have, or may have, a row in common."""
         if self._source != other._source:
             return False
         if self.split != other.split:
-            # Without a split it is all of them, and in another order: offset and rows do not tell.
+            # Without a split the rows are those of all splits, in another order: offset and rows prove nothing.
             return None in (self.split, other.split)
         first, second = sorted((self, other), key=lambda dataset: dataset.offset)
         return first.rows is None or second.offset < first.offset + first.rows

@@ -27,9 +27,9 @@ from quantizer.config.section import Section
 __all__ = ["KeyPath", "Slot", "nearest", "path_text", "paths_ending_in", "slot_at", "words_for"]
 
 KeyPath = tuple[str | int, ...]
-"""Where a value stands: keys, and indices in lists."""
+"""The path of a value: keys, and indices in lists."""
 
-# What people write for a name whose letters are too far from it.
+# Common abbreviations that are too different from the name for a search by letters.
 _ABBREVIATIONS = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -46,8 +46,8 @@ class Slot:
     """The values that one path of a configuration accepts.
 
     Attributes:
-        annotation: its type, without ``Annotated`` and without ``None``.
-        metadata: constraints on it.
+        annotation: the type of the values, without ``Annotated`` and without ``None``.
+        metadata: the constraints on the values.
         nullable: null is accepted.
     """
 
@@ -57,7 +57,7 @@ class Slot:
 
     @classmethod
     def of(cls, annotation: Any, metadata: Sequence[Any] = ()) -> Slot:
-        """Return the slot of a type as it is written in a schema."""
+        """Return the slot of a type annotation in a schema."""
         found = list(metadata)
         nullable = False
         while True:
@@ -73,11 +73,11 @@ class Slot:
 
     @property
     def section(self) -> type[Section] | None:
-        """The section that stands here, if one does."""
+        """The class of the section; None if the values are no sections."""
         return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, Section) else None
 
     def child(self, key: str | int) -> Slot | None:
-        """Return the slot of a key of a section or of an entry of a list; None where there is none."""
+        """Return the slot of a key of a section or of an entry of a list; None if there is none."""
         if self.section is not None:
             field = self.section.model_fields.get(str(key))
             return None if field is None else Slot.of(field.annotation, field.metadata)
@@ -86,19 +86,19 @@ class Slot:
         return None
 
     def names(self) -> list[str]:
-        """Return the strings that can stand here: keys of a section, or names to choose from."""
+        """Return the strings that are accepted: keys of a section, or names to choose from."""
         if self.section is not None:
             return list(self.section.model_fields)
         return [value for value in self._values() if isinstance(value, str)]
 
     def _values(self) -> tuple[Any, ...]:
-        """Return the values of a ``Literal`` or the names of a registry, where only those can stand here."""
+        """Return the values of a ``Literal`` or the names of a registry; empty for all other types."""
         if get_origin(self.annotation) is Literal:
             return get_args(self.annotation)
         return next((tuple(extra.registry) for extra in self.metadata if isinstance(extra, OneOf)), ())
 
     def expected(self) -> str:
-        """Completes the sentence "expected ..."."""
+        """Return words that complete the sentence "expected ..."."""
         words = next((extra.words for extra in self.metadata if isinstance(extra, Expects)), None) or self._kind()
         bounds = [_bound(extra) for extra in self.metadata if isinstance(extra, Gt | Ge | Le)]
         words += ", " + " and ".join(bounds) if bounds else ""
@@ -121,7 +121,7 @@ def _bound(constraint: Gt | Ge | Le) -> str:
 
 
 def slot_at(schema: type[Section], path: KeyPath) -> Slot | None:
-    """Return the slot at ``path`` below ``schema``; None where the schema has no such path."""
+    """Return the slot at ``path`` below ``schema``; None if the schema has no such path."""
     slot: Slot | None = Slot(schema)
     for key in path:
         slot = slot.child(key) if slot is not None else None
@@ -135,7 +135,7 @@ def paths_ending_in(schema: type[Section], name: str) -> Sequence[KeyPath]:
 
 @cache
 def _paths(schema: type[Section]) -> dict[str, list[KeyPath]]:
-    """Return every path of ``schema`` by its last key: found once, as a file may have thousands of unknown keys."""
+    """Return every path of ``schema`` by its last key; cached, because a file may have thousands of unknown keys."""
     found: dict[str, list[KeyPath]] = {}
     waiting: list[tuple[KeyPath, type[Section]]] = [((), schema)]
     while waiting:
@@ -149,13 +149,13 @@ def _paths(schema: type[Section]) -> dict[str, list[KeyPath]]:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the one of ``known`` that ``name`` most likely means, if any is near."""
+    """Return the name in ``known`` that is most similar to ``name``; None if none is similar."""
     plain = name.lower()
     return next(iter(get_close_matches(_ABBREVIATIONS.get(plain, plain), known, n=1)), None)
 
 
 def path_text(path: KeyPath) -> str:
-    """``quantizer.exclude.names[0]``."""
+    """Return a path as text, such as ``quantizer.exclude.names[0]``."""
     text = ""
     for key in path:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
@@ -163,11 +163,11 @@ def path_text(path: KeyPath) -> str:
 
 
 def words_for(value: Any, kind: bool = True) -> str:
-    """``value`` as a YAML file would show it, cut where it is long.
+    """Return ``value`` in the form of a YAML file, with long texts cut.
 
     Args:
-        value: anything.
-        kind: say in words of what kind it is: "the text '3'", against '3' alone.
+        value: any value.
+        kind: add the kind of the value in words: "the text '3'" instead of '3'.
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -16,10 +16,10 @@ __all__ = ["default_format", "check_formats", "check_run", "rule_formats"]
 
 
 def check_formats(config: QuantizerConfig) -> None:
-    """Refuse formats that the target does not compute in.
+    """Raise if the target does not support all formats.
 
     Raises:
-        ConfigError: it does not; all that it lacks are listed.
+        ConfigError: a list of all formats that the target does not support.
     """
     problems = impossible(default_format(config), rule_formats(config), config.target)
     if problems:
@@ -27,11 +27,11 @@ def check_formats(config: QuantizerConfig) -> None:
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuse what a run's target cannot do, before anything is loaded.
+    """Raise if the target of a run does not support its settings, before anything is loaded.
 
     Raises:
-        ConfigError: formats that the target or the opset has not, an inference precision that it cannot be told, or a
-            compute capability that it does not build for or that has not the formats; all of them are listed.
+        ConfigError: a list of all formats that the target or the opset lacks, and of an inference precision, a compute
+            capability (or its formats) or engines without weights if the target does not support them.
     """
     target = config.quantizer.target
     default, rules = default_format(config.quantizer), rule_formats(config.quantizer)

@@ -1,4 +1,4 @@
-"""From a YAML file, a mapping or keywords to a frozen configuration, and back to YAML."""
+"""Conversion of a YAML file, a mapping or keywords to a frozen configuration, and back to YAML."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ __all__ = ["dump_yaml", "load_run", "quantizer_config"]
 def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Read the YAML file of one run.
 
-    Relative paths in it (``data.*.path``, and ``model.source`` where it starts with ``./``, ``../`` or ``~/`` or names
-    something that exists) are made absolute from the current directory, not from the folder of the file. Without
-    ``output``, the run's folder is ``runs/`` and the file's name without its ending.
+    Relative paths in it (``data.*.path``, and ``model.source`` if it starts with ``./``, ``../`` or ``~/`` or exists)
+    are resolved against the current directory, not against the folder of the file. Without ``output``, the run's folder
+    is ``runs/`` and the file's name without its ending.
 
     Args:
         path: the file.
         overrides: ``key.path=value``, the value in YAML, or ``~key.path`` to remove a key; applied in this order,
-            before anything is checked.
+            before any check.
 
     Raises:
-        ConfigError: with every problem of file and overrides, each with file and line.
+        ConfigError: a list of all problems of the file and the overrides, each with its place.
     """
     document = read_yaml(path)
     draft = Draft(document.value, fspath(path), document)
@@ -56,16 +56,16 @@ def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunCon
 def quantizer_config(
     source: str | PathLike[str] | Mapping[str, Any] | QuantizerConfig | RunConfig | None = None, **keywords: Any
 ) -> QuantizerConfig:
-    """Return the settings of a ``Quantizer`` from whatever the caller has.
+    """Return the settings of a ``Quantizer``.
 
     Args:
-        source: None for the defaults; a YAML file or a mapping, either of a whole run (its ``quantizer`` section is
-            taken) or of the section alone; or a configuration.
-        keywords: fields of ``QuantizerConfig``, each in place of the whole field of ``source``:
+        source: None for the defaults; a YAML file or a mapping, of a whole run (only its ``quantizer`` section is used)
+            or of that section; or a configuration.
+        keywords: fields of ``QuantizerConfig``, which replace whole fields of ``source``:
             ``exclude={"names": ["classifier"]}``.
 
     Raises:
-        ConfigError: with every problem, each with the file and line or the keyword that it comes from.
+        ConfigError: a list of all problems, each with its file and line or its keyword.
     """
     if isinstance(source, RunConfig):
         source = source.quantizer
@@ -75,7 +75,7 @@ def quantizer_config(
         source = source.model_dump()
     draft = _draft(source)
     whole = draft.value if isinstance(draft.value, dict) else {}
-    # A misspelt 'quantizer' is not a section of its own: it would be reported among the wrong names.
+    # A key similar to 'quantizer' means a whole run too, so that the message suggests the correct spelling.
     is_run = any(name in RunConfig.model_fields or nearest(str(name), ["quantizer"]) for name in whole)
     _require_section(draft, RunConfig if is_run else QuantizerConfig)
     if is_run:
@@ -87,7 +87,7 @@ def quantizer_config(
 
 
 def dump_yaml(config: Section) -> str:
-    """``config`` as YAML, every field written out; reading it again gives an equal configuration."""
+    """Return ``config`` as YAML with every field; reading it gives an equal configuration."""
     plain = config.model_dump(mode="json")
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
 
@@ -105,7 +105,7 @@ def _draft(source: object) -> Draft:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with plain dictionaries for its mappings; the caller's own are never changed."""
+    """Return ``value`` with its mappings copied into dictionaries, so that the caller's own are not changed."""
     return {key: _plain(below) for key, below in value.items()} if isinstance(value, Mapping) else value
 
 

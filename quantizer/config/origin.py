@@ -1,4 +1,4 @@
-"""A configuration before validation: its values, where each came from, and what is already known to be wrong."""
+"""A configuration before validation: its values, their origins, and the problems so far."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Draft"]
 
 
 class Draft:
-    """Values that are collected from a file or mapping and from overrides, and their problems.
+    """Values from a file or mapping and from overrides, and their problems.
 
     Attributes:
-        value: the values so far; the mappings given by the caller are never changed.
-        label: the file name, or what else the values came from.
+        value: the values so far; the caller's mappings are never changed.
+        label: the file name, or another name for the origin of the values.
         document: the file, if there is one.
-        overrides: path and label of each override, in the order given.
-        problems: position (a line, or 10 ** 9 for what has none) and text of each problem so far.
-        holes: paths whose value could not be read, so that validating it would only repeat that.
+        overrides: path and label of each override, in order.
+        problems: position and text of each problem so far; the position is a line, from 10 ** 9 on for overrides.
+        holes: paths of values that could not be read, so that validating them would only repeat the problem.
     """
 
     def __init__(self, value: Any, label: str, document: Document | None = None) -> None:
@@ -40,13 +40,13 @@ class Draft:
                 self.holes.append(fault.path)
 
     def add(self, path: KeyPath, text: str, place: tuple[int, str] | None = None) -> None:
-        """Note a problem of the value at ``path``."""
+        """Add a problem of the value at ``path``."""
         position, where = place or self.place(path)
         shown = path_text(path)
         self.problems.append((position, f"{where}: {shown}: {text}" if shown else f"{where}: {text}"))
 
     def place(self, path: KeyPath) -> tuple[int, str]:
-        """Return where the value at ``path`` was written: its position, and "FILE:LINE" or "override '...'"."""
+        """Return the origin of the value at ``path``: its position, and "FILE:LINE" or "override '...'"."""
         for index, (target, label) in reversed(list(enumerate(self.overrides))):
             if path[: len(target)] == target:
                 return 10**9 + index, label
@@ -60,7 +60,7 @@ class Draft:
         return (1, f"{self.label}:1") if self.document is not None else (0, self.label)
 
     def override(self, text: str) -> None:
-        """Apply ``key.path=value`` (the value is YAML) or ``~key.path`` (removes it)."""
+        """Apply ``key.path=value`` (the value is YAML), or remove a key by ``~key.path``."""
         label = f"override {text!r}"
         place = (10**9 + len(self.overrides), label)
         key, sign, written = text.partition("=")
@@ -84,7 +84,7 @@ class Draft:
                     self.holes.append((*path, *fault.path))
 
     def set(self, path: KeyPath, value: Any, label: str) -> bool:
-        """Put ``value`` at ``path``; sections that are absent or null come into being. False: a problem was noted."""
+        """Set ``value`` at ``path``, and create missing sections; return False if a problem was added instead."""
         here = self.value
         for length, key in enumerate(path[:-1], start=1):
             below = here.get(key)
@@ -92,7 +92,7 @@ class Draft:
                 text = f"{path_text(path[:length])} is {words_for(below)}; expected a section: set it as a whole"
                 self.add((), text, (10**9 + len(self.overrides), label))
                 return False
-            # A copy: an alias may have put the same section in another place too.
+            # A copy, since an alias may use the same section in another place.
             here[key] = here = dict(below or {})
         here[path[-1]] = value
         self._replaced(path, label)

@@ -1,4 +1,4 @@
-"""The ``quantizer:`` section: what is quantized, how its ranges are found, and for which backend."""
+"""The ``quantizer:`` section: the quantized sites, their formats and calibrators, and the backend."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ActivationsConfig(Section):
 
     @property
     def percentiles(self) -> tuple[float, ...]:
-        """All that are to be tried; one where none is searched for."""
+        """The percentiles to compare; a single one if there is no search."""
         return self.percentile if isinstance(self.percentile, tuple) else (self.percentile,)
 
 
@@ -99,7 +99,7 @@ class WeightsConfig(Section):
 
 
 def _no_number(value: Any) -> Any:
-    # To a Literal, 1 is as good as true: Python says they are equal.
+    # A Literal of True accepts 1 too, because they are equal in Python.
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise PydanticCustomError("literal_error", "Input should be true, false or 'auto'")
     return value
@@ -121,7 +121,7 @@ class SitesConfig(Section):
 
 
 class SelectionConfig(Section):
-    """Rules that choose sites; a site is chosen when any rule matches it."""
+    """Rules that select sites; a site is selected if any rule matches it."""
 
     module_types: TextList = Field(
         default=(), description="Names of module classes; a class covers its subclasses and all that is inside."
@@ -135,7 +135,7 @@ class SelectionConfig(Section):
 
 
 class FormatConfig(SelectionConfig):
-    """Formats for some sites: those of ``kinds`` that the patterns match; what is left out matches every site."""
+    """Formats for some sites: those of ``kinds`` that the patterns match; an empty key matches every site."""
 
     kinds: Annotated[
         tuple[Literal["linear", "conv", "matmul", "residual_add", "embedding"], ...], BeforeValidator(tuple_from_list)
@@ -167,7 +167,7 @@ _BACKENDS = OneOf(profiles)
 class QuantizerConfig(Section):
     """The settings of a ``Quantizer``."""
 
-    # With ``to_dict``, what transformers asks of a quantization_config: see ``interop/transformers/plugin.py``.
+    # With ``to_dict``, the interface that transformers requires: see ``interop/transformers/plugin.py``.
     quant_method: ClassVar[str] = "quantizer"
 
     backend: Annotated[str, AfterValidator(_BACKENDS.check), _BACKENDS] = Field(
@@ -204,9 +204,9 @@ class QuantizerConfig(Section):
 
     @property
     def target(self) -> TargetProfile:
-        """The backend's profile, with ``fallback_dtype`` where that is given."""
+        """The profile of the backend, with ``fallback_dtype`` if it is set."""
         return profile(self.backend, self.fallback_dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values, and the name that transformers knows them by."""
+        """Return all fields as plain values, with the name of the method for transformers."""
         return {"quant_method": self.quant_method, **self.model_dump(mode="json")}

@@ -1,4 +1,4 @@
-"""docs/configuration.md, made from the schema: every key with its type, default and meaning.
+"""The page docs/configuration.md, generated from the schema: every key with its type, default and meaning.
 
 python -m quantizer.config.reference > docs/configuration.md
 """
@@ -77,7 +77,7 @@ def reference() -> str:
 
 
 def _places() -> dict[type[Section], list[str]]:
-    """Return every section of a file, in order, with all paths at which it stands."""
+    """Return every section of a file, in order, with all its paths."""
     places: dict[type[Section], list[str]] = {}
 
     def walk(section: type[Section], path: str) -> None:
@@ -116,7 +116,7 @@ def _heading(paths: Sequence[str]) -> str:
 
 
 def _anchor(heading: str) -> str:
-    """Return how GitHub links to a heading."""
+    """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 

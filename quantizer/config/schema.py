@@ -1,4 +1,4 @@
-"""One run as a configuration: ``RunConfig`` and the sections that no other file holds."""
+"""The configuration of one run: ``RunConfig``, and the sections without a file of their own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _HALF_SCALES_OPSET = 19
-"""QuantizeLinear takes half scales from here on."""
+"""The first opset in which QuantizeLinear accepts half scales."""
 
 
 class DynamicConfig(Section):
@@ -130,9 +130,9 @@ class RunConfig(Section):
         default="runs/run", description="Folder of the run; a file's default is runs/ and the file's own name."
     )
 
-    # Sections are checked against each other field by field: a validator of the whole run would only be called when
-    # every section is right, and so would hide its problems behind the others. `info.data` holds the sections above
-    # that are right.
+    # Sections are checked against each other field by field: a validator of the whole run would run only if every
+    # section is valid, and so would not report its problems together with others. `info.data` has the valid sections
+    # above.
 
     @field_validator("data")
     @classmethod
@@ -163,7 +163,7 @@ class RunConfig(Section):
     @field_validator("qat")
     @classmethod
     def _choices_have_what_they_need(cls, qat: QatConfig | None, info: ValidationInfo) -> QatConfig | None:
-        """Return a ranking, and rows to tune and to train on: there where they are needed, and only there."""
+        """Return ``qat`` if amp, and rows to tune and train on, are configured if needed and only then."""
         problems = []
         data, amp, fallback = (info.data.get(name) for name in ("data", "amp", "fallback"))
         if isinstance(fallback, FallbackConfig) and fallback.names is None and "amp" in info.data and amp is None:

@@ -1,4 +1,4 @@
-"""The base of every section of a configuration, and the field types used more than once."""
+"""The base class of all sections of a configuration, and field types used in several of them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Expects:
-    """The value that a field wants, in the words of an error message, where its type does not say it.
+    """The accepted values of a field, for error messages, if its type does not describe them.
 
     Attributes:
-        words: completes the sentence "expected ...".
+        words: words that complete the sentence "expected ...".
     """
 
     words: str
@@ -49,7 +49,7 @@ class Expects:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A field whose values are the names in a registry, which may grow; ``check`` is its validator."""
+    """A field that accepts the names in a registry, also those added later; ``check`` is its validator."""
 
     registry: Registry[Any]
 
@@ -57,7 +57,7 @@ class OneOf:
         """Return the name.
 
         Raises:
-            PydanticCustomError: it is not in the registry.
+            PydanticCustomError: the name is not in the registry.
         """
         if name not in self.registry:
             known = ", ".join(map(repr, self.registry))
@@ -66,18 +66,18 @@ class OneOf:
 
 
 def reject(*problems: tuple[str, str]) -> NoReturn:
-    """Raise the error that a validator of a section raises for values that do not fit together.
+    """Raise the error of a section's validator for values that contradict each other.
 
     Args:
-        problems: path of the key relative to the validated value ("latency_batch", "" for the value itself, or
-            "/data.head" from the top of the file), and what is wrong.
+        problems: path and text of each problem. Paths are relative to the validated value: "latency_batch", "" for the
+            value itself; "/data.head" is a path from the top of the file.
     """
     summary = "; ".join(f"{path.lstrip('/')}: {text}" if path else text for path, text in problems)
     raise PydanticCustomError("cross_field", "{summary}", {"summary": summary, "problems": list(problems)})
 
 
 def tuple_from_list(value: Any) -> Any:
-    """Return a list as a tuple; anything else as it is, for the type check to judge."""
+    """Return a list as a tuple; any other value unchanged, for the type check to reject."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -89,7 +89,7 @@ def _check_range(value: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def some_and_unique(value: Sequence[Any]) -> Sequence[Any]:
-    """Return the sequence itself, or an error where it is empty or an entry comes twice."""
+    """Return the sequence itself, or raise if it is empty or has an entry twice."""
     if not value:
         reject(("", "is an empty list; expected at least one entry"))
     twice = sorted({entry for entry in value if value.count(entry) > 1})
@@ -102,7 +102,7 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 """A string that is not empty."""
 
 TextList = Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)]
-"""A YAML list of strings, kept as a tuple so that a config cannot change."""
+"""A YAML list of strings, as a tuple so that a configuration is immutable."""
 
 AxisRange = Annotated[
     tuple[int, int, int],
@@ -110,4 +110,4 @@ AxisRange = Annotated[
     AfterValidator(_check_range),
     Expects("three whole numbers [min, opt, max]"),
 ]
-"""Sizes of a dynamic axis: [min, opt, max]."""
+"""The sizes of a dynamic axis: [min, opt, max]."""

@@ -1,4 +1,4 @@
-"""The ``amp:`` and ``fallback:`` sections: what the groups cost, and which of them go back to float."""
+"""The ``amp:`` and ``fallback:`` sections: the sensitivity of the groups, and the groups that fall back to float."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHOICES = ("num", "ratio", "names", "max_drop")
 
 
 class AmpConfig(Section):
-    """The measurement of what each group of sites costs."""
+    """The measurement of the sensitivity of each group of sites."""
 
     measure: Literal["gradient", "output", "local", "metric"] = Field(
         default="gradient",
@@ -33,14 +33,14 @@ class AmpConfig(Section):
         default="group",
         description="What is measured and put back together: 'group' is the least that can change precision.",
     )
-    # All 128 calibration rows of the shipped files: 'gradient' takes a few passes of each, however many groups it has.
+    # All 128 calibration rows of the shipped files: 'gradient' runs each a few times, for any number of groups.
     batches: int = Field(
         default=4, ge=1, description="Calibration batches that are measured on; 'metric' has its own data."
     )
 
 
 class FallbackConfig(Section):
-    """The groups that go back to the fallback type: exactly one of ``num``, ``ratio``, ``names`` and ``max_drop``."""
+    """The groups that fall back to float, by exactly one of ``num``, ``ratio``, ``names`` and ``max_drop``."""
 
     num: int | None = Field(default=None, ge=1, description="Put back this many of the most sensitive groups.")
     ratio: float | None = Field(default=None, gt=0, le=1, description="Put back this share of all groups.")
@@ -55,7 +55,7 @@ class FallbackConfig(Section):
         description="Put back as few groups as let the task's score on data.tuning be at most so much worse than the "
         "float model's.",
     )
-    # Null, so that a file with every default filled in can be read again where there is no search.
+    # Null, because a file with all defaults filled in must be valid without a search too.
     max_evaluations: int | None = Field(
         default=None,
         ge=2,
@@ -70,7 +70,7 @@ class FallbackConfig(Section):
 
     @property
     def evaluations(self) -> int:
-        """The number of scores that a search may take."""
+        """The number of scores that a search may measure."""
         return _MAX_EVALUATIONS if self.max_evaluations is None else self.max_evaluations
 
     @model_validator(mode="after")

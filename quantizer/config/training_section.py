@@ -1,4 +1,4 @@
-"""The ``qat:`` section: how the model is trained with rounded operands, on what the float model says."""
+"""The ``qat:`` section: training of the model with rounded operands, on the outputs of the float model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _scales(value: Any) -> str | dict[str, str]:
 
 
 class QatConfig(Section):
-    """A short training on data.training against the float model's own outputs: no labels are read."""
+    """A short training on data.training towards the outputs of the float model; labels are not used."""
 
     epochs: float = Field(
         default=0.5,

@@ -1,4 +1,4 @@
-"""Validation of a draft: every problem of every section, in one error."""
+"""Validation of a draft, with all problems of all sections in one error."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ __all__ = ["check_keys", "finish", "note_problems"]
 S = TypeVar("S", bound=Section)
 
 _HINTED = 100
-"""So many problems are told with what may have been meant; who has more has another kind of file."""
+"""How many problems get a suggestion; a file with more problems is no configuration."""
 
 
 def finish(draft: Draft, schema: type[S], at: KeyPath = ()) -> S:
-    """Return the section that the draft holds.
+    """Return the validated section of a draft.
 
     Args:
-        draft: values and the problems known so far.
+        draft: the values, and the problems so far.
         schema: the section's class.
-        at: where in the draft the section stands; a section that is absent has its default values.
+        at: the path of the section in the draft; a missing section has its default values.
 
     Raises:
-        ConfigError: with all problems, in the order of the lines.
+        ConfigError: a list of all problems, in the order of the lines.
     """
     value = draft.value
     for key in at:
@@ -55,7 +55,7 @@ def finish(draft: Draft, schema: type[S], at: KeyPath = ()) -> S:
 
 
 def note_problems(error: ValidationError, draft: Draft, schema: type[Section], at: KeyPath = ()) -> None:
-    """Add each problem of ``error`` to the draft, in our words."""
+    """Add each problem of ``error`` to the draft, with messages of this package."""
     for number, detail in enumerate(error.errors(include_url=False)):
         path = (*at, *detail["loc"])
         if any(path[: len(hole)] == hole for hole in draft.holes):
@@ -76,7 +76,7 @@ def check_keys(value: Mapping[Any, Any], draft: Draft, schema: type[Section]) ->
 
 
 def _explain(detail: ErrorDetails, schema: type[Section], at: KeyPath, *, hint: bool) -> str:
-    """Return what is wrong, what was expected, and what may have been meant."""
+    """Return the message of a problem: the value, the expected values, and a suggestion."""
     path, value, kind = detail["loc"], detail["input"], detail["type"]
     if kind == "extra_forbidden":
         return _unknown(str(path[-1]), path[:-1], schema, at, hint=hint)
@@ -123,7 +123,7 @@ def _hint(value: Any, slot: Slot | None) -> str:
 
 
 def _number_hint(text: str, kind: type[int] | type[float]) -> str:
-    # YAML 1.1 reads 1e-3 as text: without the dot it is no number there.
+    # YAML 1.1 reads 1e-3 as text, because a float needs a dot.
     try:
         number = float(text)
         shown = str(int(number)) if kind is int else yaml.safe_dump(number).split("\n")[0]

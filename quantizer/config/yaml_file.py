@@ -1,7 +1,7 @@
-"""YAML with its line numbers: a file becomes plain values, and each key and entry keeps its line.
+"""Reading of a YAML file as plain values, with the line of each key and entry.
 
-Only what a configuration needs is read: mappings with text as keys, lists, text, numbers, true, false, null, and
-aliases. Tags, merge keys and keys written twice are problems; all of them are collected, not only the first.
+Only the YAML that a configuration needs is accepted: mappings with text as keys, lists, text, numbers, true, false,
+null, and aliases. Tags, merge keys and duplicate keys are problems; all problems are collected, not only the first.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ __all__ = ["Document", "Fault", "parse_yaml", "read_yaml"]
 
 _TAG = "tag:yaml.org,2002:"
 _VALUES = {_TAG + name for name in ("bool", "int", "float", "null")}
-# A date, '=' and '<<' mean something to YAML and nothing to a configuration: they are the text that was written.
+# A date, '=' and '<<' are special in YAML, but plain text in a configuration.
 _TEXTS = {_TAG + name for name in ("str", "timestamp", "value", "merge")}
 _INT_LIMIT = 2**63
 _NUMBERS = {_TAG + "int", _TAG + "float"}
 _OLD_NUMBER = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-9_]+)+(\.[0-9_]*)?)")
-"""What YAML 1.1 reads in another base than ten, and nobody who writes 010 or 1:30 expects."""
+"""Numbers such as 010 or 1:30, which YAML 1.1 reads in another base than ten, against the expectation of users."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something in the text that is no plain value.
+    """A part of the text that is not a plain value.
 
     Attributes:
-        line: counted from 1.
-        path: where the value stands.
-        text: what is wrong, and what was expected.
-        hole: the value could not be read: None stands in its place.
+        line: the line, from 1.
+        path: the path of the value.
+        text: the problem, and the expected value.
+        hole: the value could not be read, and is replaced by None.
     """
 
     line: int
@@ -53,8 +53,8 @@ class Document:
 
     Attributes:
         value: the plain value.
-        faults: everything in the text that could not become one.
-        root: the node tree, from which lines are read.
+        faults: the parts of the text that are not plain values.
+        root: the node tree, which has the lines.
     """
 
     value: Any = None
@@ -63,7 +63,7 @@ class Document:
     _places: dict[int, dict[str, tuple[int, yaml.Node]]] = field(default_factory=dict)
 
     def line(self, path: KeyPath) -> int | None:
-        """Return the line of the key or list entry at ``path``, counted from 1; None if the text has no such path."""
+        """Return the line of the key or list entry at ``path``, from 1; None if the text has no such path."""
         node = self.root
         line = node.start_mark.line if node is not None else None
         for step in path:
@@ -77,7 +77,7 @@ class Document:
         return line + 1 if line is not None else None
 
     def _keys(self, mapping: yaml.MappingNode) -> dict[str, tuple[int, yaml.Node]]:
-        """Return the line, from 0, and the value of each key; read once, as thousands of keys may be asked for."""
+        """Return the line, from 0, and the value of each key; cached, because a text may have thousands of keys."""
         found = self._places.get(id(mapping))
         if found is None:
             found = self._places[id(mapping)] = {}
@@ -88,13 +88,13 @@ class Document:
 
 
 class _Reader:
-    """Turns a node tree into plain values.
+    """A converter of node trees to plain values.
 
     Attributes:
-        loader: constructs numbers, true, false and null.
-        faults: what was found to be wrong.
-        done: values by the identity of their node; an alias is the same node again.
-        open: nodes that are being read, to notice a value that contains itself.
+        loader: the loader that constructs numbers, true, false and null.
+        faults: the faults so far.
+        done: values by the id of their node; an alias is the same node again.
+        open: ids of the nodes that are being read, to detect a value that contains itself.
     """
 
     def __init__(self, loader: yaml.SafeLoader) -> None:
@@ -177,7 +177,7 @@ def parse_yaml(text: str, label: str) -> Document:
         label: the file name, for messages.
 
     Raises:
-        ConfigError: the text is no YAML at all. What is YAML but no configuration is left in ``faults``.
+        ConfigError: the text is not YAML. YAML that no configuration may have is recorded in ``faults`` instead.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -203,7 +203,7 @@ def read_yaml(path: str | PathLike[str]) -> Document:
     """Read one YAML file, as UTF-8.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, or it is no YAML at all.
+        ConfigError: there is no such file, it cannot be read, or it is not YAML.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8")

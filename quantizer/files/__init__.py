@@ -1,11 +1,11 @@
-"""Files and folders that appear at once, and that replace nothing that was not written here.
+"""Atomic writing of files and folders, which replaces only what this package wrote.
 
-place.py       what lies behind a path, and whether something may be written there: asked before any work
-temporary.py   folders to write into, beside what they become; what a kill left of them is removed later
-marker.py      what a folder of ours says of itself: its kind, and all that was written into it
-exchange.py    two folders change places in one step, where the system can do that
-whole.py       one file that is whole or absent
-folder.py      a folder that is whole or absent, and what is replaced by it
+place.py       the real place of a path, and checks that it can be written, before any work
+temporary.py   temporary folders beside their targets, and removal of those that killed processes left
+marker.py      the marker file of a folder: its kind, and the names of everything written into it
+exchange.py    atomic exchange of two folders, if the system supports it
+whole.py       atomic writing of a file
+folder.py      atomic writing of a folder, which may replace a former one
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two folders change places in one step, where the system can do that: Linux, on most of its local file systems."""
+"""Atomic exchange of two folders, which Linux supports on most local file systems."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["exchange"]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# The kernel, the file system or what a container allows: none of them is an error of the two folders.
+# The kernel, file system or container does not support the call; the two folders are in order.
 _UNABLE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two paths of one file system change places; False, with nothing done, where the system cannot.
+    """Exchange two paths of one file system atomically; return False, with no change, if the system cannot do that.
 
     Raises:
-        OSError: the system can, and refuses these two.
+        OSError: the system supports it, but not for these two paths.
     """
     if sys.platform != "linux":
         return False
     library = ctypes.CDLL(None, use_errno=True)
-    # An older C library has no name for the call.
+    # Older C libraries lack the function.
     call = getattr(library, "renameat2", None)
     if call is None:
         return False

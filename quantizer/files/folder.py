@@ -1,9 +1,9 @@
-"""A folder that is whole or absent, and what is replaced by it: a folder of ours, of the same kind, and nothing else.
+"""Atomic writing of a folder, which replaces only a folder that this package wrote, of the same kind.
 
-A new folder is filled beside its place, marked, written through to the disk, and takes its name in one step. A folder
-of ours that stands there changes places with it, so that a kill at any moment leaves one of the two in place, whole.
-Where the system cannot do that the former one is moved aside first; what a kill leaves then is put back by whoever
-reads or writes that folder next.
+A new folder is filled beside its place, marked, synced to disk and renamed in one step. It is exchanged with a former
+folder in one step too, so that a kill at any moment leaves one of the two in place, complete. If the system cannot
+exchange folders, the former folder is renamed first; after a kill in between, the next process that reads or writes
+the folder restores it.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _SHOWN = 3
 
 
 def checked_folder(folder: str | os.PathLike[str], kind: str, *, replace: bool) -> Path:
-    """Return the real place of a folder, when a folder of this kind may be written there: asked before the work.
+    """Return the real place of a folder, after a check that a folder of this kind may be written there.
 
     Args:
-        folder: where it is to be.
-        kind: what it is, such as "run".
-        replace: an empty folder, or one of the same kind that holds nothing else, may stand there.
+        folder: the path of the folder.
+        kind: the kind of folder, such as "run".
+        replace: allow an existing folder that is empty, or is of the same kind and has no foreign files.
 
     Raises:
-        QuantizerError: something stands there that is kept.
+        QuantizerError: the place has something that must not be replaced.
     """
     place = real_place(folder)
     with said_plainly(folder):
@@ -69,20 +69,20 @@ def checked_folder(folder: str | os.PathLike[str], kind: str, *, replace: bool) 
 def write_folder(
     folder: str | os.PathLike[str], fill: Callable[[Path], object], *, kind: str, replace: bool = True
 ) -> Path:
-    """Make a folder that appears at once: ``fill(path)`` writes into a temporary one beside it.
+    """Write a folder atomically: ``fill(path)`` writes into a temporary folder beside it.
 
-    A folder of the same kind that stands there is replaced when the new one is complete. After an error nothing is left
-    behind, the parent folders that were made for it included. Where something stands there at the end that may not be
-    replaced, the new folder is kept beside it, and the error says where.
+    A former folder of the same kind is replaced when the new one is complete. After an error nothing is left behind;
+    new parent folders are removed too. If the place has something at the end that must not be replaced, the new folder
+    is kept beside it, and the error names its path.
 
     Args:
-        folder: where it is to be.
-        fill: writes what is to be in it.
-        kind: what it is, such as "run".
+        folder: the path of the folder.
+        fill: a function that writes the content.
+        kind: the kind of folder, such as "run".
         replace: see ``checked_folder``.
 
     Raises:
-        QuantizerError: the folder cannot be made there, or ``fill`` met an error of the operating system.
+        QuantizerError: the folder cannot be written there, or ``fill`` raised an error of the operating system.
     """
     restore_folder(folder)
     place = checked_folder(folder, kind, replace=replace)
@@ -114,7 +114,7 @@ def write_folder(
 
 @contextmanager
 def said_complete(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Say that the folder is complete when the block, which comes after the work, is interrupted."""
+    """Add to an interrupt in the block, which must follow the work, the message that the folder is complete."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -122,7 +122,7 @@ def said_complete(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def restore_folder(folder: str | os.PathLike[str]) -> None:
-    """Put a folder in its place where a kill left it aside: the new one if it is complete, and else the former one."""
+    """Restore a folder whose replacement was killed: the new folder if it is complete, otherwise the former one."""
     with suppress(OSError, ValueError):
         place = Path(os.path.realpath(folder))
         for old in leftovers(place, OLD):
@@ -132,7 +132,7 @@ def restore_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def _kept_reason(place: Path, kind: str) -> str | None:
-    """Return why a folder is kept for what lies in it; None where nothing does but what was written here."""
+    """Return why a folder must be kept because of its content; None if this package wrote all of it."""
     names = sorted(os.listdir(place))
     if not names:
         return None
@@ -156,7 +156,7 @@ def _some(names: list[str]) -> str:
 
 
 def _filled(new: Path, fill: Callable[[Path], object], kind: str, folder: object) -> None:
-    """Fill a new folder, mark it and see it onto the disk."""
+    """Fill a new folder, mark it and sync it to disk."""
     with system_errors_as(f"nothing was written to {folder}"):
         fill(new)
         write_marker(new, kind)
@@ -165,11 +165,11 @@ def _filled(new: Path, fill: Callable[[Path], object], kind: str, folder: object
 
 def _put_in_place(new: Path, place: Path, kind: str) -> None:
     if not place.exists() or not os.listdir(place):
-        # The system puts a folder in the place of an empty one, and of nothing else.
+        # A rename can replace an empty folder, but no other.
         os.rename(new, place)
         return
     if not (place / MARKER).exists():
-        # Of an earlier version: its removal, too, goes by a list.
+        # A folder of an earlier version gets a marker, since its removal needs the list of names.
         write_marker(place, kind)
     shutil.copymode(place, new)
     if exchange.exchange(new, place):
@@ -184,14 +184,14 @@ def _put_in_place(new: Path, place: Path, kind: str) -> None:
 
 
 def _clear(new: Path, place: Path) -> None:
-    """Remove the new folder where it did not get its place, and the former one where it lost it."""
+    """Remove the new folder if it is still temporary, and the former folder if it was replaced."""
     discard(new)
     if os.path.lexists(place):
         discard(new.with_suffix(OLD))
 
 
 def _kept_beside(new: Path, place: Path, refused: QuantizerError) -> QuantizerError:
-    """Keep a new folder that did not get its place, which may have taken hours to make; the error that says where."""
+    """Keep a new folder that could not be put in place, which may be hours of work; return an error with its path."""
     number = 1
     while os.path.lexists(kept := place.with_name(f"{place.name}.new{number}")):
         number += 1

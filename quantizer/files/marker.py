@@ -1,7 +1,7 @@
-"""The marker of a folder of ours: a hidden file with its kind and the names of all that was written into it.
+"""The marker of a folder: a hidden file with the folder's kind and the names of everything written into it.
 
-It is written last, so that a folder that has it is complete. By it a folder is known that may be replaced or removed,
-and by its list what of it: whatever else lies there is somebody else's.
+It is written last, so that a folder with a marker is complete. Only a folder with a marker may be replaced or removed,
+and only the files on its list: all other files belong to somebody else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MARKER = ".quantizer.json"
 _FORMAT = 1
 
-# A saved quantizer of a version before there were markers: these files and no others, the first of which begins so.
+# A saved quantizer of a version without markers has only these files, and the first one begins with these bytes.
 _FORMER_KIND = "saved quantizer"
 _FORMER = ("quantizer.yaml", "ranges.safetensors", "observed.safetensors")
 _FORMER_BEGIN = b"format: 1\n"
@@ -34,8 +34,8 @@ class Marker:
     """The content of a folder's marker.
 
     Attributes:
-        kind: what it is, such as "run".
-        holds: what was written into it, by name from the folder on; names of folders end with a slash.
+        kind: the kind of folder, such as "run".
+        holds: the names written into it, relative to the folder; names of folders end with a slash.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Marker:
 
 
 def write_marker(folder: Path, kind: str) -> None:
-    """Say of a folder that it is ours, with all that lies in it now."""
+    """Write the marker of a folder, with the names of its current content."""
     holds = sorted(name for name, _ in _entries(folder) if name != MARKER)
     document = {"format": _FORMAT, "kind": kind, "holds": holds}
     part = folder / f"{MARKER}.part"
@@ -52,7 +52,7 @@ def write_marker(folder: Path, kind: str) -> None:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Return what a folder says of itself; None where it is none of ours, or what it says cannot be read."""
+    """Return the marker of a folder; None if there is none or it cannot be read."""
     try:
         document = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         kind, holds, known = document["kind"], document["holds"], document["format"] == _FORMAT
@@ -66,15 +66,15 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def foreign(folder: Path, marker: Marker) -> list[str]:
-    """Return the first names of what lies in a folder and is not on its list."""
+    """Return the first names in a folder that are not on its marker's list."""
     others = (name for name, _ in _entries(folder) if name not in marker.holds and name != MARKER)
     return list(islice(others, 3))
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that is not needed any more: a complete one by its list, and any other as a whole.
+    """Remove a folder: with a marker only the files on its list, without one all files.
 
-    What cannot be removed stays; what is not on the list stays and is told.
+    Files that cannot be removed stay. Files that are not on the list stay, with a warning in the log.
     """
     marker = read_marker(folder) if (folder / MARKER).exists() else None
     if marker is None:
@@ -85,7 +85,7 @@ def discard(folder: Path) -> None:
             if name in marker.holds:
                 with suppress(OSError):
                     path.rmdir() if name.endswith("/") else path.unlink()
-        # The list goes last: until then the rest of an interrupted removal can be told.
+        # The marker is removed last, so that an interrupted removal can continue.
         if os.listdir(folder) == [MARKER]:
             (folder / MARKER).unlink()
             folder.rmdir()
@@ -94,7 +94,7 @@ def discard(folder: Path) -> None:
 
 
 def _entries(folder: Path, inside: str = "") -> Iterator[tuple[str, Path]]:
-    """Everything below a folder, by name and path; a folder comes after what it holds, and a link is no folder."""
+    """Yield name and path of everything below a folder; folders come after their content, links are not followed."""
     with os.scandir(folder) as scan:
         entries = sorted(scan, key=lambda entry: entry.name)
     for entry in entries:

@@ -1,4 +1,4 @@
-"""The real place behind a path, checked for writing before any work, and again after it."""
+"""The real place of a path, checks that it can be written, and syncing to disk."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def real_place(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """Return the absolute place that a path means, with every link followed.
+    """Return the absolute path with all links resolved.
 
     Raises:
-        QuantizerError: it is empty or no name of a file, or a link on the way leads nowhere; ``error`` is the kind.
+        QuantizerError: the path is empty or no valid name, or has a broken link; ``error`` is the class raised.
     """
     text = os.fspath(path)
     if not text:
@@ -50,7 +50,7 @@ def real_place(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
                     "that, remove the link, or choose another path"
                 )
         found = Path(os.path.realpath(whole))
-        # Of folders that are not there yet the system does not say it.
+        # The system does not check the names of folders that do not exist yet.
         there = next(part for part in (found, *found.parents) if part.is_dir())
         if any(len(os.fsencode(name)) > os.pathconf(there, "PC_NAME_MAX") for name in found.parts):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
@@ -62,16 +62,16 @@ def real_place(path: str | os.PathLike[str], error: type[QuantizerError] = Quant
 
 
 def file_behind(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """Return the place of a file that may be written or replaced.
+    """Return the real place of a file that may be written or replaced.
 
     Raises:
-        QuantizerError: it is no name of a file, its folder is missing, or what stands there is no file.
+        QuantizerError: the path is no valid name, its folder is missing, or it exists and is not a regular file.
     """
     found = real_place(path, error)
     try:
         mode = found.stat().st_mode
     except OSError:
-        # One that is not there yet; whether it can be there is for the folder to say.
+        # It does not exist yet; its folder is checked below.
         mode = stat.S_IFREG
     if stat.S_ISDIR(mode):
         raise error(f"cannot write {path}: it is a folder; expected the name of a file, such as model.onnx")
@@ -84,10 +84,10 @@ def file_behind(path: str | os.PathLike[str], error: type[QuantizerError] = Quan
 
 
 def checked_file(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Path:
-    """Return the place of a file, when one can be written there: tried, so that no work is lost to it.
+    """Return the real place of a file, after a test write into its folder, before any work.
 
     Raises:
-        QuantizerError: it cannot; ``error`` is the kind.
+        QuantizerError: no file can be written there; ``error`` is the class raised.
     """
     found = file_behind(path, error)
     if not os.access(found.parent, os.W_OK | os.X_OK):
@@ -103,7 +103,7 @@ def checked_file(path: str | os.PathLike[str], error: type[QuantizerError] = Qua
 
 
 def protected_reason(folder: Path) -> str | None:
-    """Return why an existing folder is never replaced, whatever lies in it; None where it may be."""
+    """Return why an existing folder must never be replaced, whatever its content; None if it may be."""
     if folder == folder.parent:
         return "is the root of a file system"
     with suppress(FileNotFoundError):
@@ -120,10 +120,10 @@ def protected_reason(folder: Path) -> str | None:
 
 
 def require_room(folder: Path, size: int, what: str) -> None:
-    """Say before the work that a disk has no room for what will come of it.
+    """Raise, before the work, if a disk has too little free space.
 
     Raises:
-        QuantizerError: fewer than ``size`` bytes are free there.
+        QuantizerError: fewer than ``size`` bytes are free.
     """
     free = shutil.disk_usage(folder).free
     if free < size:
@@ -134,10 +134,10 @@ def require_room(folder: Path, size: int, what: str) -> None:
 
 
 def probe(folder: Path) -> None:
-    """Write a little into a folder and remove it.
+    """Write a small file into a folder and remove it.
 
     Raises:
-        OSError: the system refuses, as where the disk is full.
+        OSError: it cannot be written, for example because the disk is full.
     """
     file = folder / "probe"
     file.write_bytes(bytes(_PROBE))
@@ -145,9 +145,9 @@ def probe(folder: Path) -> None:
 
 
 def settle(folder: Path) -> None:
-    """Give all that was written below a folder the mode that the umask asks for, and see it onto the disk.
+    """Set the mode of everything below a folder according to the umask, and sync it to disk.
 
-    Libraries that write a file under another name first leave it readable to its owner alone.
+    Some libraries write a file under a temporary name, and leave it readable only by its owner.
     """
     mode = stat.S_IMODE(folder.stat().st_mode)
     for root, folders, names in os.walk(folder):
@@ -164,7 +164,7 @@ def settle(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """See the names in a folder onto the disk, where its file system has that for folders."""
+    """Sync the names in a folder to disk, if its file system supports that."""
     try:
         _sync(folder)
     except OSError as error:
@@ -173,7 +173,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _system_error(error: Exception) -> OSError | None:
-    """Return the system's error behind one of a library in Rust, which has it in its words; None: there is none."""
+    """Return the system error behind an error, which Rust libraries put into their messages; None if there is none."""
     if isinstance(error, OSError):
         return error
     said = _SYSTEM_ERROR.search(str(error))
@@ -198,7 +198,7 @@ def _same(one: Path, other: Path) -> bool:
 def _homes() -> Iterator[Path]:
     with suppress(RuntimeError):
         yield Path.home()
-    # Whatever HOME says, where the system has such a table.
+    # Also the home in the user database, if the system has one, since HOME may be another folder.
     with suppress(ImportError, KeyError):
         import pwd
 
@@ -207,7 +207,7 @@ def _homes() -> Iterator[Path]:
 
 @contextmanager
 def said_plainly(path: object) -> Iterator[None]:
-    """Turn errors of the operating system into ours, in the words of a folder that cannot be written."""
+    """Turn errors of the operating system into a ``QuantizerError`` about a path that cannot be written."""
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
@@ -219,10 +219,10 @@ def said_plainly(path: object) -> Iterator[None]:
 
 @contextmanager
 def system_errors_as(words: str, error: type[QuantizerError] = QuantizerError) -> Iterator[None]:
-    """Turn errors of the operating system, those that libraries pass on included, into ours.
+    """Turn errors of the operating system, including those in messages of libraries, into a ``QuantizerError``.
 
     Raises:
-        QuantizerError: the system refused something, with ``words`` before its reason; ``error`` is the kind.
+        QuantizerError: ``words`` and the reason of the system; ``error`` is the class raised.
     """
     try:
         yield

@@ -1,10 +1,9 @@
-"""Folders to write into, beside what they become, each with its owner in its name.
+"""Temporary folders beside their targets, with the owner in the name: ``.NAME.MACHINE-OWNER-START-TOKEN.part``.
 
-``.NAME.MACHINE-OWNER-START-TOKEN.part``: a kill leaves such a folder, and whoever writes NAME next removes it, unless
-its owner is alive: a thread by its number in the system, which for the first of a process is that of the process. A
-thread that begins to write NAME is at no other folder for it, so that what is its own was left by an interruption. A
-folder of another machine, or from before a restart, goes when it has not changed for a week: whether its owner is alive
-cannot be told.
+A killed process leaves its folder. The next process that writes NAME removes it, unless the owner is alive. OWNER is a
+thread's number in the system; the number of a process's first thread is that of the process. A thread writes NAME to
+one folder at a time, so that other folders of its own are left from an interruption. For a folder of another machine,
+or from before a restart, it is unknown if the owner is alive: it is removed if it has not changed for a week.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _THREADS = sys.platform == "linux"
 
 @contextmanager
 def temporary_beside(target: Path) -> Iterator[Path]:
-    """Yield a new folder beside ``target``; at the end it is gone, with all that is still in it."""
+    """Yield a new folder beside ``target``, and remove it with its content at the end."""
     remove_leftovers(target)
     folder = new_name(target)
     try:
@@ -48,13 +47,13 @@ def temporary_beside(target: Path) -> Iterator[Path]:
 
 
 def new_name(target: Path) -> Path:
-    """Return a name beside ``target`` that nothing has, and that says whose it is."""
+    """Return an unused name beside ``target`` that identifies this thread as the owner."""
     owner = f"{_machine()}-{_this()}-{_started(_this()) or 0}"
     return target.with_name(f".{_stem(target)}.{owner}-{secrets.token_hex(4)}{NEW}")
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove what kills left beside ``target``; what was put aside goes only where ``target`` stands."""
+    """Remove folders of killed processes beside ``target``; a former folder only if ``target`` exists."""
     for folder in leftovers(target, NEW):
         discard(folder)
     if os.path.lexists(target):
@@ -63,7 +62,7 @@ def remove_leftovers(target: Path) -> None:
 
 
 def leftovers(target: Path, ending: str) -> list[Path]:
-    """Return the folders beside ``target`` whose owners are gone."""
+    """Return the temporary folders of ``target`` with this ending whose owners are not alive."""
     pattern = re.compile(
         re.escape(f".{_stem(target)}.")
         + r"(?P<machine>[0-9a-f]{8})-(?P<owner>[0-9]{1,9})-(?P<start>[0-9]+)-[0-9a-f]{8}"
@@ -88,12 +87,12 @@ def _is_left(folder: Path, name: re.Match[str]) -> bool:
 
 
 def _this() -> int:
-    """Return the number of this thread; that of the process, where the system has no table of threads."""
+    """Return the number of this thread; that of the process if the system has no table of threads."""
     return threading.get_native_id() if _THREADS else os.getpid()
 
 
 def _started(owner: int) -> int | None:
-    """Return when a thread of this machine began, in kernel ticks; 0 where that is unknown, None: it has ended."""
+    """Return when a thread of this machine started, in kernel ticks; 0 if that is unknown, None if it has ended."""
     try:
         os.kill(owner, 0)
     except ProcessLookupError:
@@ -101,7 +100,7 @@ def _started(owner: int) -> int | None:
     except OSError:
         pass  # another user's
     try:
-        # The name of the program stands in brackets, and may hold any character.
+        # Split after the program's name, which is in brackets and may have any character.
         fields = Path(f"/proc/{owner}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if fields[0] in _ENDED else int(fields[19])
     except (OSError, IndexError, ValueError):
@@ -110,7 +109,7 @@ def _started(owner: int) -> int | None:
 
 @functools.cache
 def _machine() -> str:
-    """Tells this machine since its start, and this container, from those where a number means another process."""
+    """Return a hash of this machine, its boot and its container, in which a number identifies one process."""
     parts = [platform.node()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
@@ -119,13 +118,13 @@ def _machine() -> str:
 
 
 def _stem(target: Path) -> str:
-    """Return the name, or what stands for one that leaves no room for more."""
+    """Return the name of ``target``; its hash if the name is too long to be extended."""
     name = os.fsencode(target.name)
     return target.name if len(name) <= _LONGEST_NAME else hashlib.sha256(name).hexdigest()
 
 
 def _changed(folder: Path) -> float:
-    """Return when something in a folder was changed last."""
+    """Return the time of the last change in a folder."""
     latest = folder.lstat().st_mtime
     for root, folders, names in os.walk(folder):
         for name in (*folders, *names):

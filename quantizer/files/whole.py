@@ -1,4 +1,4 @@
-"""One file that is whole or absent."""
+"""Atomic writing of a file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["whole_file"]
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str], error: type[QuantizerError] = QuantizerError) -> Iterator[Path]:
-    """Yield a path to write to; at the end it takes the place of ``path``, after an exception it is gone.
+    """Yield a path to write to; at the end its file replaces ``path``, after an exception it is removed.
 
-    Where ``path`` is a link, the file behind it is replaced.
+    If ``path`` is a link, the file that it refers to is replaced.
 
     Raises:
-        QuantizerError: the path is none of a file, or the system refused to write; ``error`` is the kind.
+        QuantizerError: the path cannot be that of a file, or writing failed; ``error`` is the class raised.
     """
     place = file_behind(path, error)
     with system_errors_as(f"cannot write {path}", error), temporary_beside(place) as folder:
