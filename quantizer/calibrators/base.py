@@ -28,7 +28,7 @@ class Calibrator:
     a histogram. A subclass adds one formula, ``estimate``.
 
     Args:
-        histogram: keep a histogram of |x|. Residual operands need one with every calibrator, to judge their range.
+        histogram: keep a histogram of |x|. Residual operands need one with every calibrator, to compute their SQNR.
     """
 
     def __init__(self, *, histogram: bool = False) -> None:

@@ -54,8 +54,8 @@ class TargetProfile:
             operand as float.
         attention: the sizes with which attention is fused, by format; formats without an entry have no limit.
         capabilities: the compute capabilities for which it builds ahead of time, without such a GPU (89: sm89).
-        inference_precisions: the types that can be set for computing what is not quantized; empty: the types of the
-            file apply.
+        inference_precisions: the types that can be set for everything that is not quantized; empty: none can, the types
+            of the file apply.
         fp8_from: the first compute capability that has FP8; None: the target is no GPU.
         opset: the ONNX opset to write.
         unsigned_activations: the INT8 activations stored as UINT8 with zero point 128, with the same values: none,
