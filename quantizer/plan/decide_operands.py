@@ -33,7 +33,7 @@ __all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "judged_as", "operand_plans"]
 RESIDUAL_SQNR_DB = 30.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
 
-docs/architecture.md shows the measurement behind the figure.
+docs/explain/calibration.md shows the measurement behind the figure.
 """
 
 _MATRIX = 2  # axes of a weight that has blocks
