@@ -63,7 +63,7 @@ __all__ = [
     "build_task",
     "first_output",
     "tasks",
-    # one file each
+    # modules, one task each
     "embedding_classification",
     "image_classification",
     "sentence_similarity",

@@ -1,4 +1,4 @@
-"""The common part of classifiers, whatever they read: logits, labels, and figures of both.
+"""The common part of text and image classifiers: logits, labels, and figures against the float model.
 
 Shapes: N rows, B rows of a batch, C classes.
 """
@@ -24,16 +24,16 @@ __all__ = ["checked_logits", "class_names", "compare_classifiers", "largest_logi
 
 
 def class_names(config: Any) -> tuple[str, ...]:
-    """Return the name of each class in the config of a model, by its number; none, where it is no classifier."""
+    """Return the class names in a model's config, in the order of the class numbers; () if it has none."""
     names = getattr(config, "id2label", None) or {}
     return tuple(str(names[index]) for index in sorted(names))
 
 
 def require_one_label(config: Any, task: str) -> None:
-    """Refuse a model whose output the largest logit does not decide, by its config.
+    """Raise if by its config a model's label is not the class of its largest logit.
 
     Raises:
-        TaskError: it gives a score (regression), or several labels at once.
+        TaskError: the model gives a score (regression), or several labels at once.
     """
     count, problem = len(class_names(config)), getattr(config, "problem_type", None)
     if problem == "multi_label_classification":
@@ -49,7 +49,11 @@ def require_one_label(config: Any, task: str) -> None:
 
 
 def checked_logits(output: torch.Tensor) -> torch.Tensor:
-    """Return the output [B x C] itself; ``TaskError`` where it has another shape."""
+    """Return logits [B x C] unchanged.
+
+    Raises:
+        TaskError: the output has another shape.
+    """
     if output.dim() != 2:
         raise TaskError(
             f"the model's output has the shape {tuple(output.shape)}, expected logits [batch, classes]: is this a "
@@ -64,7 +68,7 @@ def largest_logit(outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
 
 
 def compare_classifiers(float_predictions: Predictions, other: Predictions) -> dict[str, float]:
-    """Share of labels that flip, KL divergence from the float distribution in nats, SQNR of the logits in dB."""
+    """Return the share of changed labels, the KL divergence from the float model in nats, the logits' SQNR in dB."""
     return {
         "label_flips": label_flips(float_predictions.decisions, other.decisions),
         "kl_divergence": kl_divergence(float_predictions.outputs, other.outputs),

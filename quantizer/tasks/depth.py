@@ -1,4 +1,4 @@
-"""A checkpoint's config that asks for more layers than any model has: building them would not end."""
+"""A limit on the layers that a checkpoint's config may ask for: building too many would not end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _COUNTS = re.compile("layer|depth")
 
 
 def require_depth(told: Mapping[str, Any]) -> None:
-    """Raise where a config counts more layers than can be built in the time that anybody waits.
+    """Raise if a config asks for more layers than can be built in reasonable time.
 
-    Models are built before their weights are looked at, and those of such a config fit no file.
+    A model is built before its weights are read, so that missing weights would be noticed too late.
 
     Raises:
-        ValueError: it does; the message names the key.
+        ValueError: a key asks for more than 2,000 layers; the message names it.
     """
     for key, value in told.items():
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""``embedding-classification``: a logistic regression, fitted on float embeddings, reads labels off embeddings.
+"""The task ``embedding-classification``: labels from embeddings, by a logistic regression on float embeddings.
 
-The head is fitted once, on the float model, and stays as it is for every other model: what is measured is the damage to
-the embeddings, not what a new head could make good.
+The head is fitted once, on the float model's embeddings, and is the same for every other model. The score therefore
+measures the damage to the embeddings, part of which a newly fitted head could hide.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_ITERATIONS = 1000
 
 @tasks.add("embedding-classification")
 class EmbeddingClassification(Task):
-    """Texts in; embeddings [N x D] and labels [N] out; accuracy. Call ``fit_head`` first."""
+    """Texts to embeddings [N x D], to labels [N] by a fitted head, scored by accuracy. Call ``fit_head`` first."""
 
     name = "embedding-classification"
     auto_class = "AutoModel"
@@ -47,7 +47,7 @@ class EmbeddingClassification(Task):
     packages = ("sklearn",)
     needs_head = True
     head: Any = None
-    """The fitted ``sklearn.linear_model.LogisticRegression``, or ``None``."""
+    """The fitted ``sklearn.linear_model.LogisticRegression``; None before ``fit_head``."""
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         return [row.text for row in rows_of_kind(rows, Text, self.name)]
@@ -59,10 +59,10 @@ class EmbeddingClassification(Task):
         return embeddings_from_hidden_state(output, batch["attention_mask"])
 
     def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
-        """Fit the head on the float model's embeddings of some rows; the same rows give the same head.
+        """Fit the head on the float model's embeddings of ``rows``; the same rows give the same head.
 
         Raises:
-            TaskError: rows of another kind, or all of one class.
+            TaskError: rows are of another kind, or all of one class.
             MissingDependencyError: scikit-learn is not installed.
         """
         try:
@@ -86,7 +86,7 @@ class EmbeddingClassification(Task):
         return accuracy(decisions, targets)
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
-        """Share of labels that flip, mean cosine of the embeddings to the float ones, and their SQNR in dB."""
+        """Return the share of changed labels, the mean cosine of embeddings to the float ones, and their SQNR in dB."""
         return {
             "label_flips": label_flips(float_predictions.decisions, other.decisions),
             "mean_cosine": mean_cosine(float_predictions.outputs, other.outputs),

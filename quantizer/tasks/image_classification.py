@@ -1,4 +1,4 @@
-"""``image-classification``: a fine-tuned classifier of images; the label is the largest logit."""
+"""The task ``image-classification``: a fine-tuned image classifier, whose label is the class of the largest logit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHOWN = 5
 
 @tasks.add("image-classification")
 class ImageClassification(Task):
-    """Images in; logits [N x C] and labels [N] out; accuracy.
+    """Images to logits [N x C], to labels [N] by the largest logit, scored by accuracy.
 
     Attributes:
         classes: the name of each class, from the model's config.
@@ -56,10 +56,10 @@ class ImageClassification(Task):
         return [row.path for row in rows_of_kind(rows, Image, self.name)]
 
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return the number of each row's class [N].
+        """Return the class number of each row [N].
 
         Raises:
-            TaskError: rows of another kind, or with a label that the model has no class, or several, for.
+            TaskError: a row is of another kind, or its label is that of no class of the model, or of several.
         """
         return np.array([self._number(row) for row in rows_of_kind(rows, Image, self.name)], dtype=np.int64)
 

@@ -24,24 +24,24 @@ __all__ = ["ImageInputs", "read_image", "require_pillow"]
 
 _INPUT = "pixel_values"
 _BYTES, _WORDS = 2**8 - 1, 2**16 - 1
-"""The largest values of 8 and of 16 bits."""
+"""The largest values of 8 and 16 bits."""
 _ASPECTS = ((96, 64), (64, 96))
-"""Width and height of two images that must come out of a processor in one size."""
+"""Width and height of two test images, which a processor must bring to one size."""
 
 
 class ImageInputs:
-    """Makes batches with the same input for the float model, a proxy and an engine.
+    """The batches of an image model; the same for the float model, a proxy and an engine.
 
     Args:
-        model: run once, on one empty image, to see that it takes what the processor makes; it is not kept.
+        model: run once, on an image of zeros, to check that it accepts the processor's images; no reference is kept.
         processor: a transformers image processor.
 
     Attributes:
-        names: of the inputs.
-        size: channels, height and width of each image.
+        names: the names of the inputs.
+        size: channels, height and width of each processed image.
 
     Raises:
-        TaskError: the model has no input of images, the processor gives images of several sizes, or the two do not fit.
+        TaskError: the model takes no images or not the processor's, or the processor gives images of several sizes.
     """
 
     def __init__(self, model: torch.nn.Module, processor: Any) -> None:
@@ -68,7 +68,7 @@ class ImageInputs:
             ) from error
 
     def order(self, paths: Sequence[Path]) -> list[int]:
-        """As they come: all images have one size."""
+        """Return the indices of images as they are: all have one size, so no order saves padding."""
         return list(range(len(paths)))
 
     def batch(self, paths: Sequence[Path]) -> Batch:
@@ -76,21 +76,21 @@ class ImageInputs:
         return self._processed([read_image(path) for path in paths], f"{paths[0]} and {len(paths) - 1} more")
 
     def check(self, paths: Sequence[Path]) -> None:
-        """Open each file as far as its head, which takes a fraction of a millisecond; its pixels are not read."""
+        """Open each file and read its header, which takes a fraction of a millisecond; pixels are not read."""
         for path in paths:
             with _opened(path):
                 pass
 
     def filled(self, paths: Sequence[Path], rows: int, sequence: int | None) -> Batch:
-        """Return a batch of exactly so many images, over again where there are fewer; without images it is random."""
+        """Return a batch of exactly ``rows`` images, repeated if there are fewer; without images it is random."""
         return self.batch([paths[row % len(paths)] for row in range(rows)]) if paths else self.random(rows, sequence)
 
     def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
-        """Noise; an image has no tokens, so ``sequence`` changes nothing."""
+        """Return normal noise; images have no tokens, so ``sequence`` has no effect."""
         return {_INPUT: torch.randn(rows, *self.size, generator=torch.Generator().manual_seed(seed))}
 
     def example(self, paths: Sequence[Path]) -> Batch:
-        """Return a batch of two; see ``Task.example``."""
+        """Return a batch of two images; see ``Task.example``."""
         return self.filled(paths[:EXAMPLE_ROWS], EXAMPLE_ROWS, None)
 
     def _processed(self, images: list[Any], which: str) -> Batch:
@@ -106,10 +106,10 @@ class ImageInputs:
 
 
 def read_image(path: Path) -> Any:
-    """Return an image as RGB of 8 bits, turned as the camera was held; 16 bits are scaled, transparency is left out.
+    """Return an image as 8-bit RGB: turned by its EXIF orientation, 16-bit values scaled, transparency dropped.
 
     Raises:
-        TaskError: there is no such file, it is no whole image, or does not say in which range its values lie.
+        TaskError: the file does not exist, is not a complete image, or has values of an unknown range.
         MissingDependencyError: Pillow is not installed.
     """
     require_pillow()
@@ -121,12 +121,12 @@ def read_image(path: Path) -> Any:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open an image file, its pixels still to be read; whatever goes wrong with it is an error of ours."""
+    """Open an image file without reading its pixels; errors in the block become a ``TaskError`` that names the file."""
     pillow = require_pillow()
     try:
         with pillow.open(path) as file:
             yield file
-    # A broken PNG is a SyntaxError, an endless one a DecompressionBombError.
+    # Pillow raises SyntaxError for a broken PNG, and DecompressionBombError for an image with too many pixels.
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise TaskError(
             f"{path} cannot be read as an image ({_first(error)}): mend the file, or take it out of the data"
@@ -134,10 +134,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _of_bytes(image: Any, kind: str | None) -> Any:
-    """Return an image whose values Pillow would cut at 255, with 8 bits.
+    """Return an image with 16-bit values scaled to 8 bits, since Pillow would clip them at 255; others unchanged.
 
     Raises:
-        ValueError: it has no range that is known.
+        ValueError: the range of its values is unknown.
     """
     if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
         what = "floats" if image.mode == "F" else "whole numbers of 32 bits"

@@ -1,4 +1,4 @@
-"""Batches for a model: of samples, filled to a size, random, and an example for export. Here of texts.
+"""The batches that a model needs (of samples, filled to a size, random, an example for export), and those of texts.
 
 Shapes: B rows in a batch, S tokens.
 """
@@ -19,9 +19,9 @@ from quantizer.errors import TaskError
 __all__ = ["EXAMPLE_ROWS", "Batch", "Inputs", "Sample", "TextInputs", "batch_shape", "longest_sequence"]
 
 Batch: TypeAlias = dict[str, torch.Tensor]
-"""The model's inputs by name: of texts each int64 [B x S], of images float32 [B x channels x height x width]."""
+"""The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images."""
 Sample: TypeAlias = str | Path
-"""What one row of a batch is made of: a text, or the file of an image."""
+"""The source of one row of a batch: a text, or the path of an image file."""
 
 EXAMPLE_ROWS = 2
 EXAMPLE_TOKENS = 16
@@ -29,15 +29,15 @@ _CHARACTERS_PER_TOKEN = 8
 
 
 def batch_shape(batch: Batch) -> tuple[int, int | None]:
-    """Rows of a batch, and its tokens; None: it is of images."""
+    """Return the number of rows of a batch, and that of its tokens; None for images."""
     first = next(iter(batch.values()))
     return first.shape[0], first.shape[1] if first.dim() == 2 else None
 
 
 def longest_sequence(model: torch.nn.Module, config: Any) -> int | None:
-    """Return how many tokens a model takes at once; None: it has no limit of its own.
+    """Return the longest sequence that a model accepts, in tokens; None: it has no limit of its own.
 
-    A table of positions with a row for padding has no token before or at that row: positions begin behind it.
+    If the table of positions has a padding row, positions begin after it: the rows up to it are for no token.
     """
     most: int | None = getattr(config, "max_position_embeddings", None)
     for path, module in model.named_modules():
@@ -48,45 +48,45 @@ def longest_sequence(model: torch.nn.Module, config: Any) -> int | None:
 
 
 class Inputs(Protocol):
-    """Makes batches with the same inputs for the float model, a proxy and an engine."""
+    """The batches of a model; the same for the float model, a proxy and an engine."""
 
     names: tuple[str, ...]
     """The names of the inputs in every batch."""
 
     def order(self, samples: Sequence[Any]) -> list[int]:
-        """In which order samples share batches with the least padding."""
+        """Return the indices of samples in the order in which batches need the least padding."""
 
     def batch(self, samples: Sequence[Any]) -> Batch:
         """Return one batch of samples."""
 
     def filled(self, samples: Sequence[Any], rows: int, sequence: int | None) -> Batch:
-        """Return a batch of exactly so many rows and tokens; without samples it is random."""
+        """Return a batch of exactly ``rows`` rows and ``sequence`` tokens; without samples it is random."""
 
     def check(self, samples: Sequence[Any]) -> None:
-        """Look at samples without running anything.
+        """Check samples without running the model.
 
         Raises:
-            TaskError: one cannot be read.
+            TaskError: a sample cannot be read.
         """
 
     def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
-        """Random values, nothing masked; see ``Task.random_batch``."""
+        """Return a batch of random values with nothing masked; see ``Task.random_batch``."""
 
     def example(self, samples: Sequence[Any]) -> Batch:
-        """Return a batch of two; see ``Task.example``."""
+        """Return a batch of two samples; see ``Task.example``."""
 
 
 class TextInputs:
-    """Makes batches with the same inputs for the float model, a proxy and an engine.
+    """The batches of a text model; the same for the float model, a proxy and an engine.
 
     Args:
-        model: read for its accepted inputs and its config only; it is not kept.
+        model: only its accepted inputs, its config and its table of positions are read; no reference is kept.
         tokenizer: a transformers tokenizer.
         max_length: longer texts are cut to this many tokens.
         min_length: shorter batches are padded to this many tokens, for engines that have a lower limit.
 
     Raises:
-        TaskError: lengths that cannot be.
+        TaskError: ``min_length`` is below 1 or above ``max_length``, or that is above the model's positions.
     """
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, *, max_length: int, min_length: int) -> None:
@@ -101,18 +101,18 @@ class TextInputs:
         self.max_length = max_length
         self.min_length = min_length
         self.vocabulary = min(len(tokenizer), getattr(config, "vocab_size", None) or len(tokenizer))
-        # A tokenizer may give token types that the model has no use for; a forward with **kwargs would hide that.
+        # A tokenizer may give token types that the model does not use; a forward with **kwargs would not complain.
         accepted = inspect.signature(model.forward).parameters
         names = list(tokenizer.model_input_names)
         known = [name for name in names if name in accepted]
         self.names: tuple[str, ...] = tuple(known if "input_ids" in known else names)
 
     def order(self, texts: Sequence[str]) -> list[int]:
-        """By length: texts of like length share a batch."""
+        """Return the indices of texts by length, so that texts of similar length share a batch."""
         return sorted(range(len(texts)), key=lambda at: (len(texts[at]), at))
 
     def batch(self, texts: Sequence[str], min_length: int | None = None) -> Batch:
-        """Return one batch [B x S], S the length of its longest text, or ``min_length`` if that is more."""
+        """Return one batch [B x S]; S is the length of its longest text, or ``min_length`` if that is more."""
         shortest = min_length or self.min_length
         options = {"truncation": True, "return_tensors": "pt"}
         encoded = self.tokenizer(list(texts), padding="longest", max_length=self.max_length, **options)
@@ -121,12 +121,12 @@ class TextInputs:
         return {name: encoded[name] for name in self.names if name in encoded}
 
     def check(self, texts: Sequence[str]) -> None:
-        """Nothing: a text that was read can be tokenized."""
+        """Do nothing: every text can be tokenized."""
 
     def filled(self, texts: Sequence[str], rows: int, sequence: int | None) -> Batch:
-        """Return a batch [rows x sequence], every second row filled with text to the end, the others cut or padded.
+        """Return a batch [rows x sequence]: every second row is full of text, the others are one text, cut or padded.
 
-        Without texts its tokens are random.
+        Without texts the tokens are random, and every second row is padded from its middle on.
         """
         tokens = self._tokens(sequence)
         if not texts:
@@ -143,7 +143,7 @@ class TextInputs:
         return {name: encoded[name] for name in self.names if name in encoded}
 
     def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
-        """Random ordinary tokens [rows x sequence], nothing masked; see ``Task.random_batch``."""
+        """Return random ordinary tokens [rows x sequence] with nothing masked; see ``Task.random_batch``."""
         tokens = self._tokens(sequence)
         special = set(self.tokenizer.all_special_ids)
         ordinary = torch.tensor([token for token in range(self.vocabulary) if token not in special])
@@ -152,17 +152,17 @@ class TextInputs:
         return {name: fill[name] if name in fill else torch.zeros_like(picked) for name in self.names}
 
     def example(self, texts: Sequence[str]) -> Batch:
-        """Return a batch of two [2 x S] with S at least 16 where the model allows it; see ``Task.example``."""
+        """Return a batch of two texts [2 x S], S at least 16 if ``max_length`` allows it; see ``Task.example``."""
         tokens = min(max(EXAMPLE_TOKENS, self.min_length), self.max_length)
         if texts:
             return self.batch([texts[0], texts[1 % len(texts)]], min_length=tokens)
         batch = self.random(EXAMPLE_ROWS, tokens)
-        # Half of the second row is padding, so that a trace sees a mask that masks something.
+        # Half of the second row is padding, so that a trace meets a mask that masks something.
         self._pad(batch, slice(1, 2), tokens // 2)
         return batch
 
     def _pad(self, batch: Batch, rows: slice, start: int) -> None:
-        """Make padding of what stands in some rows from a token on."""
+        """Replace tokens of ``rows`` by padding, from position ``start`` on."""
         for name, padding in (("input_ids", self.tokenizer.pad_token_id), ("attention_mask", 0)):
             if name in batch:
                 batch[name][rows, start:] = padding
@@ -179,7 +179,7 @@ class TextInputs:
 
 
 def _long(texts: Sequence[str], row: int, tokens: int) -> str:
-    """Return the text of a row with those after it, until it surely has so many tokens."""
+    """Return the text of a row joined with those after it, with enough characters for ``tokens`` tokens."""
     words = texts[row % len(texts)]
     taken = 1
     while len(words) < tokens * _CHARACTERS_PER_TOKEN:

@@ -1,4 +1,4 @@
-"""Check that the rows are of the kind that a task needs."""
+"""The check that rows are of the kind that a task needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ DATASETS = {"Image": "'image-folder', 'image-csv'", "Pair": "'stsb-csv'", "Text"
 
 
 def rows_of_kind(rows: Sequence[Row], kind: type[Kind], task: str) -> list[Kind]:
-    """Return the rows, all of one kind; ``TaskError`` names the task and data sets that fit it."""
+    """Return the rows as a list of one kind.
+
+    Raises:
+        TaskError: a row is of another kind; the message names the task and data sets that fit it.
+    """
     checked: list[Kind] = []
     for row in rows:
         if not isinstance(row, kind):

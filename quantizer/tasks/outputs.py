@@ -35,7 +35,7 @@ def first_output(result: object, name: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().to(device="cpu", dtype=torch.float32)
     if isinstance(value, np.ndarray):
-        # Through NumPy: its bfloat16 extension type is one that torch does not read.
+        # NumPy converts to float32, because torch cannot read its bfloat16 extension type.
         return torch.from_numpy(np.array(value, dtype=np.float32))
     raise TaskError(
         f"the model gave {type(result).__name__}, in which there is no tensor or array for {name!r}: expected a "
@@ -44,7 +44,7 @@ def first_output(result: object, name: str) -> torch.Tensor:
 
 
 def embeddings_from_hidden_state(hidden_BSD: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
-    """Sentence embeddings [B x D] of length 1: the mean over the tokens that the mask keeps."""
+    """Return sentence embeddings [B x D]: the mean over unmasked tokens, scaled to length 1."""
     if hidden_BSD.dim() != 3 or hidden_BSD.shape[:2] != mask_BS.shape:
         raise TaskError(
             f"the model's output has the shape {tuple(hidden_BSD.shape)}, expected [batch, sequence, width] with "

@@ -1,4 +1,4 @@
-"""``sentence-similarity``: the cosine of two sentence embeddings, judged by its rank correlation with human scores."""
+"""The task ``sentence-similarity``: cosines of sentence embeddings, scored by rank correlation with human scores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["SentenceSimilarity"]
 
 @tasks.add("sentence-similarity")
 class SentenceSimilarity(Task):
-    """Pairs in; embeddings [2N x D] and cosines [N] out; Spearman's correlation with the scores."""
+    """Pairs to embeddings [2N x D], to cosines [N], scored by Spearman's correlation with the pairs' scores."""
 
     name = "sentence-similarity"
     auto_class = "AutoModel"
@@ -52,7 +52,7 @@ class SentenceSimilarity(Task):
         return spearman(decisions, targets)
 
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
-        """Mean cosine of the embeddings to the float ones, and their SQNR in dB."""
+        """Return the mean cosine of the embeddings to the float ones, and their SQNR in dB."""
         return {
             "mean_cosine": mean_cosine(float_predictions.outputs, other.outputs),
             "sqnr_db": sqnr_db(float_predictions.outputs, other.outputs),

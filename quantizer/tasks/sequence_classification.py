@@ -1,4 +1,4 @@
-"""``sequence-classification``: a fine-tuned classifier of texts; the label is the largest logit."""
+"""The task ``sequence-classification``: a fine-tuned text classifier, whose label is the class of the largest logit."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["SequenceClassification"]
 
 @tasks.add("sequence-classification")
 class SequenceClassification(Task):
-    """Texts in; logits [N x C] and labels [N] out; accuracy.
+    """Texts to logits [N x C], to labels [N] by the largest logit, scored by accuracy.
 
     Attributes:
-        classes: how many the model has, from its config; None: it does not say.
+        classes: the number of classes, from the model's config; None: it does not say.
     """
 
     name = "sequence-classification"
@@ -53,7 +53,7 @@ class SequenceClassification(Task):
         """Return the class of each row [N].
 
         Raises:
-            TaskError: rows of another kind, or with a label that the model has no class for.
+            TaskError: a row is of another kind, or its label is no class of the model.
         """
         labels = np.array([row.label for row in rows_of_kind(rows, Text, self.name)], dtype=np.int64)
         _require_classes(labels, self.classes)
@@ -66,10 +66,10 @@ class SequenceClassification(Task):
         return largest_logit(outputs)
 
     def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
-        """Accuracy.
+        """Return the accuracy.
 
         Raises:
-            TaskError: rows with a label that the model has no class for.
+            TaskError: the label of a row is no class of the model.
         """
         _require_classes(self.targets(rows), predictions.outputs.shape[1])
         return super().score(predictions, rows)

@@ -1,4 +1,4 @@
-"""A task: texts or images in, decisions and a score out; the same for the float model, a proxy and an engine.
+"""The base of tasks: from texts or images to decisions and a score, for the float model, a proxy or an engine.
 
 Shapes: N rows, B samples in a batch, S tokens, D width of an embedding, C classes.
 """
@@ -35,7 +35,7 @@ from quantizer.tasks.outputs import first_output
 __all__ = ["Batch", "Predictions", "Progress", "Run", "Task", "build_task", "tasks"]
 
 Run: TypeAlias = Callable[[Batch], object]
-"""One call of a model, proxy or engine: a batch in; a ``ModelOutput``, mapping, tuple or tensor out."""
+"""One call of a model, proxy or engine: takes a batch, returns a ``ModelOutput``, mapping, tuple or tensor."""
 Progress: TypeAlias = Callable[[int, int], None]
 """Called after each batch with (batches done, batches in all)."""
 
@@ -54,33 +54,33 @@ class Predictions:
 
 
 class Task(ABC):
-    """The use of a model's output.
+    """The use of a model: from the rows of a data set to decisions and a score.
 
-    A subclass names its model class, output and metric, and says how rows become samples, how a batch's output becomes
-    rows of ``Predictions.outputs``, and what is decided from them.
+    A subclass names its model class, output and metric, and defines how rows become samples, how a batch's output
+    becomes rows of ``Predictions.outputs``, and which decisions follow from them.
 
     Args:
-        model: read for its accepted inputs and its config, and of images run once; it is not kept.
-        processor: a transformers tokenizer, or an image processor where the task reads images.
+        model: the float model, from which inputs are derived; an image model is run once. No reference is kept.
+        processor: a transformers tokenizer, or an image processor if the task reads images.
         max_length: longer texts are cut to this many tokens.
         batch_size: samples in a batch (a pair is two).
         min_length: shorter batches are padded to this many tokens, for engines that have a lower limit.
 
     Raises:
-        TaskError: lengths or a batch size that cannot be.
-        MissingDependencyError: a package is not installed that the score needs.
+        TaskError: the lengths or the batch size are out of bounds, or the model does not fit the task.
+        MissingDependencyError: a package that the score needs is not installed.
     """
 
     name: ClassVar[str]
     reads: ClassVar[Literal["text", "image"]] = "text"
-    """What a sample is; lengths are of texts only."""
+    """The kind of samples; lengths apply to texts only."""
     auto_class: ClassVar[str]
     """The transformers class that loads the model."""
     output_name: ClassVar[str]
     metric_name: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ()
-    """What its score needs beside NumPy, by the name of the module; each is of the extra ``hf``."""
+    """The modules that the score needs besides NumPy, all in the extra ``hf``."""
     needs_head: ClassVar[bool] = False
     """Whether ``fit_head`` must be called before ``predict``."""
 
@@ -101,15 +101,19 @@ class Task(ABC):
         self.inputs = self.make_inputs(model, processor, max_length, min_length)
         self.batch_size = batch_size
 
-    # What a subclass says
+    # What a subclass defines
 
     @abstractmethod
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        """Return the samples of rows, in the order of ``Predictions.outputs``; TaskError for other kinds of rows."""
+        """Return the samples of rows, in the order of ``Predictions.outputs``.
+
+        Raises:
+            TaskError: a row is of another kind.
+        """
 
     @abstractmethod
     def targets(self, rows: Sequence[Row]) -> npt.NDArray[Any]:
-        """Return what the decisions are compared with [N]."""
+        """Return the targets [N] that decisions are compared with."""
 
     @abstractmethod
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -117,7 +121,7 @@ class Task(ABC):
 
     @abstractmethod
     def decide(self, outputs: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-        """Return the decisions [N] that follow from all outputs."""
+        """Return the decisions [N] for all outputs."""
 
     @abstractmethod
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -125,45 +129,45 @@ class Task(ABC):
 
     @abstractmethod
     def paired(self, float_predictions: Predictions, other: Predictions) -> dict[str, float]:
-        """Figures that compare a model with the float one on the same rows, by name."""
+        """Return figures that compare a model with the float model on the same rows, by name."""
 
     def make_inputs(self, model: torch.nn.Module, processor: Any, max_length: int, min_length: int) -> Inputs:
-        """Return what makes batches: of texts, unless a subclass reads something else."""
+        """Return the object that makes batches: of texts, unless a subclass reads something else."""
         return TextInputs(model, processor, max_length=max_length, min_length=min_length)
 
-    # What every task does
+    # What all tasks share
 
     def batches(self, rows: Sequence[Row], limit: int | None = None) -> list[Batch]:
-        """Rows in their own order, as batches; one of texts [B x S] is padded to its longest.
+        """Return rows as batches, in their own order; a batch of texts [B x S] is padded to its longest.
 
         Args:
-            rows: rows of the kind the task needs.
+            rows: rows of the kind that the task needs.
             limit: at most this many batches.
         """
         return self.sample_batches(self._samples(rows), limit)
 
     def sample_batches(self, samples: Sequence[Sample], limit: int | None = None) -> list[Batch]:
-        """Return the same of samples that are no rows of a data set."""
+        """Return samples as batches, like ``batches``; they need not come from a data set."""
         starts = range(0, len(samples), self.batch_size)[:limit]
         return [self.inputs.batch(samples[start : start + self.batch_size]) for start in starts]
 
     def predict(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> Predictions:
-        """Run every row and decide.
+        """Return the outputs and decisions of a model for all rows, in the order of the rows.
 
-        Texts of like length share a batch, which saves padding; the order of the result is that of the rows. Nothing is
-        recorded for gradients, and no model is put in another mode.
+        Texts of similar length share a batch, which saves padding. Gradients are not recorded, and the model's mode
+        does not change.
 
         Raises:
-            TaskError: rows of another kind, an output of a wrong shape or with values that are not finite, or no head.
+            TaskError: a row is of another kind, an output has a wrong shape or is not finite, or the head is missing.
         """
         return self.predictions(self.outputs(run, rows, progress))
 
     def predictions(self, outputs: npt.NDArray[np.float32]) -> Predictions:
-        """``Predictions`` from outputs that are already there."""
+        """Return ``Predictions`` of outputs that are computed already."""
         return Predictions(outputs, self.decide(outputs))
 
     def outputs(self, run: Run, rows: Sequence[Row], progress: Progress | None = None) -> npt.NDArray[np.float32]:
-        """``Predictions.outputs`` alone."""
+        """Return ``Predictions.outputs`` for all rows; see ``predict``."""
         samples = self._samples(rows)
         order = self.inputs.order(samples)
         chunks = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
@@ -185,11 +189,11 @@ class Task(ABC):
         return np.stack([collected[at].numpy() for at in range(len(samples))])
 
     def fit_head(self, run_float: Run, rows: Sequence[Row], progress: Progress | None = None) -> None:
-        """Fit what turns embeddings into labels, where the task has such a head."""
+        """Fit the head that turns embeddings into labels; a task without one raises ``TaskError``."""
         raise TaskError(f"task {self.name!r} has no head to fit: leave out the rows for it")
 
     def score(self, predictions: Predictions, rows: Sequence[Row]) -> float:
-        """Return the task's metric."""
+        """Return the task's metric for predictions on ``rows``."""
         return float(self.metric(predictions.decisions, self._checked_targets(predictions, rows)))
 
     def difference_interval(
@@ -205,18 +209,18 @@ class Task(ABC):
         return self.inputs.names
 
     def example(self, rows: Sequence[Row] | None = None) -> Batch:
-        """Return a small batch for export: two images, or two texts [2 x S] with S at least 16.
+        """Return a small batch for export: two images, or two texts [2 x S] with S at least 16 if ``max_length`` is.
 
         Args:
-            rows: what to take; ``None`` takes random values, of texts with padding in the second row.
+            rows: the rows to take it from; None: random values, for texts with padding in the second row.
         """
         return self.inputs.example(self._samples(rows) if rows else [])
 
     def random_batch(self, batch: int, sequence: int | None = None, seed: int = 0) -> Batch:
-        """Random ordinary tokens [batch x sequence] with nothing masked, or random images, for measuring latency.
+        """Return random ordinary tokens [batch x sequence] with nothing masked, or random images, to measure latency.
 
         Raises:
-            TaskError: texts without ``sequence``, or with more than the model has positions.
+            TaskError: for texts, ``sequence`` is missing or above the model's positions.
         """
         return self.inputs.random(batch, sequence, seed)
 
@@ -249,6 +253,6 @@ def build_task(
 
     Raises:
         ConfigError: no task has this name.
-        TaskError: lengths or a batch size that cannot be.
+        TaskError: the lengths or the batch size are out of bounds, or the model does not fit the task.
     """
     return tasks[name](model, processor, max_length=max_length, batch_size=batch_size, min_length=min_length)

@@ -1,4 +1,4 @@
-"""Data sets that a run can name: one file each, and ``load_rows`` to read a part of one."""
+"""Data sets that a run can name, one module each, and ``load_rows``, which reads a part of one."""
 
 from __future__ import annotations
 

@@ -14,15 +14,15 @@ __all__ = ["read_columns"]
 
 
 def read_columns(name: str, file: Path, wanted: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield where each line stands, and its fields in the columns that are wanted; nothing, where the file is empty.
+    """Yield the place (``FILE:LINE``) and the wanted fields of each line; nothing if the file is empty.
 
     Args:
-        name: of the data set.
-        file: it begins with a line of column names; further columns are ignored.
-        wanted: for each column the names that it may have.
+        name: the name of the data set, for messages.
+        file: a CSV file with a header line; other columns are ignored.
+        wanted: for each wanted column, the names that it may have.
 
     Raises:
-        TaskError: the file cannot be read, lacks a column, or holds a malformed line.
+        TaskError: the file cannot be read, lacks a column, or has a malformed line.
     """
     reader = csv.reader(read_lines(name, file), strict=True)
     try:

@@ -1,4 +1,4 @@
-"""Fetch a source distribution once, by pip, into a cache, and check its hash."""
+"""A cache of source distributions, which pip fetches once and whose hashes are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIP_TIMEOUT_S = 600
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/quantizer``, or ``~/.cache/quantizer`` where that is unset or relative."""
+    """Return ``$XDG_CACHE_HOME/quantizer``, or ``~/.cache/quantizer`` if the variable is unset or a relative path."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "quantizer"
 
@@ -37,13 +37,13 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Path:
-    """Return the path of a source distribution in the cache, fetched by ``pip download`` if it is not there.
+    """Return the path of a source distribution in the cache; ``pip download`` fetches it if it is not there.
 
     The file appears in the cache only when it is complete and its hash is right.
 
     Args:
         requirement: one pinned package ("name==1.2").
-        archive: the name of its file.
+        archive: the file name of its source distribution.
         sha256: the expected hash, hexadecimal.
         folder: the cache folder; made if absent.
 
@@ -72,7 +72,7 @@ def fetch_sdist(requirement: str, archive: str, sha256: str, folder: Path) -> Pa
 
 def _pip_download(requirement: str, archive: str, folder: Path, scratch: Path) -> None:
     name = requirement.partition("==")[0]
-    # -P: a pip.py in the current folder is not pip.
+    # Without -P, a pip.py in the current folder would run instead of pip.
     command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--no-binary", name, "--dest", str(scratch), requirement]
     try:

@@ -1,11 +1,11 @@
-"""``image-csv``: labelled images in a CSV file with the header ``path,label``.
+"""The data set ``image-csv``: labelled images in a CSV file with the header ``path,label``.
 
     path,label
     cats/one.jpg,cat
 
-A path starts at the folder that the file lies in. A label is the name that the model has for the class, or its number
-from 0. The columns may be called ``file`` and ``class_index`` as well; further ones are ignored. The rows are in the
-file's order.
+A relative path starts at the folder of the CSV file. A label is the model's name for the class, or the class number
+from 0. The columns may also be called ``file`` and ``class_index``; other columns are ignored. The rows are in the
+order of the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_image_csv(path: Path | None, split: str | None, subset: str | None) -> 
     """Return all images that a CSV file names.
 
     Raises:
-        TaskError: no such file, no such columns, a malformed line, or an image that is not there.
+        TaskError: the file, a column or an image does not exist, or a line is malformed.
     """
     refuse_options("image-csv", split=split, subset=subset)
     file = require_file("image-csv", path)

@@ -1,9 +1,9 @@
-"""``image-folder``: a folder with one folder of images a class, under the name that the model has for it or its number.
+"""The data set ``image-folder``: a folder of images per class, named by the model's name for the class or its number.
 
     animals/cat/one.jpg
     animals/dog/two.png
 
-The rows are in an order of their own that mixes the classes, the same each time; see ``image_paths``.
+The rows are in a fixed order that mixes the classes; see ``image_paths``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["read_image_folder"]
 
 @datasets.add("image-folder")
 def read_image_folder(path: Path | None, split: str | None, subset: str | None) -> list[Row]:
-    """Return all images of a folder, labelled by the folder that they lie in.
+    """Return all images below a folder, labelled by the name of their class folder.
 
     Raises:
-        TaskError: no such folder, no images in it, or one that lies beside the folders of classes.
+        TaskError: the folder does not exist or has no images, or an image is in no class folder.
     """
     refuse_options("image-folder", split=split, subset=subset)
     folder = require_folder("image-folder", path)

@@ -1,4 +1,4 @@
-"""Folders of images, without labels: all that calibration needs."""
+"""Folders of images without labels, which are enough for calibration."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quantizer.tasks.datasets.rows import require_folder
 __all__ = ["IMAGE_FILES", "image_paths", "read_images"]
 
 IMAGE_FILES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-"""Endings of files that are taken for images; others are passed over."""
+"""The endings of image files; other files are ignored."""
 
 
 def read_images(path: Path) -> list[Path]:
-    """Return all images of a folder and of the folders in it, in an order of their own; see ``image_paths``.
+    """Return all images below a folder, in a fixed order; see ``image_paths``.
 
     Raises:
-        TaskError: there is no such folder, or it holds no image.
+        TaskError: the folder does not exist, or has no image.
     """
     folder = require_folder("images", path)
     found = image_paths(folder)
@@ -29,20 +29,20 @@ def read_images(path: Path) -> list[Path]:
 
 
 def image_paths(folder: Path) -> list[Path]:
-    """Return the images below a folder, by the hash of their names: the first ones are then a fair sample.
+    """Return the images below a folder in the order of the hashes of their paths, so that the first are a fair sample.
 
-    Names are sorted by class in most folders, so that the first hundred by name would be of a few classes only. Links
-    to folders are followed. What begins with a dot is hidden, and no image: programs keep copies of their own there.
+    In most folders the order of names is one of classes: the first hundred by name would be of a few classes only.
+    Links to folders are followed. Names that begin with a dot are skipped: programs keep hidden copies there.
 
     Raises:
-        TaskError: a link leads nowhere, or to a folder that it lies in.
+        TaskError: a link to an image is broken, or one leads to a folder that contains it.
     """
     found = list(_below(folder, ()))
     return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest())
 
 
 def _below(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
-    """Yield the images of a folder and of those in it; ``above``: the real paths of the folders that it lies in."""
+    """Yield the images below a folder; ``above``: the real paths of the folders that contain it."""
     above = (*above, folder.resolve())
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):

@@ -1,4 +1,4 @@
-"""Read the rows that a run names: a data set, and the part of it."""
+"""The rows that a run names: a part of a data set."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def load_rows(
     rows: int | None = None,
     offset: int = 0,
 ) -> list[Row]:
-    """Rows ``offset`` to ``offset + rows`` of a data set, in its own order.
+    """Return rows ``offset`` to ``offset + rows`` of a data set, in its own order.
 
     Args:
         name: a registered data set ("image-csv", "image-folder", "stsb-csv", "sst2-text", "text-csv", "vader").
         path: the file or folder, for data sets that read one.
-        split: the split, for data sets that have some.
-        subset: the subset, for data sets that have some.
-        rows: how many rows; ``None`` takes all from ``offset`` on.
-        offset: how many rows to leave out at the start.
+        split: the split, for data sets that have splits.
+        subset: the subset, for data sets that have subsets.
+        rows: the number of rows; None: all from ``offset`` on.
+        offset: the number of rows to skip at the start.
 
     Raises:
         ConfigError: no data set has this name.
-        TaskError: the data cannot be had, a line is malformed, or there are fewer rows than asked for.
+        TaskError: the data cannot be read, a line is malformed, or there are fewer rows than asked for.
     """
     read = datasets[name]
     if offset < 0 or (rows is not None and rows < 1):

@@ -5,7 +5,7 @@ A data set is a function ``(path, split, subset) -> list[Row]`` in a file of its
     @datasets.add("my-data")
     def read_my_data(path: Path | None, split: str | None, subset: str | None) -> list[Row]: ...
 
-It reads every row; ``load_rows`` cuts out the part that a run asks for.
+It returns all rows; ``load_rows`` takes the part that a run asks for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Pair:
-    """Two texts and how alike they are, on any scale (STS: 0 to 5)."""
+    """Two texts and their similarity, on any scale (STS: 0 to 5)."""
 
     first: str
     second: str
@@ -56,20 +56,20 @@ class Text:
 
 @dataclass(frozen=True)
 class Image:
-    """One image file and its class: the name that the model has for it, or its number from 0."""
+    """One image file and its class: the model's name for the class, or its number from 0."""
 
     path: Path
     label: str
 
 
 _MOST_DIGITS = 9
-"""Of the number of a class: what has more is no class of any model, and may not fit in 64 bits."""
+"""The limit on the digits of a class number: no model has so many classes, and more may not fit in 64 bits."""
 
 Row: TypeAlias = Image | Pair | Text
 
 
 def content_of(rows: Sequence[Row]) -> str:
-    """Return a hash of all that rows hold: of an image what is in its file, which may be another under its name.
+    """Return a hash of the content of rows; for an image also of its file, which may change under the same name.
 
     Raises:
         TaskError: a file cannot be read.
@@ -94,7 +94,7 @@ datasets: Registry[Callable[[Path | None, str | None, str | None], list[Row]]] =
 
 
 def refuse_options(name: str, *, split: str | None, subset: str | None) -> None:
-    """Raise ``TaskError`` when a data set that is one plain file is asked for a split or a subset."""
+    """Raise ``TaskError`` if a split or a subset is asked of a data set that has none."""
     for option, value in (("split", split), ("subset", subset)):
         if value is not None:
             raise TaskError(
@@ -104,19 +104,19 @@ def refuse_options(name: str, *, split: str | None, subset: str | None) -> None:
 
 
 def require_file(name: str, path: Path | None) -> Path:
-    """Return the path of a data set's file, checked to be a file.
+    """Return the path of a data set's file, with ``~`` expanded.
 
     Raises:
-        TaskError: no path was given, or it is no file.
+        TaskError: no path was given, or there is no file at it.
     """
     return _required(name, path, "file", "folder")
 
 
 def require_folder(name: str, path: Path | None) -> Path:
-    """Return the path of a data set's folder, checked to be one.
+    """Return the path of a data set's folder, with ``~`` expanded.
 
     Raises:
-        TaskError: no path was given, or it is no folder.
+        TaskError: no path was given, or there is no folder at it.
     """
     return _required(name, path, "folder", "file")
 
@@ -134,8 +134,8 @@ def _required(name: str, path: Path | None, kind: str, other: str) -> Path:
 
 
 def class_number(label: str) -> int | None:
-    """Return the class that a label names by its number; None if it is no whole number from 0, or too large."""
-    # isdecimal alone also accepts digits of other scripts, which no label file holds on purpose.
+    """Return a label as a class number; None if it is not a whole number from 0, or is too large."""
+    # isdecimal alone also accepts digits of other scripts, which no label file has on purpose.
     digits = label.lstrip("0") or label[:1]
     return int(digits) if label.isascii() and label.isdecimal() and len(digits) <= _MOST_DIGITS else None
 

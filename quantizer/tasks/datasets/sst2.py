@@ -1,4 +1,4 @@
-"""``sst2-text``: one labelled text a line, the integer label first (SST-2's form).
+"""The data set ``sst2-text``: one labelled text per line, the integer label first (SST-2's format).
 
 1 a stirring , funny and finally transporting re-imagining
 """
@@ -24,7 +24,7 @@ def read_sst2(path: Path | None, split: str | None, subset: str | None) -> list[
     """Return all texts of a file.
 
     Raises:
-        TaskError: no such file, or a line that is not ``label text``.
+        TaskError: the file does not exist, or a line is not ``label text``.
     """
     refuse_options("sst2-text", split=split, subset=subset)
     file = require_file("sst2-text", path)

@@ -1,4 +1,4 @@
-"""``stsb-csv``: sentence pairs with a similarity score, one pair a line, no header (the STS benchmark's form).
+"""The data set ``stsb-csv``: sentence pairs with a similarity score, one per line, no header (as in the STS benchmark).
 
 A plane is taking off.,An air plane is taking off.,5.0
 """
@@ -25,7 +25,7 @@ def read_stsb(path: Path | None, split: str | None, subset: str | None) -> list[
     """Return all pairs of a CSV file.
 
     Raises:
-        TaskError: no such file, or a line that is not ``sentence,sentence,score``.
+        TaskError: the file does not exist, or a line is not ``sentence,sentence,score``.
     """
     refuse_options("stsb-csv", split=split, subset=subset)
     file = require_file("stsb-csv", path)

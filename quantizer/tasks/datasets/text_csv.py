@@ -1,9 +1,9 @@
-"""``text-csv``: labelled texts in a CSV file with the header ``text,label``: the form for data of your own.
+"""The data set ``text-csv``: labelled texts in a CSV file with the header ``text,label``, for data of your own.
 
     text,label
     "Fast, friendly and cheap",1
 
-Labels are integers from 0. Further columns are ignored.
+Labels are integers from 0. Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_text_csv(path: Path | None, split: str | None, subset: str | None) -> l
     """Return all texts of a CSV file with the columns ``text`` and ``label``.
 
     Raises:
-        TaskError: no such file, no such columns, or a malformed line.
+        TaskError: the file or a column does not exist, or a line is malformed.
     """
     refuse_options("text-csv", split=split, subset=subset)
     file = require_file("text-csv", path)

@@ -1,6 +1,6 @@
-"""Plain files of texts, without labels: all that calibration needs.
+"""Plain files of texts without labels, which are enough for calibration.
 
-``.txt`` holds one text a line, ``.csv`` a header and a column of texts, ``.jsonl`` one object a line with a text in it.
+``.txt`` has one text per line, ``.csv`` a header and a column of texts, ``.jsonl`` one object with a text per line.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _KIND = "texts"
 
 
 def read_texts(path: Path, column: str = "text") -> list[str]:
-    """Return all texts of a file, empty lines left out.
+    """Return all texts of a file that are not empty.
 
     Args:
-        path: its ending says what it is, see ``text_files``.
+        path: a file whose ending names its format, see ``text_files``.
         column: the column of a ``.csv`` file, or the key of a ``.jsonl`` file.
 
     Raises:
-        TaskError: there is no such file, it is malformed, has no such column, or holds no text.
+        TaskError: the file does not exist, is malformed, lacks the column, or has no text.
     """
     file = require_file(_KIND, path)
     if file.suffix.lower() not in text_files:
@@ -67,4 +67,4 @@ def _from_jsonl(file: Path, column: str) -> Iterator[str]:
 
 
 text_files = {".txt": lambda file, _: iter(read_lines(_KIND, file)), ".csv": _from_csv, ".jsonl": _from_jsonl}
-"""How each kind of file is read, by its ending."""
+"""The reader of each format, by the ending of the file."""

@@ -1,16 +1,16 @@
-"""``vader``: short texts with human sentiment ratings (Hutto and Gilbert, ICWSM 2014; MIT licence).
+"""The data set ``vader``: short texts with human sentiment ratings (Hutto and Gilbert, ICWSM 2014; MIT licence).
 
 The texts come with the *source distribution* of ``vaderSentiment`` on the Python package index. It is fetched once by
 pip into ``$XDG_CACHE_HOME/quantizer`` (or ``~/.cache/quantizer``), its SHA-256 is checked each time it is read, and
 the texts are read in memory: nothing of it is unpacked or installed.
 
 Subsets: ``tweets``, ``movieReviewSnippets``, ``amazonReviewSnippets``, ``nytEditorialSnippets``. The label is the sign
-of the mean rating (1 positive, 0 negative); ratings within 0.5 of zero are left out, and so are texts seen before.
+of the mean rating (1 positive, 0 negative); ratings within 0.5 of zero are left out, and so are repeated texts.
 
-Splits: ``head`` (50%), ``calibration`` (10%) and ``evaluation`` (40%); ``None`` is all of them. A row's split is a hash
-of its document's id, so sentences of one review or article stay together, no row is in two splits, and a split never
-depends on how many rows are asked for. Rows are ordered by a hash too: the files are sorted in part by sentiment, and
-the first rows of a split should be a fair sample of it.
+Splits: ``head`` (50%), ``calibration`` (10%) and ``evaluation`` (40%); ``None`` is all of them. A row's split follows
+from a hash of its document's id: sentences of one review or article stay together, no row is in two splits, and a split
+does not depend on how many rows are asked for. Rows are ordered by a hash too: the files are partly sorted by
+sentiment, and the first rows of a split should be a fair sample of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"
 INNER_ARCHIVE = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
 SUBSETS = ("amazonReviewSnippets", "movieReviewSnippets", "nytEditorialSnippets", "tweets")
 SPLITS = {"head": range(50), "calibration": range(50, 60), "evaluation": range(60, 100)}
-"""Which hundredths of the hash belong to which split."""
+"""The hashes, modulo 100, of each split."""
 NEUTRAL = 0.5
 
 
@@ -46,12 +46,12 @@ def read_vader(path: Path | None, split: str | None, subset: str | None) -> list
     """Return the rated texts of one subset and split.
 
     Args:
-        path: a copy of the source distribution, instead of fetching it.
+        path: a copy of the source distribution; None: it is fetched.
         split: "head", "calibration", "evaluation" or ``None`` for all.
         subset: one of ``SUBSETS``.
 
     Raises:
-        TaskError: an unknown split or subset, no archive to be had, or one that is not the expected file.
+        TaskError: the split or subset is unknown, or the archive cannot be fetched or is not the expected file.
     """
     if subset not in SUBSETS:
         raise TaskError(f"data set 'vader' has no subset {subset!r}: set 'subset' to one of {', '.join(SUBSETS)}")
@@ -60,7 +60,7 @@ def read_vader(path: Path | None, split: str | None, subset: str | None) -> list
     content = _ground_truth(_archive(path), subset)
     ranked: list[tuple[str, Row]] = []
     seen: set[str] = set()
-    # Not splitlines: it also cuts at characters that may stand inside a text.
+    # splitlines() would also split at characters that may occur inside a text.
     for number, line in enumerate(content.rstrip("\n").split("\n"), start=1):
         identifier, rating, text = _fields(line, f"{subset}:{number}")
         if abs(rating) < NEUTRAL or text in seen:
@@ -82,7 +82,7 @@ def _archive(path: Path | None) -> Path:
 
 
 def _ground_truth(archive: Path, subset: str) -> str:
-    # The hash of the archive was checked, so a missing member is a fault of ours; it still gets a readable message.
+    # The archive's hash was checked, so only a bug here can miss a member; its message is readable all the same.
     name = f"hutto_ICWSM_2014/{subset}_GroundTruth.txt"
     with tarfile.open(archive) as outer, tarfile.open(fileobj=io.BytesIO(_member(outer, INNER_ARCHIVE))) as inner:
         return _member(inner, name).decode("utf-8")
