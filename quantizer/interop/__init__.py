@@ -1,3 +1,3 @@
-"""Working beside other tools of the field, in their words."""
+"""Compatibility with other tools: pytorch-quantization, Model Optimizer, transformers and tripy."""
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Ranges that NVIDIA's Model Optimizer or pytorch-quantization saved, as scales for ``Quantizer.load_scales``.
 
-Both keep, in the state dict of the quantized model, the largest magnitude that each quantizer maps to the last step of
-its format: ``MODULE.input_quantizer._amax`` (Model Optimizer) or ``MODULE._input_quantizer._amax``. Neither library is
-needed to read them; ``modelopt_state`` holds settings and no ranges.
+Both save the largest magnitude of each quantizer, which maps to the last step of its format, in the state dict of the
+quantized model: ``MODULE.input_quantizer._amax`` (Model Optimizer) or ``MODULE._input_quantizer._amax``. Neither
+library is needed to read them. ``modelopt_state`` has settings but no ranges.
 
-A scale is amax / 127, as in both toolkits; of a weight it is amax over the steps that the target uses, which are fewer
-where products of bytes would saturate. What they round to is not the same: pytorch-quantization clamps to
-[-127, 127], and so does Model Optimizer with ``narrow_range: True``; its default is [-128, 127], as it is ours. With
-ranges from ``max`` no weight reaches -128, so there is no difference; an activation beyond amax may.
+A scale is amax / 127, as in both toolkits. For a weight it is amax over the number of steps that the target uses, which
+are fewer if products of bytes would saturate. The clamping differs: pytorch-quantization clamps to [-127, 127], and so
+does Model Optimizer with ``narrow_range: True``; its default is [-128, 127], as here. With ranges from ``max`` no
+weight reaches -128, so weights round alike; an activation below -amax may reach it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ATTENTION = {
     "matmul_a_input_quantizer": "p",
     "softmax_quantizer": "p",
 }
-"""The quantizers of an attention's products, and what they round: query, key, probabilities or value."""
+"""The quantizers of an attention's products, and their operands: query, key, probabilities or value."""
 
 _FUSED = {"q": "query", "k": "key", "p": "probabilities", "v": "value"}
 _PRODUCTS = {"q": (0, "lhs"), "k": (0, "rhs"), "p": (1, "lhs"), "v": (1, "rhs")}
@@ -48,11 +48,11 @@ _PRODUCTS = {"q": (0, "lhs"), "k": (0, "rhs"), "p": (1, "lhs"), "v": (1, "rhs")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolkitScales:
-    """The content of a state dict.
+    """The scales from a state dict, and its ranges that were not used.
 
     Attributes:
-        scales: by ``SITE.OPERAND``, float32 [] or [C], for ``Quantizer.load_scales``.
-        unmatched: each range that was not taken, by its key in the state dict, and why.
+        scales: float32 [] or [C], by ``SITE.OPERAND``, for ``Quantizer.load_scales``.
+        unmatched: the reason why a range was not used, by its key in the state dict.
     """
 
     scales: dict[str, Tensor] = field(default_factory=dict)
@@ -62,16 +62,16 @@ class ToolkitScales:
 def read_toolkit_scales(source: Mapping[str, Any] | str | os.PathLike[str], plan: Plan) -> ToolkitScales:
     """Read the ranges of another toolkit for the operands that ``plan`` quantizes.
 
-    A module's ``input_quantizer`` and ``weight_quantizer`` are the operands of the one product that the module
-    computes. The quantizers of an attention (``q_bmm_quantizer``, ``matmul_q_input_quantizer``, ..) are those of its
-    fused attention, or of its two products in Model Optimizer's own order: query and key are the operands of the first
-    one in the text, probabilities and value those of the second, and calibration must have seen that the
-    probabilities lie in [0, 1]. A range of more than one axis, or of an input per channel, is not taken, nor one of
-    an input that the toolkit scales first (SmoothQuant, AWQ).
+    - ``input_quantizer`` and ``weight_quantizer`` belong to the operands of the one product that a module computes.
+    - Quantizers of an attention (``q_bmm_quantizer``, ``matmul_q_input_quantizer``, ..) belong to its fused attention,
+      or to its two products in the order of the source, as in Model Optimizer: query and key to the first one,
+      probabilities and value to the second. Observed probabilities must lie in [0, 1].
+    - Not used: ranges of more than one axis, per-channel ranges of inputs, and ranges of inputs that the toolkit scales
+      first (SmoothQuant, AWQ).
 
     Args:
         source: the state dict of the quantized model; or its file, ``.safetensors``, or one that ``torch.save`` or
-            Model Optimizer's ``mto.save`` wrote, which is read as tensors alone.
+            Model Optimizer's ``mto.save`` wrote, of which tensors alone are loaded.
         plan: ``Quantizer.plan`` after calibration; one batch is enough.
 
     Raises:
@@ -103,7 +103,7 @@ class _Unmatched(Exception):
 
 
 def _operand(quantizer: str, sites: list[SitePlan]) -> tuple[str, OperandPlan]:
-    """``SITE.OPERAND``, and its plan, of a module's quantizer, among the sites that the module holds."""
+    """Return ``SITE.OPERAND`` and the plan of the operand of a module's quantizer; ``sites``: those of the module."""
     if not sites:
         raise _Unmatched("no module of this name has a site")
     if quantizer in ("input_quantizer", "weight_quantizer"):
@@ -128,7 +128,7 @@ def _operand(quantizer: str, sites: list[SitePlan]) -> tuple[str, OperandPlan]:
 
 
 def _is_attention(products: list[SitePlan]) -> bool:
-    """Return whether two products are of one function, and the second one weighs values with probabilities."""
+    """Return whether these are the two products of one function, of which the second multiplies probabilities."""
     if len(products) != 2 or len({entry.name.rpartition(".")[0] for entry in products}) != 1:
         return False
     left, right = (_named(products[1], name) for name in ("lhs", "rhs"))
@@ -154,7 +154,7 @@ def _quantized(entry: SitePlan, operand: OperandPlan | None) -> tuple[str, Opera
 
 
 def _steps(operand: OperandPlan) -> int:
-    """Return the last step that a range maps to: that of the format, or the last that the target uses of a weight."""
+    """Return the step that amax maps to: the last of the format, or for a weight the last that the target uses."""
     qmax = qtype(operand.dtype).qmax
     if operand.role != "weight" or operand.given or operand.scale is None or operand.amax is None:
         return qmax
@@ -164,7 +164,7 @@ def _steps(operand: OperandPlan) -> int:
 
 
 def _scale(amax: object, qmax: int, key: str, state: Mapping[str, Any]) -> Tensor:
-    """[C, 1] or [1, C] becomes [C]; a range of zero gets scale 1, with which zeros stay zeros."""
+    """Return the scale [] or [C] of amax, which may be [C, 1] or [1, C]; amax 0 gets scale 1: zeros stay zeros."""
     if f"{key.removesuffix('_amax')}_pre_quant_scale" in state:
         raise _Unmatched("the toolkit scales this tensor before it rounds it: the range is not that of the model's own")
     if not isinstance(amax, Tensor) or not amax.is_floating_point():
@@ -200,12 +200,12 @@ def _load(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise QuantizerError(f"{path} cannot be read: {error}") from error
     except Exception as error:
-        # Not torch's own text, which advises to run whatever the file holds.
+        # torch's own message advises weights_only=False, which runs any code in the file.
         raise QuantizerError(
             f"{path} does not hold tensors alone ({type(error).__name__}); save the state dict of the quantized "
             "model: torch.save(model.state_dict(), path)"
         ) from error
-    # What mto.save writes holds the settings beside the tensors.
+    # mto.save writes settings beside the tensors.
     state = loaded.get("model_state_dict", loaded) if isinstance(loaded, dict) else loaded
     if not isinstance(state, Mapping):
         raise QuantizerError(f"{path} holds a {type(state).__name__}; a state dict is expected")

@@ -1,9 +1,9 @@
 """The scales that the quantized ``Linear`` of NVIDIA's tripy takes.
 
 ``nvtripy.Linear(in_features, out_features, quant_dtype=nvtripy.int8, weight_quant_dim=...)`` computes x W^T + b with W
-[out, in]. It has an ``input_scale`` [], and a ``weight_scale`` [out] where ``weight_quant_dim`` is 0, [] where it is
-None. That axis is W's own: a module that keeps its weight as [in, out], as ``Conv1D`` of transformers does, hands W
-over transposed, and its output channels are on axis 0 then too.
+[out, in]. It has an ``input_scale`` [], and a ``weight_scale``: [out] if ``weight_quant_dim`` is 0, [] if it is None.
+The axis is that of W: a weight that its module keeps as [in, out], as ``Conv1D`` of transformers does, is transposed
+for tripy, and its output channels are on axis 0 then too.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TripyScales:
     """The quantized linears of a plan for tripy.
 
     Attributes:
-        linears: by the path of the module that has the weight.
-        left: quantized sites that are no ``nvtripy.Linear``, each with the reason.
+        linears: the scales of each linear, by the path of the module that has the weight.
+        left: the reason why a quantized site cannot be an ``nvtripy.Linear``, by the path of the site.
     """
 
     linears: dict[str, TripyLinear] = field(default_factory=dict)
@@ -86,12 +86,12 @@ def tripy_scales(plan: Plan) -> TripyScales:
 def write_tripy_scales(plan: Plan, path: str | os.PathLike[str]) -> TripyScales:
     """Write the scales of every quantized linear of ``plan`` to a ``.safetensors`` file, whole or not at all.
 
-    It holds ``MODULE.input_scale`` and ``MODULE.weight_scale`` as tensors, which are parameters of tripy's ``Linear``,
-    and in its metadata, as texts, ``MODULE.weight_quant_dim`` (``0`` or ``None``), which its constructor takes, and
+    Its tensors are ``MODULE.input_scale`` and ``MODULE.weight_scale``, parameters of tripy's ``Linear``. Its metadata
+    has, as text, ``MODULE.weight_quant_dim`` (``0`` or ``None``), an argument of the constructor of ``Linear``, and
     ``MODULE.transposed`` (``true`` or ``false``).
 
     Returns:
-        what was written, and what was left out.
+        the scales that were written, and the sites that were left out.
 
     Raises:
         QuantizerError: there is no quantized linear, or the file cannot be written.
@@ -112,7 +112,7 @@ def write_tripy_scales(plan: Plan, path: str | os.PathLike[str]) -> TripyScales:
 
 
 def _no_linear(entry: SitePlan, weight: OperandPlan | None, readers: dict[str, int]) -> str | None:
-    """Return why a quantized site cannot be an ``nvtripy.Linear``; None where it can."""
+    """Return why a quantized site cannot be an ``nvtripy.Linear``; None if it can."""
     if entry.kind != "linear" or weight is None:
         return f"a {entry.kind} is no Linear"
     if weight.name not in ("weight", "rhs") or entry.operation == "einsum":
@@ -126,7 +126,7 @@ def _no_linear(entry: SitePlan, weight: OperandPlan | None, readers: dict[str, i
 
 
 def _no_int8(entry: SitePlan) -> str | None:
-    """Return why the operands are held in another way than ``nvtripy.Linear`` holds them; None where they are not."""
+    """Return why the operands are not quantized as ``nvtripy.Linear`` requires; None if they are."""
     for operand in entry.operands:
         if not operand.quantized or operand.dtype != INT8.name:
             return f"{operand.name} is in {operand.dtype if operand.quantized else 'float'}, and int8 is needed"
@@ -136,6 +136,6 @@ def _no_int8(entry: SitePlan) -> str | None:
 
 
 def _out_axis(weight: OperandPlan) -> int:
-    """Return the axis of the parameter, [out, in] or [in, out], that holds the output channels."""
+    """Return the axis of the output channels in the parameter, which is [out, in] or [in, out]."""
     axis = 0 if weight.name == "weight" else 1
     return axis if weight.view is None else weight.view.order[axis]

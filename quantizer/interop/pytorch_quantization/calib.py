@@ -20,11 +20,11 @@ class HistogramCalibrator:
         self._seen = PercentileCalibrator()
 
     def collect(self, x: Tensor) -> None:
-        """Take in the values of x [*]."""
+        """Add the values of x [*] to the histogram."""
         self._seen.observe(x)
 
     def compute_amax(self, method: str = "percentile", *, percentile: float = 99.99) -> Tensor | None:
-        """Return the range [], or None before any value.
+        """Return the range []; None if no value was collected.
 
         Raises:
             CalibrationError: a method other than ``percentile``, ``mse`` and ``entropy``.
@@ -38,14 +38,14 @@ class HistogramCalibrator:
 
 
 class MaxCalibrator:
-    """The largest magnitude seen: of the tensor, or of each entry along an axis."""
+    """The largest magnitude collected: of the tensor, or of each entry along an axis."""
 
     def __init__(self, axis: int | None) -> None:
         self._axis = axis
         self._amax: Tensor | None = None
 
     def collect(self, x: Tensor) -> None:
-        """Take in the values of x [*]."""
+        """Update the maximum with the values of x [*]."""
         if x.numel() == 0:
             return
         amax = amax_of(x, self._axis)
@@ -54,7 +54,7 @@ class MaxCalibrator:
         self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
 
     def compute_amax(self) -> Tensor | None:
-        """Return the range [] or [C], or None before any value."""
+        """Return the range [] or [C]; None if no value was collected."""
         return self._amax
 
 

@@ -32,7 +32,7 @@ __all__ = [
 class TensorQuantizer(OperandQuantizer):
     """The quantizer of one operand, switched by hand: it calibrates, rounds, both or neither.
 
-    Without a loaded range it rounds with the range of the tensor at hand, as the toolkit's does.
+    Without a loaded range it rounds with the range of its current input, as the toolkit's does.
     """
 
     def __init__(self, quant_desc: QuantDescriptor | None = None) -> None:
@@ -49,36 +49,36 @@ class TensorQuantizer(OperandQuantizer):
             self._set_amax(torch.tensor(descriptor.amax, dtype=torch.float32))
 
     def enable_calib(self) -> None:
-        """Collect the values that pass."""
+        """Start to collect the values of inputs."""
         self._collecting = self._collected = True
 
     def disable_calib(self) -> None:
-        """Collect no more."""
+        """Stop collecting."""
         self._collecting = False
 
     def enable_quant(self) -> None:
-        """Round what passes."""
+        """Round inputs."""
         self.enabled = True
 
     def disable_quant(self) -> None:
-        """Let values pass as they are."""
+        """Return inputs unrounded."""
         self.enabled = False
 
     def enable(self) -> None:
-        """Round, and collect no more."""
+        """Round inputs, and stop collecting."""
         self.enabled, self._collecting = True, False
 
     def disable(self) -> None:
-        """Neither round nor collect."""
+        """Stop rounding and collecting."""
         self.enabled = self._collecting = False
 
     def load_calib_amax(self, *args: Any, strict: bool = True, **keywords: Any) -> None:
-        """Take the range that was collected; arguments as for the calibrator's ``compute_amax``.
+        """Set the range from the collected values; arguments as for the calibrator's ``compute_amax``.
 
-        A quantizer whose call never ran while it collected (a branch not taken) stays without a range.
+        A quantizer that had no input while it collected (a branch not taken) stays without a range.
 
         Raises:
-            CalibrationError: ``enable_calib()`` was never called, unless ``strict`` is off.
+            CalibrationError: ``enable_calib()`` was never called, and ``strict`` is on.
         """
         amax = self._calibrator.compute_amax(*args, **keywords)
         if amax is not None:
@@ -88,7 +88,7 @@ class TensorQuantizer(OperandQuantizer):
 
     @property
     def amax(self) -> Tensor | None:
-        """The loaded range [] or [C]; None before."""
+        """The loaded range [] or [C]; None if none was loaded."""
         return None if self.scale is None else self.scale * INT8.qmax
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def _scale(amax: Tensor) -> Tensor:
 
 
 class _Defaults:
-    """The defaults of a kind of layer, under the name of the toolkit's hand-written layer."""
+    """The default descriptors of a kind of layer, under the name of the toolkit's hand-written layer."""
 
     default_quant_desc_input: ClassVar[QuantDescriptor] = QuantDescriptor()
     default_quant_desc_weight: ClassVar[QuantDescriptor] = QuantDescriptor(axis=(0,))

@@ -1,4 +1,4 @@
-"""``initialize()`` and ``deactivate()``: models that this thread builds in between carry ``TensorQuantizer``s."""
+"""``initialize()`` and ``deactivate()``: models that this thread builds in between have ``TensorQuantizer``s."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def initialize(*sources: Source) -> None:
     """Quantize the modules that this thread builds from now on, until ``deactivate``.
 
     Args:
-        sources: the modelling modules meant; none: everything, torch's layers and classes that are defined later
-            included. Until ``deactivate`` their constructors say what they built; models of other threads, and those
-            that exist, stay as they are.
+        sources: the modelling modules whose classes are meant; none: all classes, torch's layers and those defined
+            later included. Their constructors are patched until ``deactivate``. Models of other threads, and models
+            that exist already, do not change.
 
     Raises:
         ProxyError: it is active already.
@@ -58,15 +58,15 @@ def initialize(*sources: Source) -> None:
 
 
 def deactivate() -> None:
-    """Leave the models that are built from now on alone, and restore all that was patched."""
+    """Restore all that was patched; models that are built from now on stay float."""
     while _OPEN:
         _OPEN.pop().__exit__(None, None, None)
 
 
 def quantize_model(model: nn.Module) -> None:
-    """Give every product in the source of ``model`` itself its ``TensorQuantizer``s, which round at once.
+    """Add ``TensorQuantizer``s to all products in the source of ``model`` itself; they round at once.
 
-    Parts that were built before the whole keep theirs.
+    Submodules that were built before keep their own.
     """
     if type(model).__module__.startswith("torch.") and next(model.parameters(), None) is None:
         return  # an activation, a loss, an empty container: it may become part of a float model
@@ -90,7 +90,7 @@ def quantize_model(model: nn.Module) -> None:
                 defaults.default_quant_desc_weight if weight else defaults.default_quant_desc_input
             )
             if not quantized:
-                # Loops that go by names find it, and switch it; what is added stays float.
+                # Loops over module names expect to switch this quantizer too; the site stays float all the same.
                 quantizer.disable()
             site.add_module(name, quantizer)
         site.active = quantized

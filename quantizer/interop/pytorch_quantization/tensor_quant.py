@@ -1,4 +1,4 @@
-"""``QuantDescriptor``: how one operand is to be quantized."""
+"""``QuantDescriptor``: the settings of one operand's quantizer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class QuantDescriptor:
     """The rounding and calibration of a ``TensorQuantizer``.
 
     Args:
-        num_bits: 8.
+        num_bits: 8, the only value that is supported.
         axis: None: one range for the tensor; an axis, or a tuple of one: a range for each entry along it.
-        amax: the range where it is known already.
+        amax: the range, if it is known already.
         calib_method: ``max`` or ``histogram``.
 
     Raises:
-        ConfigError: a value that this tool has no meaning for.
+        ConfigError: values are not supported; all of them are listed.
     """
 
     num_bits: int = 8
@@ -48,7 +48,7 @@ class QuantDescriptor:
 
     @property
     def channel_axis(self) -> int | None:
-        """The axis as a number."""
+        """The axis as a number, or None."""
         return self.axis[0] if isinstance(self.axis, tuple) else self.axis
 
 

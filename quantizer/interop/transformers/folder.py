@@ -1,8 +1,8 @@
-"""The folder of a quantized ``transformers`` model: what it holds, and what is refused of one.
+"""The folder of a quantized ``transformers`` model: its format, and the checks on loading.
 
-``config.json`` has a ``quantization_config``; ``model.safetensors`` the tensors of the frozen proxy under their own
-names, and one more, ``quantizer_state`` uint8: plan, ranges and config, see ``plan/saved_folder.py``. So they lie in
-the file of the weights that they belong to, wherever that is split, renamed or sent to.
+``config.json`` has a ``quantization_config``. ``model.safetensors`` has the tensors of the frozen proxy under their own
+names, and one more, ``quantizer_state`` uint8: plan, ranges and config, see ``plan/saved_folder.py``. The plan thus
+stays with its weights when their file is split, renamed or sent elsewhere.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ STATE = "quantizer_state"
 
 
 class SavedConfig(QuantizationConfigMixin):
-    """A ``QuantizerConfig`` as ``config.json`` holds it.
+    """A ``QuantizerConfig`` in the form of ``config.json``.
 
     Args:
-        settings: of the ``Quantizer``.
-        quantized: the folder holds a quantized model, and not a float one.
+        settings: the configuration of the ``Quantizer``.
+        quantized: True if the folder has a quantized model, False for a float one.
     """
 
     quant_method = METHOD  # type: ignore[assignment]
@@ -53,10 +53,10 @@ class SavedConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **keywords: Any) -> Any:
-        """Return what ``to_dict`` gave.
+        """Return the config whose ``to_dict()`` this is.
 
         Raises:
-            ConfigError: it has problems; all of them are listed.
+            ConfigError: fields are wrong; all problems are listed.
         """
         fields = dict(config_dict)
         fields.pop("quant_method", None)
@@ -71,17 +71,17 @@ class SavedConfig(QuantizationConfigMixin):
         return (config, keywords) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the fields as plain values."""
         return {**self.settings.to_dict(), "quantized": self.quantized}
 
 
-# Where a folder has a config and one is given, transformers takes the folder's and says so, if their classes have one
-# name.
+# If a folder has a config and another is given, transformers raises unless their classes have the same name. If they
+# have, it takes the folder's and warns.
 SavedConfig.__name__ = QuantizerConfig.__name__
 
 
 def read_state(files: Sequence[Path]) -> tuple[Path, bytes | None]:
-    """Return the state among the tensors of these files, after its file; after their folder None, where it is in none.
+    """Return the file that has the state, and the state; if none of the files has it, their folder and None.
 
     Raises:
         QuantizerError: a file is damaged.
@@ -98,10 +98,10 @@ def read_state(files: Sequence[Path]) -> tuple[Path, bytes | None]:
 
 
 def require_sites(model: PreTrainedModel, plan: Plan, place: Path) -> None:
-    """Refuse a model of another class than the one that was saved, or of another version of its code.
+    """Raise if a model is not of the class that was saved, or of another version of its code.
 
     Raises:
-        ProxyError: it has other sites.
+        ProxyError: the model has other sites than the plan.
     """
     different = sorted(set(plan) ^ {site.path for site in sites_of(model)})
     if different:
@@ -114,12 +114,12 @@ def require_sites(model: PreTrainedModel, plan: Plan, place: Path) -> None:
 
 
 def require_loaded(modules: Iterable[nn.Module], place: Path) -> None:
-    """Refuse modules with tensors that were in no file, for which transformers takes whatever is in memory.
+    """Raise if tensors of modules were in no file: transformers leaves them uninitialized.
 
     Raises:
-        QuantizerError: there are such.
+        QuantizerError: a tensor was in no file.
     """
-    # By name: parameters() lists stored weights too, which the tensors of their sites stand for.
+    # parameters() would also list dequantized weights, which are in no file: their sites have the stored tensors.
     named = (found for module in modules for found in chain(module.named_parameters(), module.named_buffers()))
     tensors = {tensor for _, tensor in named}
     missing = sum(not getattr(tensor, "_is_hf_initialized", False) for tensor in tensors)

@@ -1,8 +1,8 @@
 """The plug-in for ``transformers``: ``from_pretrained(path, quantization_config=QuantizerConfig(...))``.
 
-Importing this file registers it. A float checkpoint gives the float model, ready to be calibrated by the ``Quantizer``
-that ``quantizer_of`` returns; what its ``quantize(model)`` gives is saved by ``save_pretrained``, with weights as
-integers; and ``from_pretrained`` of that folder, without an argument, gives the same quantized model, bit for bit.
+Importing this module registers the plug-in. A float checkpoint is loaded as the float model, for calibration by the
+``Quantizer`` that ``quantizer_of`` returns. ``save_pretrained`` saves the result of its ``quantize(model)``, weights as
+integers, and ``from_pretrained`` of that folder, without a config, returns the same quantized model, bit for bit.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _WAY = "save what quantize(model) of its Quantizer gives"
 
 
 class TransformersQuantizer(HfQuantizer):
-    """The hooks of ``from_pretrained`` and ``save_pretrained``; a model that was loaded has it as ``hf_quantizer``.
+    """The hooks of ``from_pretrained`` and ``save_pretrained``; the attribute ``hf_quantizer`` of loaded models.
 
     Attributes:
-        quantizer: calibrates and quantizes the model; of a quantized one it holds the plan.
-        frozen: the folder holds a quantized model.
+        quantizer: the ``Quantizer`` of the model; if the model was loaded quantized, with its plan.
+        frozen: True if the folder has a quantized model.
     """
 
     def __init__(self, quantization_config: QuantizerConfig | SavedConfig, **keywords: Any) -> None:
@@ -74,12 +74,12 @@ class TransformersQuantizer(HfQuantizer):
         self._settings = quantization_config.settings
         self.quantizer = Quantizer(self._settings)
         self.frozen = self.pre_quantized and quantization_config.quantized
-        # While a model is loaded: from where, without which parameters, and the shapes of weights in less than a byte.
+        # State while a model is loaded: its file, its dropped parameters, the shapes of weights of less than a byte.
         self._place, self._dropped = Path(), list[str]()
         self._shapes: dict[OperandQuantizer, torch.Size] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersQuantizer:
-        # A proxy is a copy of the model, and the model's Quantizer is the one that knows it.
+        # A proxy is a copy of the model, and must share the model's Quantizer, which has the plan.
         return self
 
     def __reduce__(self) -> Any:
@@ -107,7 +107,7 @@ class TransformersQuantizer(HfQuantizer):
                 f"the tensor {STATE!r}; load a folder that save_pretrained() wrote for a quantized model, or remove "
                 "quantization_config from config.json to load a float one"
             )
-        # Modules are on the meta device here, and so would be what is made.
+        # from_pretrained has set the meta device here, on which new tensors would be made.
         with torch.device("cpu"):
             dropped = self._take(data, place)
             instrument(model)
@@ -119,14 +119,14 @@ class TransformersQuantizer(HfQuantizer):
             self._shapes[quantizer] = stored.shape
             quantizer.stored = stored.new_empty(packed_size(stored.numel()), dtype=torch.uint8)
         for owner in _owners(model, dropped):
-            # Or transformers would fill what it takes for their weights.
+            # Otherwise transformers would initialize the weights that it expects there.
             vars(owner)["_is_hf_initialized"] = True
         self._place, self._dropped = place, dropped
         known = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         model._keys_to_ignore_on_load_unexpected = {*known, rf"{STATE}$"}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **keywords: Any) -> None:
-        # Of a float model transformers believes otherwise, and would refuse to train or to cast it.
+        # transformers takes any model with a quantization_config for quantized, and would refuse to train or cast it.
         vars(model)["is_quantized"] = self.frozen
         if not self.frozen:
             return
@@ -137,7 +137,7 @@ class TransformersQuantizer(HfQuantizer):
         self._shapes.clear()
 
     def _take(self, data: bytes, place: Path) -> list[str]:
-        """Let the Quantizer be the one that was saved; the parameters that are dropped."""
+        """Restore the saved state of the Quantizer, and return the names of the dropped parameters."""
         plan, products, document = state_of_bytes(data, place)
         missing = {"config", "fallback", "dropped"} - set(document)
         if missing:
@@ -154,10 +154,10 @@ class TransformersQuantizer(HfQuantizer):
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Return what ``save_pretrained`` writes; None stands for the model's own tensors.
+        """Return the state dict and metadata that ``save_pretrained`` writes; None: the model's own state dict.
 
         Raises:
-            ProxyError: the model is a proxy that is neither trained nor quantized, or was quantized before a change.
+            ProxyError: the model is a proxy that is neither in training nor quantized, or its plan is out of date.
         """
         session = self.quantizer._session
         quantized = is_proxy(model) and not (session.trainable is not None and model is session.trainable.proxy)
@@ -177,15 +177,15 @@ class TransformersQuantizer(HfQuantizer):
         model.config.quantization_config = SavedConfig(self._settings, quantized=quantized)
         return state, {}
 
-    # -- what transformers wants to know ---------------------------------------------------------------------------
+    # -- properties that transformers reads ------------------------------------------------------------------------
 
     def is_serializable(self) -> bool:
-        """Float, in training or quantized: all can be saved."""
+        """Return True: models can be saved in float, in training and quantized."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """A quantized model has no weights to train."""
+        """True for a float model; a quantized one has no weights to train."""
         return not self.frozen
 
 
@@ -193,7 +193,7 @@ def quantizer_of(model: PreTrainedModel) -> Quantizer:
     """Return the ``Quantizer`` of a model that was loaded with a ``QuantizerConfig`` or from a folder that holds one.
 
     Raises:
-        ProxyError: the model was loaded without.
+        ProxyError: the model was loaded without a config.
     """
     found = getattr(getattr(model, "hf_quantizer", None), "quantizer", None)
     if not isinstance(found, Quantizer):
@@ -210,7 +210,7 @@ def _state(decided: Plan, quantizer: Quantizer, dropped: list[str]) -> bytes:
 
 
 def _packed(model: PreTrainedModel) -> Iterator[tuple[str, OperandQuantizer, Tensor]]:
-    """Yield the stored weights whose steps are smaller than a byte, each after the name of the tensor."""
+    """Yield tensor name, quantizer and stored weight of each weight whose elements are smaller than a byte."""
     for path, module in model.named_modules():
         if isinstance(module, OperandQuantizer) and module.stored is not None and qtype(module.dtype).is_packed:
             yield f"{path}.stored", module, module.stored
@@ -228,6 +228,6 @@ def _restored(settings: QuantizerConfig, frozen: bool, state: bytes | None) -> T
     return found
 
 
-# transformers' own functions for this refuse a second time, as when this file is loaded again.
+# The register functions of transformers raise on a second call, such as when this module is loaded again.
 AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = SavedConfig
 AUTO_QUANTIZER_MAPPING[METHOD] = TransformersQuantizer
