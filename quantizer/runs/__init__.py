@@ -1,1 +1,1 @@
-"""``quantizer run`` and ``quantizer convert``: all stages on a task, timed, resumable, reported."""
+"""The commands ``quantizer run`` and ``quantizer convert``: all stages on a task, timed, resumable and reported."""

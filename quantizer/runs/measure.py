@@ -1,4 +1,4 @@
-"""Measurements of a run's engines: latency in turns, and the memory of each in a process of its own."""
+"""Measurements of a run's engines: latency, in turns, and memory, each engine in its own process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LATENCY_ROUNDS = 15
 
 
 def measure_latency(context: RunContext, config: RunConfig, engines: Mapping[str, Engine]) -> Latency | None:
-    """Return how long each engine takes at the shape of the configuration; None where there is no engine."""
+    """Return the latency of each engine at the shape of the configuration; None if there are no engines."""
     report = config.report
     if not engines:
         return None
@@ -41,7 +41,7 @@ def measure_latency(context: RunContext, config: RunConfig, engines: Mapping[str
 
 
 def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, BuildResult]) -> tuple[MemoryEntry, ...]:
-    """Return what each engine takes beyond an empty process."""
+    """Return the peak memory of each engine beyond that of an empty process."""
     with context.timer("measure memory"):
         peaks = {
             name: peak_memory_mib(

@@ -14,7 +14,7 @@ __all__ = ["site_records"]
 
 
 def site_records(coverage: Iterable[Site], plan: Plan) -> tuple[Site, ...]:
-    """Return every row of a coverage, with its operands in the plan; additions that are no candidates left out."""
+    """Return a record for each row of a coverage that is not quiet, with its operands in the plan."""
     return tuple(
         replace(row, operands=tuple(map(_operand, plan[row.name].operands)) if row.name in plan else ())
         for row in coverage

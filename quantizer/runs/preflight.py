@@ -1,4 +1,4 @@
-"""Checks before the first pass of a model: packages, targets, rows and labels."""
+"""Checks before a model first runs: packages, targets, rows and labels."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["check_rows", "require_tools"]
 
 
 def require_tools(builds: Mapping[str, BuildOptions], *, html: bool) -> None:
-    """Look for what exporting, building and reporting need.
+    """Check the packages and libraries that export, build and report need.
 
     Args:
-        builds: how to build, by backend.
-        html: a page is written at the end.
+        builds: the build options, by backend.
+        html: whether an HTML report is written.
 
     Raises:
         MissingDependencyError: a package is not installed.
-        EngineError: a library does not load, or cannot build what is asked for on this machine.
+        EngineError: a library does not load, or cannot build with the options on this machine.
     """
     require_exporter()
     for name, options in builds.items():
@@ -35,15 +35,15 @@ def require_tools(builds: Mapping[str, BuildOptions], *, html: bool) -> None:
 
 
 def check_rows(task: Task, scored: Sequence[Row], others: Sequence[Row | Sample] = ()) -> None:
-    """Look at rows without running anything.
+    """Check rows without running the model.
 
     Args:
-        task: what they are for.
-        scored: those with labels that a score is taken on.
-        others: those of which the labels do not count.
+        task: the task that reads them.
+        scored: rows that are scored, whose labels are checked too.
+        others: rows or samples whose labels do not matter.
 
     Raises:
-        TaskError: rows of another kind, a label that the model has no class for, or a file that cannot be opened.
+        TaskError: a row is of another kind, its label is no class of the model, or its file cannot be opened.
     """
     if scored:
         task.targets(scored)

@@ -1,7 +1,7 @@
-"""One run: a configuration in, a folder with the model, the engine and the report out.
+"""The command ``quantizer run``: from a configuration to a folder with the model, the engine and the report.
 
-A run's folder is complete or absent: all is written into a temporary folder beside it, which takes its name at the end
-and is removed on any error or interruption.
+The folder is complete or absent: all is written into a temporary folder beside it, which is renamed at the end, and
+removed on any error or interruption.
 """
 
 from __future__ import annotations
@@ -71,23 +71,23 @@ from quantizer.views.histograms import noisiest
 __all__ = ["inspect", "run"]
 
 RUN = "run"
-"""What its folder says that it is."""
+"""The kind of the folder, in its marker."""
 
 _HISTOGRAMS = 6
 
 
 def run(config: RunConfig, output: Path | None, force: bool, console: Console) -> Path:
-    """Carry out a run and write its folder.
+    """Carry out a run, and return the folder that was written.
 
     Args:
         config: the resolved configuration.
         output: the folder; None: ``config.output``.
-        force: replace the folder of a run that stands there already; one that holds anything else is kept.
+        force: replace the folder of an earlier run; a folder with anything else is never replaced.
         console: where stages and results are printed.
 
     Raises:
-        QuantizerError: the target cannot do what is asked, the folder stands there already or cannot be written, or a
-            stage failed.
+        QuantizerError: the target cannot do what is asked, the folder exists already or cannot be written, or a stage
+            failed.
     """
     check_run(config)
     folder = Path(config.output if output is None else output).absolute()
@@ -108,14 +108,14 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
 
 
 def inspect(config: RunConfig, diff: bool, console: Console) -> None:
-    """Print what of the model would be quantized, and with ``diff`` the rewritten source."""
+    """Print what would be quantized in the model, or with ``diff`` also the rewritten source."""
     model = load_model(config.model.source, config.model.task, config.model.attention)
     quantizer = Quantizer(config.quantizer)
     console.print(quantizer.inspect(model).text(), markup=False, highlight=False, soft_wrap=True)
     if diff and console.is_terminal:
         console.print(Syntax(quantizer.diff(model), "diff", background_color="default", word_wrap=True))
     elif diff:
-        # A file or a pipe has no width: no line is cut or broken.
+        # For a file or a pipe, lines must not be cut or wrapped.
         console.out(quantizer.diff(model), highlight=False)
 
 
@@ -124,7 +124,7 @@ class _Run:
 
     Attributes:
         target: the folder that is being filled.
-        context: the model and its task, loaded.
+        context: the loaded model and its task.
         rows: all rows that the run reads.
     """
 
@@ -141,14 +141,14 @@ class _Run:
                 target,
                 config.model.source,
                 config.model.task,
-                # Four files of the model come of it, and two of them hold it in float.
+                # A run writes four files of the model, of which two are in float.
                 copies=1,
                 needed_for="what a run writes of this model",
                 attention=config.model.attention,
                 sizes={
                     "max_length": config.model.max_length,
                     "batch_size": config.data.batch_size,
-                    # A shorter batch would fall below the engine's range.
+                    # A shorter batch would be outside the engine's range.
                     "min_length": config.export.dynamic.sequence[0],
                 },
             )
@@ -173,18 +173,18 @@ class _Run:
         return record
 
     def _check(self, quantizer: Quantizer) -> None:
-        """Tell now, and not after minutes of calibration, what would be told then."""
+        """Raise errors now that would otherwise come after minutes of calibration."""
         config, rows = self.config, self.rows
         require_tools({config.quantizer.backend: self._options()}, html="html" in config.report.formats)
         check_rows(self.task, [*rows.evaluation, *rows.tuning, *rows.head], [*rows.calibration, *rows.training])
-        # The shape that latency is measured at: the model may have fewer positions.
+        # Raises if the model has fewer positions than the shape for the latency.
         self.task.random_batch(1, config.report.latency_sequence)
         if config.quantizer.formats:
-            # A rule that matches nothing would be told when the plan is made.
+            # Raises if a rule matches nothing, which would otherwise happen when the plan is made.
             quantizer.inspect(self.model)
 
     def _calibrate(self, quantizer: Quantizer) -> list[Batch]:
-        """Take the ranges, after fitting the head that the task may need; what they were taken from."""
+        """Calibrate, after fitting the head if the task has one, and return the calibration batches."""
         if self.rows.head:
             with self.context.timer("fit the head on float embeddings"), bar("head") as progress:
                 self.task.fit_head(as_predictor(self.model), self.rows.head, progress)
@@ -199,7 +199,7 @@ class _Run:
         return TaskMetric(settings, self.task, self.rows.tuning, self.rows.head, self.context.timer.tell)
 
     def _choose(self, quantizer: Quantizer, batches: list[Batch], metric: TaskMetric) -> None:
-        """Measure what the groups cost, and put back those that the file asks for."""
+        """Measure the sensitivity of groups, and let those fall back to float that the configuration asks for."""
         asked, amp = self.config.fallback, self.config.amp or AmpConfig()
         if self.config.amp is None and asked is None:
             return
@@ -222,7 +222,7 @@ class _Run:
             )
 
     def _quantize(self, quantizer: Quantizer, metric: TaskMetric) -> tuple[dict[str, nn.Module], TrainingResult | None]:
-        """Return the frozen model, and before it the one of PTQ where it is trained, with what came of the training."""
+        """Return the frozen model, with training also that of PTQ before it; and the result of the training."""
         settings, course = self.config.qat, None
         forms = {}
         if settings is not None:
@@ -234,7 +234,7 @@ class _Run:
         return forms, course
 
     def _nearest(self, engines: Mapping[str, Engine], quantizer: Quantizer) -> dict[str, nn.Module | Engine]:
-        """Return the engine, or what foresees its score where nothing here runs it; nothing, where the proxy does."""
+        """Return the engine; if it cannot run here, a simulation of its half precision, but nothing for float32."""
         if engines:
             return {"engine": engines["engine"]}
         half = self.config.quantizer.target.torch_dtype is not torch.float32
@@ -244,7 +244,7 @@ class _Run:
         return {which: predict(self.context, which, form, self.rows.evaluation) for which, form in forms.items()}
 
     def _export_and_build(self, quantizer: Quantizer, quantized: nn.Module) -> dict[str, BuildResult]:
-        """Write model.onnx and model.engine, and beside them the float model's engine, to compare with."""
+        """Write model.onnx and model.engine, and the float model's engine for comparison."""
         config = self.config
         example, options = self.task.example(), self._options()
         backend = config.quantizer.backend
@@ -268,7 +268,7 @@ class _Run:
         )
 
     def _inspect(self, built: BuildResult) -> Inspection:
-        """Return the precision of what the engine runs; one without the precision that was asked for ends the run."""
+        """Return the precisions of the engine's layers; raise if those that were asked for are missing."""
         report = self.config.report
         with self.context.timer("inspect the engine"):
             return observe_engine(
@@ -281,7 +281,7 @@ class _Run:
             )
 
     def _load(self, built: Mapping[str, BuildResult]) -> dict[str, Engine]:
-        """Engines that this machine can run: none, where they need a GPU and there is none."""
+        """Return the engines that this machine can run: none if they need a GPU and there is none."""
         backend = self.config.quantizer.backend
         if not runs_here(backend):
             return {}
@@ -296,7 +296,7 @@ class _Run:
         engines: Mapping[str, Engine],
         inspection: Inspection,
     ) -> RunRecord:
-        """Return all that was done and seen; what is left to be measured is measured here."""
+        """Return the record of the run, after measuring latency and memory."""
         config, coverage, chosen = self.config, quantizer.coverage, quantizer.chosen_fallback
         return RunRecord(
             name=self.name,

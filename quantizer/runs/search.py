@@ -1,4 +1,4 @@
-"""The search for groups that go back to float: measured on batches, and chosen under a budget."""
+"""The search for groups that fall back to float: sensitivity on batches, and a choice within a drop of the score."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["measure_sensitivity", "search_fallback"]
 
 
 def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Module, batches: Sequence[Batch]) -> None:
-    """Rank the groups of a proxy that ``amp()`` returned, on batches; a metric needs none of them."""
+    """Rank the groups of a proxy that ``amp()`` returned, on batches; the measure ``metric`` needs none."""
     with context.timer("measure sensitivity"), torch.no_grad():
         for batch in tqdm(batches, "batches", leave=False, disable=None):
             proxy(**batch)
-        # What is measured by a metric is measured when it is asked for.
+        # The measure ``metric`` runs only when the ranking is read.
         len(quantizer.sensitivity)
 
 
@@ -40,7 +40,7 @@ def search_fallback(
     max_evaluations: int = 25,
     costs: str | Mapping[str, float] | None = None,
 ) -> None:
-    """Put groups back to float until the score is at most ``max_drop`` worse, going on with scores that were kept."""
+    """Let groups fall back to float until the score is at most ``max_drop`` worse; reuse scores of a resume file."""
     timer, cache = context.timer, context.resume.scores
     with timer("search what goes back to float"):
         known = ScoreCache(cache, fingerprint(quantizer.plan, metric, Fingerprint.of(context.model))).known

@@ -1,4 +1,4 @@
-"""Shared parts of commands that take minutes: timed stages on one context, one way to call models and engines."""
+"""The shared parts of long commands: timed stages on one context, and one way to call models and engines."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ __all__ = [
 
 
 class StageTimer:
-    """Announces each stage and says how long it took.
+    """The printed progress of a command, and the duration of its stages.
 
     Attributes:
-        done: name and duration of each stage that is done.
+        done: the name and duration of each completed stage.
     """
 
     def __init__(self, console: Console) -> None:
@@ -79,7 +79,7 @@ class StageTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the block that it is around, as one stage."""
+        """Time the block as one stage, and print its name and duration."""
         start = time.perf_counter()
         self.console.print(f"{name} ...", highlight=False)
         yield
@@ -88,18 +88,18 @@ class StageTimer:
         self.console.print(f"{name}: {seconds:.1f} s", highlight=False)
 
     def tell(self, score: float, seconds: float) -> None:
-        """Say a score that a search took."""
-        # Between the bars, which would stand in the middle of the line.
+        """Print a score of a search."""
+        # Progress bars must be cleared first, or the line would be printed into one.
         with tqdm.external_write_mode():
             self.console.print(f"  {score:.5f} on the tuning rows, {seconds:.1f} s", highlight=False)
 
     def say(self, line: str) -> None:
-        """Print a line as it is, however long."""
+        """Print a line without wrapping or markup."""
         with tqdm.external_write_mode():
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def build(self, backend: str, onnx: Path, engine: Path, options: BuildOptions) -> BuildResult:
-        """Build an engine, with a bar in a terminal that shows how far the builder is, and say what it warned of."""
+        """Build an engine, with a progress bar in a terminal, and print the builder's warnings."""
         with tqdm(total=100, desc=engine.name, unit="%", leave=False, disable=None) as shown:
 
             def progress(share: float, phase: str) -> None:
@@ -114,7 +114,7 @@ class StageTimer:
 
 @contextmanager
 def bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar in a terminal; what it yields is called with (batches done, batches in all)."""
+    """Show a progress bar in a terminal; yield a function to call with (batches done, batches in all)."""
     with tqdm(desc=name, unit="batch", leave=False, disable=None) as shown:
 
         def progress(done: int, total: int) -> None:
@@ -125,21 +125,21 @@ def bar(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def as_predictor(model: nn.Module | Engine) -> Callable[[dict[str, torch.Tensor]], object]:
-    """Return one way to call a model or an engine on a batch of tensors."""
+    """Return a function that calls a model or an engine on a batch of tensors."""
     if isinstance(model, nn.Module):
         return lambda batch: model(**batch)
     return lambda batch: model(engine_inputs(model, batch))
 
 
 def engine_inputs(engine: Engine, batch: Batch) -> dict[str, Array]:
-    """Return a batch as the arrays that an engine takes: a half-precision engine takes images in half precision."""
+    """Return a batch as the arrays that an engine takes, in its types: images may be in half precision."""
     return {spec.name: batch[spec.name].numpy().astype(spec.dtype, copy=False) for spec in engine.inputs}
 
 
 def score_record(
     which: str, task: Task, base: Predictions, other: Predictions, rows: Sequence[Row], resamples: int
 ) -> Score:
-    """Return the score of one model, and its figures in pairs with the float model's predictions, ``base``."""
+    """Return the score of one model, and its figures against the float model's predictions, ``base``."""
     value = task.score(other, rows)
     if which == "float":
         return Score(which=which, value=value, metric=task.metric_name, rows=len(rows))
@@ -159,7 +159,7 @@ def score_record(
 
 @dataclass(frozen=True)
 class ResumeFiles:
-    """The files that lie beside a run's folder until the folder is complete.
+    """The files beside a run's folder from which it can resume, until the folder is complete.
 
     Attributes:
         scores: the file with the scores of a search.
@@ -172,15 +172,15 @@ class ResumeFiles:
 
 @contextmanager
 def resume_files(folder: Path, *, searches: bool, trains: bool) -> Iterator[ResumeFiles]:
-    """Yield the files in which the long parts of a run keep what they have, so that the same command goes on with it.
+    """Yield the files from which the same command resumes a search or a training, and remove them after the block.
 
     Raises:
-        QuantizerError: what lies there is none of ours, or nothing can be written there.
+        QuantizerError: a file there was not written by this tool, or nothing can be written there.
     """
     kept = ResumeFiles(folder.with_name(f"{folder.name}.search.json"), folder.with_name(f"{folder.name}.training"))
     used = {"scores": kept.scores} if searches else {}
     used |= {"checkpoints": kept.training} if trains else {}
-    # Told now, and not after the calibration or the hours of a search.
+    # These raise now, and not after the calibration or the hours of a search.
     if searches:
         check_scores(kept.scores)
     if trains:
@@ -189,7 +189,7 @@ def resume_files(folder: Path, *, searches: bool, trains: bool) -> Iterator[Resu
         yield kept
     except KeyboardInterrupt as stop:
         there = [f"the {what} are kept in {path}" for what, path in used.items() if path.exists()]
-        # One that has a message comes after the work.
+        # An interrupt that has a message came after the work was complete.
         if there and not stop.args:
             raise type(stop)(f"{', and '.join(there)}; the same command goes on with them") from stop
         raise
@@ -201,7 +201,7 @@ def resume_files(folder: Path, *, searches: bool, trains: bool) -> Iterator[Resu
 
 
 def rows_of(dataset: DatasetConfig | None) -> list[Row]:
-    """Return the rows of a data set that a configuration names; none of one that it does not have."""
+    """Return the rows of a data set that a configuration names; none for None."""
     if dataset is None:
         return []
     return load_rows(
@@ -221,7 +221,7 @@ def sizes_of(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:
 
 @dataclass(frozen=True)
 class RunRows:
-    """The rows of a run, by what they are for; empty for what the configuration does not name."""
+    """The rows of a run, by purpose; empty if the configuration has no data set for it."""
 
     calibration: list[Row]
     evaluation: list[Row]
@@ -231,7 +231,7 @@ class RunRows:
 
     @classmethod
     def of(cls, config: DataConfig) -> RunRows:
-        """Read all that a configuration names."""
+        """Return the rows of all data sets in a configuration."""
         return cls(**{field.name: rows_of(getattr(config, field.name)) for field in fields(cls)})
 
 
@@ -240,11 +240,11 @@ class RunContext:
     """The objects that the stages of one command work on.
 
     Attributes:
-        timer: announces stages and times them.
-        resume: where a search and a training keep what they have.
+        timer: prints and times stages.
+        resume: the files from which a search and a training resume.
         model: the float model.
         processor: its tokenizer or image processor.
-        task: makes batches of rows, and scores what comes of them.
+        task: makes batches from rows, and scores predictions.
     """
 
     timer: StageTimer
@@ -266,21 +266,19 @@ def load_context(
     sizes: Mapping[str, int],
     attention: str = "eager",
 ) -> RunContext:
-    """Load a model with what makes its inputs, and look for the room that its files need.
+    """Load a model, its processor and its task, and check that there is disk space for the output.
 
     Args:
-        timer: of the command.
-        resume: of the command.
-        folder: where the files will be written.
-        source: where the model comes from.
-        task: its name.
-        copies: how often the float parameters fit into what will be written.
-        needed_for: what will be written, in words.
+        folder: the folder in which output will be written.
+        source: the source of the model.
+        task: the name of the task.
+        copies: the least size of the output, as a multiple of the size of the float parameters.
+        needed_for: what will be written, in words, for the message.
         sizes: the lengths and the batch size of the task, as ``build_task`` takes them.
-        attention: the implementation of attention.
+        attention: the implementation of attention, "eager" or "sdpa".
 
     Raises:
-        QuantizerError: the model cannot be loaded, does not fit the task, or leaves no room.
+        QuantizerError: the model cannot be loaded, does not fit the task, or there is not enough disk space.
     """
     model = load_model(source, task, attention)
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -291,6 +289,6 @@ def load_context(
 
 
 def predict(context: RunContext, which: str, model: nn.Module | Engine, rows: list[Row]) -> Predictions:
-    """Return what a model or an engine says of rows, as a stage of its own."""
+    """Return the predictions of a model or an engine on rows, as a stage of its own."""
     with context.timer(f"score the {which}"), bar(which) as progress:
         return context.task.predict(as_predictor(model), rows, progress)

@@ -1,4 +1,4 @@
-"""The task's score as the metric of a choice, on rows that the report is not scored on."""
+"""The task's score as the metric of a search, on rows that the report does not use for scores."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["TaskMetric"]
 
 
 class TaskMetric:
-    """Takes a model and gives the task's score of it on the tuning rows.
+    """A function of a model that returns the task's score of it on the tuning rows.
 
     Args:
-        settings: what else the score depends on: the model, and how batches of it are made.
-        task: its head fitted, where it has one.
-        rows: those that the choice is made on.
-        head: those that the task's head was fitted on.
-        tell: called after each score with it and the seconds that it took.
+        settings: what else the score depends on: the settings of the model and of its batches.
+        task: the task, with its head fitted if it has one.
+        rows: the tuning rows.
+        head: the rows on which the task's head was fitted.
+        tell: called after each score, with the score and the seconds that it took.
 
     Attributes:
-        higher_is_better: which way is better.
-        reads: tells data and tasks apart. What the rows hold is in it, since a file may be another under its name.
+        higher_is_better: the direction that is better.
+        reads: a hash of the settings and the content of all rows, since image files may change under the same name.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""The training of a run: rows in an order of their own, a rate that falls, scores on the way, and the best of it kept.
+"""The training of a run: shuffled rows, a learning rate schedule, regular scores, and the best state kept.
 
-After every score it writes a checkpoint, so that a training that was interrupted goes on as if it had not been.
+After every score it writes a checkpoint, so that an interrupted training resumes with the same result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["Training", "TrainingResult", "train"]
 logger = logging.getLogger(__name__)
 
 _WARM_UP = 0.1
-"""Share of the steps in which the rate rises."""
+"""The share of steps in which the learning rate rises."""
 
 
 @dataclass
@@ -56,13 +56,13 @@ class TrainingResult:
     """The result of a training.
 
     Attributes:
-        steps: how many were planned.
-        float_score: of the float model, on the tuning rows.
+        steps: the number of planned steps.
+        float_score: the score of the float model on the tuning rows.
         losses: the loss of each step.
         rates: the learning rate of each step.
         scores: (steps done, score on the tuning rows); the first is that of PTQ, before any step.
-        best: the steps after which it was as it was kept: the last whose score is within the tolerance of the best.
-        stopped: why it ended before all steps were done; None: it did not.
+        best: the steps done in the state that was kept: the last whose score is within the tolerance of the best.
+        stopped: the reason why the training ended early; None: it did all steps.
     """
 
     steps: int
@@ -74,7 +74,7 @@ class TrainingResult:
     stopped: str | None = None
 
     def record(self, task: Task) -> TrainingRun:
-        """Return the same for the report; the scores are the task's."""
+        """Return the result as a record for the report, with the task's metric."""
         return TrainingRun(
             metric=task.metric_name,
             higher_is_better=task.higher_is_better,
@@ -88,17 +88,16 @@ class TrainingResult:
 
 
 class Training:
-    """One training of the proxy that ``qat()`` returned, in eval mode: without dropout, with its batch statistics.
+    """The training of the proxy that ``qat()`` returned, in eval mode: without dropout, with its batch statistics.
 
     Args:
         settings: the ``qat`` section.
         task: makes the batches.
-        rows: what is trained on.
-        score: takes a model and gives its score on the tuning rows.
-        higher_is_better: which way a score is better.
-        folder: where checkpoints are kept.
-        identity: tells this training from another; a checkpoint of another is refused.
-        tell: is told what happens, a line at a time.
+        score: a function of a model that returns its score on the tuning rows.
+        higher_is_better: the direction in which scores are better.
+        folder: the folder of the checkpoints.
+        identity: a hash of all that the training depends on; checkpoints of another identity are refused.
+        tell: called with each line that is to be printed.
     """
 
     def __init__(
@@ -127,11 +126,11 @@ class Training:
         self._scored_at = {math.ceil(self._steps * number / settings.evaluations) for number in numbers}
 
     def run(self, model: nn.Module, proxy: nn.Module) -> TrainingResult:
-        """Train the proxy on what the float model says, and leave it as it was when it was kept.
+        """Train the proxy to the float model's outputs, and leave it in the state that was kept.
 
         Raises:
-            TrainingError: the loss is no number, nothing has a gradient, or the checkpoint that lies there is of
-                another training.
+            TrainingError: the loss is not finite, no parameter has a gradient, or the checkpoint in the folder is of
+                another training or damaged.
         """
         settings = self._settings
         proxy.eval()
@@ -189,7 +188,7 @@ class Training:
 
     def _batch(self, step: int) -> dict[str, Tensor]:
         number, at = divmod(step, self._a_pass)
-        # No pass of one seed is that of another.
+        # Different seeds share no pass.
         generator = torch.Generator().manual_seed(self._settings.seed * 2**16 + number)
         order = torch.randperm(len(self._rows), generator=generator).tolist()
         size = self._task.batch_size
@@ -197,7 +196,7 @@ class Training:
         return batch
 
     def _share(self, step: int) -> float:
-        """Of the highest rate, at a step from 0: up in a line, then down with a cosine (arXiv:1608.03983)."""
+        """Return the share of the highest rate at a step from 0: linear warm-up, cosine decay (arXiv:1608.03983)."""
         warm_up = max(1, math.ceil(_WARM_UP * self._steps))
         if step < warm_up:
             return (step + 1) / warm_up
@@ -230,7 +229,7 @@ class Training:
         write_checkpoint(self._last, proxy, facts, optimizer)
 
     def _resumed(self, proxy: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingResult | None:
-        """Return the course of the training whose checkpoint lies there; None: there is none."""
+        """Restore the checkpoint in the folder and return the result so far; None if there is no checkpoint."""
         if not (self._last.exists() and self._best.exists()):
             return None
         facts = read_facts(self._last)
@@ -251,7 +250,7 @@ class Training:
 def train(
     context: RunContext, settings: QatConfig, quantizer: Quantizer, rows: Sequence[Row], score: TaskMetric
 ) -> TrainingResult:
-    """Train a copy, so that the float model stays what all is compared with."""
+    """Train a copy, since the float model must stay the reference."""
     known = fingerprint(quantizer.plan, score, Fingerprint.of(context.model))
     parts = known, settings.model_dump(mode="json"), content_of(rows)
     training = Training(

@@ -36,10 +36,7 @@ CHUNK_VALUES = 2_000_000
 
 
 def spearman(decisions: Array, targets: Array) -> Array:
-    """Return Spearman's rank correlation over the last axis; ties get their mean rank.
-
-    If either side is constant, the correlation is undefined and the result is 0.
-    """
+    """Return Spearman's rank correlation over the last axis, ties by mean rank; 0 if either side is constant."""
     stats = _scipy_stats()
     ranks_a = np.asarray(stats.rankdata(decisions, axis=-1), dtype=np.float64)
     ranks_b = np.asarray(stats.rankdata(targets, axis=-1), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""From a checkpoint to folders that a server takes, in one command: see ``convert`` and ``load_converted``."""
+"""The conversion of a checkpoint to folders for a server, in one command: see ``convert`` and ``load_converted``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The comparison of an engine's outputs with PyTorch's, at the least, the usual and the largest shape.
 
-An engine of a quantized model is held to the frozen proxy, which rounds as the graph says; of a float model, to that.
-The cosine to the float model is what quantization cost: it is told and not judged.
+The reference for the engine of a quantized model is the frozen proxy, which rounds as the graph does; for that of a
+float model it is this model. The cosine to the float model shows the cost of quantization; it is reported, not checked.
 
 Shapes: B rows, S tokens, D width.
 """
@@ -32,18 +32,18 @@ from quantizer.tasks.metrics import sqnr_db
 __all__ = ["OutputCheck", "Reference", "Tolerance", "check_engine", "reference_outputs", "tolerance"]
 
 QUANTIZED_DB = 30.0
-"""Enough for a quantized model in any case."""
+"""Always enough for a quantized model."""
 TWICE_DB = 3.0
-"""Sums in another order move a few values across the border between two steps, and these move others in later layers: a
-right engine is then another sample of quantization's error, as far from the float model as the proxy is and not at the
-same place. So an engine may also be right by erring against the float model with twice the proxy's power at most."""
+"""Sums in another order move a few values to the neighbouring step, and these move others in later layers. A correct
+engine's error is then another sample of the quantization error: as large as the proxy's, but different. So an engine
+also passes if the power of its error against the float model is at most twice that of the proxy."""
 HALF_DB = 30.0
 """Float16 has 11 bits: 66 dB for one rounding, and a network has hundreds."""
 FLOAT_DB = 60.0
 """Float32 has 24 bits: 144 dB for one rounding."""
 
 NOTHING_DB = -1000.0
-"""A difference from nothing but zeros: less than any engine can have, and a number that JSON can hold."""
+"""The SQNR against an output of zeros: lower than any other, and a number that JSON can represent."""
 
 _EDGE_ROWS = 4
 
@@ -56,14 +56,14 @@ class OutputCheck:
     """One output of an engine at one shape.
 
     Attributes:
-        batch: rows of the shape.
-        sequence: tokens of it; None: rows are images.
-        output: name of the output.
-        sqnr_db: power of the output that it is held to, over that of the difference; None: there is no difference.
-            An output of zeros has no power: ``NOTHING_DB`` then.
-        float_db: the same to the float model's output.
-        proxy_float_db: what that is of the output that it is held to: the error of quantization itself.
-        cosine: mean cosine of its vectors to the float model's.
+        batch: the rows of the shape.
+        sequence: its tokens; None: rows are images.
+        output: the name of the output.
+        sqnr_db: the SQNR against the reference output, in dB; None: no difference; ``NOTHING_DB``: the reference is
+            all zeros and has no power.
+        float_db: the same against the float model's output.
+        proxy_float_db: the SQNR of the reference output against the float model's: the error of quantization itself.
+        cosine: the mean cosine of its vectors to the float model's.
     """
 
     batch: int
@@ -81,7 +81,8 @@ class Reference:
 
     Attributes:
         inputs: the whole batch.
-        rows: those that were run: the first and the last ones, where all would take long.
+        rows: the rows that were run: of a large batch only the first and the last ones.
+        outputs: the outputs of these rows, by name.
     """
 
     inputs: Batch
@@ -91,11 +92,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The least SQNR of an engine that is right.
+    """The condition on an engine's outputs.
 
     Attributes:
-        decibels: enough in any case.
-        beyond_db: so much further from the float model than the proxy is right as well; None: it is not.
+        decibels: the SQNR against the reference that is always enough, in dB.
+        beyond_db: an engine also passes if it is at most this much further from the float model than the reference
+            is, in dB; None: it does not.
     """
 
     decibels: float
@@ -108,7 +110,7 @@ class Tolerance:
         return f"{least}, or at most {self.beyond_db:g} dB further from the float model than PyTorch"
 
     def holds(self, distance: OutputCheck) -> bool:
-        """Return whether an engine that is so far away is right."""
+        """Return whether an output of an engine passes."""
         if distance.sqnr_db is None or distance.sqnr_db >= self.decibels:
             return True
         to_float, proxy_to_float = distance.float_db, distance.proxy_float_db
@@ -118,7 +120,7 @@ class Tolerance:
 
 
 def tolerance(asked: float | None, quantized: bool, float_dtype: torch.dtype) -> Tolerance:
-    """Return the one that was asked for, or what fits the types of the engine."""
+    """Return the tolerance that was asked for, in dB, or the default for the engine's types."""
     if asked is not None:
         return Tolerance(asked)
     if quantized:
@@ -127,7 +129,7 @@ def tolerance(asked: float | None, quantized: bool, float_dtype: torch.dtype) ->
 
 
 def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequence[str]) -> list[Reference]:
-    """Run a model on the first and the last rows of each batch: those in between are computed alike."""
+    """Return a model's outputs for the first and the last rows of each batch; those in between are computed alike."""
     references = []
     for batch in batches:
         count = len(next(iter(batch.values())))
@@ -141,17 +143,15 @@ def reference_outputs(model: nn.Module, batches: Iterable[Batch], names: Sequenc
 def check_engine(
     engine: Engine, expected: Sequence[Reference], of_float: Sequence[Reference], bound: Tolerance
 ) -> list[OutputCheck]:
-    """Compare an engine's outputs, where no mask says that nobody reads them.
+    """Compare an engine's outputs with the reference, except at masked tokens.
 
     Args:
-        engine: what was built.
-        expected: what it is held to.
+        expected: the reference outputs.
         of_float: the float model's outputs for the same batches.
-        bound: how far apart the two may be.
+        bound: the condition on each output.
 
     Raises:
-        EngineError: an output is further away than ``bound``, or has NaN, or infinite values that PyTorch's has not; or
-            PyTorch's has NaN.
+        EngineError: an output fails ``bound``, has NaN, or other infinite values than PyTorch's; or PyTorch's has NaN.
     """
     of_tokens = _token_outputs(expected)
     checks = []
@@ -190,10 +190,10 @@ def _to_float(check: OutputCheck, bound: Tolerance) -> str:
 
 
 def _finite(where: str, got: Floats, right: Floats, float_right: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the same with zeros in the place of infinite values, on which engine and PyTorch agree.
+    """Return the outputs with zeros in place of infinite values, on which engine and reference must agree.
 
     Raises:
-        EngineError: they do not agree, or one of them holds NaN.
+        EngineError: they do not agree, or an output has NaN.
     """
     if np.isnan(right).any() or np.isnan(float_right).any():
         raise EngineError(
@@ -208,16 +208,16 @@ def _finite(where: str, got: Floats, right: Floats, float_right: Floats) -> tupl
 
 
 def _decibels(right: Floats, got: Floats) -> float | None:
-    """SQNR of what is finite; None where there is no difference, and for nothing else."""
+    """Return the SQNR in dB, at least ``NOTHING_DB``; None only if there is no difference."""
     found = sqnr_db(right, got)
     return None if found == math.inf else max(found, NOTHING_DB)
 
 
 def _token_outputs(references: Sequence[Reference]) -> set[str]:
-    """Return the outputs with an axis of tokens, [B x S] or [B x S x ...], whose padding nobody reads.
+    """Return the names of outputs with an axis of tokens, [B x S] or [B x S x ...], whose padding nobody reads.
 
-    It is as long as the tokens at every shape. Where all shapes have one length, [B x S] may as well be the logits of
-    as many classes: then all of it is compared.
+    The axis has the length of the tokens at every shape. If all shapes have the same length, [B x S] may also be logits
+    of S classes, and does not count.
     """
     lengths = {batch_shape(reference.inputs)[1] for reference in references}
 
@@ -230,7 +230,7 @@ def _token_outputs(references: Sequence[Reference]) -> set[str]:
 
 
 def _read(values: Floats, reference: Reference, of_tokens: bool) -> Floats:
-    """Return those vectors [N x D] of an output that somebody reads."""
+    """Return the vectors [N x D] of an output, without those of masked tokens."""
     mask = reference.inputs.get("attention_mask")
     if mask is not None and of_tokens:
         kept = mask[list(reference.rows)].numpy().astype(bool)
@@ -239,7 +239,7 @@ def _read(values: Floats, reference: Reference, of_tokens: bool) -> Floats:
 
 
 def _by_name(result: Any, names: Sequence[str]) -> Outputs:
-    """Return the outputs as float32 arrays; what has no names has those of the graph, in its order."""
+    """Return the outputs as float32 arrays; outputs without names get those of the graph, in its order."""
     if isinstance(result, torch.Tensor):
         result = (result,)
     values = result if isinstance(result, Mapping) else dict(zip(names, result, strict=False))

@@ -1,4 +1,4 @@
-"""The data that a conversion is given: a data set by name, a plain file of texts, or a folder of images."""
+"""The data of a conversion: a data set by name, a plain file of texts, or a folder of images."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from quantizer.tasks import text_files
 __all__ = ["CALIBRATION_ROWS", "DataSource", "Samples", "data_source", "read_calibration", "read_labelled"]
 
 CALIBRATION_ROWS = 128
-"""How many rows calibrate where none are asked for and there are that many."""
+"""The default number of calibration rows, if there are so many."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """The source that ``NAME:PATH``, ``FILE`` or ``FOLDER`` names.
+    """The source of data that ``NAME:PATH``, ``FILE`` or ``FOLDER`` names.
 
     Attributes:
-        name: the registered data set, whose rows have labels or scores; None: a plain file of texts, or a folder of
-            images.
+        path: the file or folder.
+        name: the registered data set, whose rows have labels or scores; None: plain texts or images.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class DataSource:
 
     @property
     def holds(self) -> str | None:
-        """The kind of plain data: "text" or "image"; None: rows of a data set, which say themselves what they are."""
+        """The kind of plain data: "text" or "image"; None: rows of a data set, which have a kind each."""
         if self.name is not None:
             return None
         return "text" if self.path.suffix.lower() in text_files and not is_folder(self.path) else "image"
@@ -50,30 +50,30 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples to calibrate with, and those after them, which nothing was fitted to; both still in their own form."""
+    """Calibration data, and the data after it, to which nothing was fitted; rows of a data set, texts or files."""
 
     calibration: Sequence[Row | Sample]
     held_out: Sequence[Row | Sample]
 
     @property
     def rows(self) -> list[Row | Sample]:
-        """All of them."""
+        """The calibration and the held-out data."""
         return [*self.calibration, *self.held_out]
 
     def of(self, task: Task) -> tuple[list[Sample], list[Sample]]:
-        """Both as the samples that the task makes of them."""
+        """Return the calibration and the held-out data as samples of the task."""
         return _samples(self.calibration, task), _samples(self.held_out, task)
 
 
 def data_source(text: str, option: str) -> DataSource:
-    """Read ``NAME:PATH``, the ``FILE`` of texts or the ``FOLDER`` of images.
+    """Return the source that ``NAME:PATH``, the ``FILE`` of texts or the ``FOLDER`` of images names.
 
     Args:
-        text: as typed.
-        option: where it was typed, for the message.
+        text: the value of a command-line option.
+        option: the name of the option, for messages.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: the text is none of these.
     """
     name, colon, path = text.partition(":")
     if name in datasets.names():
@@ -92,15 +92,14 @@ def data_source(text: str, option: str) -> DataSource:
 
 
 def read_calibration(source: DataSource, rows: int | None, column: str) -> Samples:
-    """Cut a source in two: the first ``rows`` calibrate.
+    """Return the data of a source, of which the first ``rows`` rows are for calibration.
 
     Args:
-        source: where from.
-        rows: how many; None: ``CALIBRATION_ROWS``, or all where there are fewer.
-        column: of a plain ``.csv`` or ``.jsonl`` file.
+        rows: the number of calibration rows; None: ``CALIBRATION_ROWS``, or all if there are fewer.
+        column: the column of texts in a plain ``.csv`` or ``.jsonl`` file.
 
     Raises:
-        TaskError: it cannot be read, has no rows, or fewer than asked for.
+        TaskError: the source cannot be read, has no rows, or has fewer than asked for.
     """
     found: Sequence[Row | Sample]
     if source.name is not None:
@@ -114,10 +113,10 @@ def read_calibration(source: DataSource, rows: int | None, column: str) -> Sampl
 
 
 def read_labelled(source: DataSource | None, option: str) -> list[Row]:
-    """Return all rows of a data set with labels; none, where there is no source.
+    """Return all rows of a data set with labels; none if there is no source.
 
     Raises:
-        TaskError: a plain file or folder, or one that cannot be read.
+        TaskError: the source is a plain file or folder, or cannot be read.
     """
     if source is None:
         return []

@@ -1,10 +1,10 @@
-"""The folder of one engine: what a server needs to run it, and nothing that it would have to look up elsewhere.
+"""The folder of one engine: all that a server needs to run it.
 
 model.onnx     the graph
-model.engine   the engine that was built from it
-tokenizer/     what turns texts into its inputs, or
-processor/     what turns images into them
-config.json    names, types and shapes, labels, lengths, and how it was made
+model.engine   the engine that was built from the graph
+tokenizer/     the tokenizer, which makes inputs from texts, or
+processor/     the image processor, which makes inputs from images
+config.json    names, types and shapes, labels, lengths, and how the engine was made
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONFIG = "config.json"
 ENGINE = "model.engine"
 ONNX = "model.onnx"
 FORMAT = 1
-"""Of config.json; counted up when a reader has to change."""
+"""The version of config.json; it rises when readers have to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class Converted:
     """An engine with its tokenizer or image processor, loaded from its folder alone.
 
     Attributes:
-        config: what config.json says.
-        engine: ready to run.
+        config: the content of config.json.
+        engine: the engine, ready to run.
         processor: a transformers tokenizer, or an image processor.
     """
 
@@ -63,10 +63,7 @@ class Converted:
     processor: Any
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        """Return the engine's inputs for some texts, or files of images.
-
-        Texts are padded to the longest, within the lengths that it was built for.
-        """
+        """Return the engine's inputs for texts, padded to the longest within the engine's lengths, or image files."""
         if self._reads == "image":
             encoded = self.processor([read_image(Path(sample)) for sample in samples], return_tensors="np")
         else:
@@ -74,10 +71,10 @@ class Converted:
         return {spec.name: encoded[spec.name].astype(spec.dtype) for spec in self.engine.inputs}
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        """Return the engine's outputs for some texts, or files of images.
+        """Return the engine's outputs for texts or image files.
 
         Raises:
-            QuantizerError: more of them than it was built for, or an image that cannot be read.
+            QuantizerError: there are more or fewer than the engine was built for, or an image cannot be read.
         """
         fewest, _, most = self.config["dimensions"]["batch"]
         if not fewest <= len(samples) <= most:
@@ -87,10 +84,10 @@ class Converted:
         return self.engine(self.inputs(samples))
 
     def labels(self, samples: Sequence[Sample]) -> list[str]:
-        """Return the label of each text or image, of a classifier.
+        """Return a classifier's label of each text or image.
 
         Raises:
-            QuantizerError: it is none, or it cannot be called with these.
+            QuantizerError: the model is no classifier, or the samples are refused as by ``__call__``.
         """
         names = self.config["labels"]
         if not names:
@@ -121,15 +118,15 @@ class Converted:
 
 
 def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True) -> Converted:
-    """Load what ``quantizer convert`` wrote for one backend.
+    """Return the engine that ``quantizer convert`` wrote for one backend, ready to run.
 
     Args:
-        folder: ``OUT/BACKEND``.
-        threads: of the CPU, for an engine that runs there.
-        verify: compare the engine's file with the checksum in it.
+        folder: the folder ``OUT/BACKEND``.
+        threads: the number of CPU threads, for an engine that runs on the CPU.
+        verify: whether to compare the engine's file with the checksum in it.
 
     Raises:
-        QuantizerError: the folder is none of ours, incomplete or damaged.
+        QuantizerError: the folder was not written by ``quantizer convert``, or is incomplete or damaged.
         EngineError: the engine does not load on this machine.
     """
     path = Path(folder)
@@ -155,10 +152,10 @@ def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True)
 
 
 def _check(config: dict[str, Any]) -> None:
-    """Check those fields of config.json that are read here.
+    """Check the fields of config.json that are read here.
 
     Raises:
-        ValueError: one is missing, or of another type.
+        ValueError: a field is missing, or has a wrong type or value.
     """
     told: _Told = decoded(_Told, {name: config[name] for name in _Told.__annotations__ if name in config}, CONFIG)
     if told.task not in tasks.names():
@@ -172,10 +169,10 @@ def _check(config: dict[str, Any]) -> None:
 
 
 def processor_folder(task: str) -> str:
-    """Return the name of the folder of what makes a task's inputs."""
+    """Return the name of the folder of a task's tokenizer or image processor."""
     return "processor" if tasks[task].reads == "image" else "tokenizer"
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a document as people read it."""
+    """Write a document as indented JSON."""
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

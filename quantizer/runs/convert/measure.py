@@ -1,4 +1,4 @@
-"""Latency of PyTorch, the float engine and the quantized one, in turns, at each shape."""
+"""The latency of PyTorch, the float engine and the quantized engine, measured in turns at each shape."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _MOST_ROUNDS = 20
 
 @dataclass(frozen=True)
 class ShapeLatency:
-    """Median milliseconds of each call at one shape.
+    """The median latency of each model and engine at one shape.
 
     Attributes:
-        batch: rows of the shape.
-        sequence: tokens of it; None: rows are images.
-        rounds: how many calls of each the median is of.
-        milliseconds: by name.
+        batch: the rows of the shape.
+        sequence: its tokens; None: rows are images.
+        rounds: the number of calls of each that were timed.
+        milliseconds: the median latency, by name.
     """
 
     batch: int
@@ -43,14 +43,13 @@ class ShapeLatency:
 
 
 def measure_latency(models: Mapping[str, nn.Module | Engine], batch: Batch, threads: int) -> ShapeLatency:
-    """Time each of them on one batch, all with the same number of threads.
+    """Measure the latency of models and engines on one batch, all with the same number of threads.
 
-    Shapes that take long get fewer rounds after the first, which warms up: about 12 seconds of them, and one at least.
+    After a first round, which warms up, there are as many rounds as take about 12 seconds, 1 to 20.
 
     Args:
-        models: by name; modules run without gradients.
-        batch: what they are called with.
-        threads: of the CPU, for PyTorch; engines were loaded with theirs.
+        models: models and engines by name; models run without gradients.
+        threads: the number of CPU threads of PyTorch; engines are loaded with theirs.
     """
     calls = {name: _call(model, batch) for name, model in models.items()}
     with _torch_threads(threads):
@@ -63,7 +62,7 @@ def measure_latency(models: Mapping[str, nn.Module | Engine], batch: Batch, thre
 def _call(model: nn.Module | Engine, batch: Batch) -> Callable[[], object]:
     if isinstance(model, nn.Module):
         return torch.no_grad()(partial(model, **batch))
-    # An engine is called as a server calls it: with arrays.
+    # Servers call an engine with arrays: their conversion does not count.
     return partial(model, engine_inputs(model, batch))
 
 

@@ -26,45 +26,45 @@ Sizes = tuple[int, int, int]
 """Least, usual and most."""
 
 CONVERSION = "conversion"
-"""What its folder says that it is."""
+"""The kind of the folder, in its marker."""
 
 BATCH_SIZES: Sizes = (1, 8, 32)
 SEQUENCE_LENGTHS: Sizes = (16, 128, 512)
 
 
 def convertible_tasks() -> list[str]:
-    """Return the tasks whose model is all that there is to serve: none with a head that is fitted beside it."""
+    """Return the tasks that need nothing besides their model: those without a fitted head."""
     return [name for name in tasks.names() if not tasks[name].needs_head]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionRequest:
-    """One checkpoint, and what is to become of it.
+    """A request to convert one checkpoint.
 
     Attributes:
         model: a local folder, a hub name, or ``package:NAME/FOLDER``.
         output: the folder to write.
-        task: a registered task; None: told from the checkpoint.
-        backends: the engines to build, each in a folder of its own.
-        quantization: quantize; otherwise the float model is converted.
-        dtype: the number format of what is quantized.
-        calibration: the data that ranges are taken from; needed by ``quantization``.
-        rows: how many rows of it calibrate; None: 128, or all where there are fewer.
-        column: the texts' column in a plain ``.csv`` or ``.jsonl`` file.
-        max_drop: put groups of sites back to float until the task's score on ``tuning`` is at most so much worse.
+        task: a registered task; None: derived from the checkpoint.
+        backends: the backends to build engines for, each in a folder of its own.
+        quantization: whether to quantize; otherwise the float model is converted.
+        dtype: the number format of quantized operands; None: int8.
+        calibration: the calibration data; needed by ``quantization``.
+        rows: the number of calibration rows; None: 128, or all if there are fewer.
+        column: the column of texts in a plain ``.csv`` or ``.jsonl`` file.
+        max_drop: let groups of sites fall back to float until the task's score on ``tuning`` is at most so much worse.
         tuning: labelled rows for ``max_drop``.
-        evaluation: labelled rows that everything is scored on at the end.
+        evaluation: labelled rows, on which all models and engines are scored at the end.
         batch_size: least, usual and most rows in a batch.
-        seq_len: least, usual and most tokens in a row of text; None: 16, 128, 512, or less where the model has fewer
+        seq_len: least, usual and most tokens in a row of text; None: 16, 128, 512, or less if the model has fewer
             positions.
         compute_capability: the GPU to build for ahead of time, with TensorRT-RTX.
-        inference_precision: what OpenVINO computes in where nothing is quantized; None: float32.
-        tolerance: the least SQNR in dB of an engine's outputs against PyTorch's; None: what fits its types.
-        threads: of the CPU, for engines and PyTorch.
-        force: replace the folder of a conversion that stands there already; one that holds anything else is kept.
+        inference_precision: the precision of OpenVINO's computations that are not quantized; None: float32.
+        tolerance: the least SQNR in dB of an engine's outputs against PyTorch's; None: the default for its types.
+        threads: the number of CPU threads of engines and PyTorch.
+        force: replace the folder of an earlier conversion; a folder with anything else is never replaced.
 
     Raises:
-        ConfigError: what is asked for does not fit together; all problems are listed.
+        ConfigError: the options do not fit together; all problems are listed.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""The result of a conversion, as data: for config.json, conversion.json and the terminal."""
+"""The result of a conversion as data, for config.json, conversion.json and the terminal."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ __all__ = ["BackendResult", "ConversionInputs", "QuantizationSummary", "backend_
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionInputs:
-    """The inputs of every backend: the model, and the sizes that engines are built for.
+    """The inputs that all backends share: the model, and the sizes that engines are built for.
 
     Attributes:
-        labels: the name of each class, of a classifier.
+        name: the name of the output folder.
+        source: the source of the model.
+        labels: a classifier's class names; empty for other models.
+        batch: least, usual and most rows in a batch.
         sequence: least, usual and most tokens of a row; None: rows are images.
     """
 
@@ -42,12 +45,12 @@ class ConversionInputs:
 
     @property
     def dimensions(self) -> dict[str, Sizes]:
-        """The sizes of each dynamic dimension by its name in the ONNX file."""
+        """The sizes of each dynamic dimension, by its name in the ONNX file."""
         return {"batch": self.batch} if self.sequence is None else {"batch": self.batch, "sequence": self.sequence}
 
     @property
     def shapes(self) -> list[tuple[int, int | None]]:
-        """Rows and tokens of the least, the usual and the largest shape, each of them once."""
+        """The rows and tokens of the least, the usual and the largest shape, without repetitions."""
         return list(dict.fromkeys(zip(self.batch, self.sequence or (None, None, None), strict=True)))
 
 
@@ -57,12 +60,12 @@ class QuantizationSummary:
 
     Attributes:
         dtype: the number format.
-        sites: by kind, how many are quantized and how many ran in calibration.
-        multiply_adds: the share of them in low precision; None: nothing was counted.
-        put_back: groups of sites that went back to float.
-        reason: why these, where a search chose them.
-        calibration: where the ranges come from.
-        rows: how many texts or images of it.
+        sites: the number of quantized sites and of sites that ran in calibration, by kind.
+        multiply_adds: the share of multiply-adds in low precision; None: none were counted.
+        put_back: the groups of sites that fell back to float.
+        reason: the reason for the choice of these groups; None if none fell back.
+        calibration: the source of the calibration data.
+        rows: the number of its texts or images that were used.
     """
 
     dtype: str
@@ -76,11 +79,11 @@ class QuantizationSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendResult:
-    """One engine, and what was seen of it.
+    """One engine, with its output checks, latency and scores.
 
     Attributes:
-        not_verified: None: it ran here and was checked; otherwise why it was not.
-        tolerance: what its outputs were held to.
+        not_verified: the reason why the engine was not run here; None: it ran and was checked.
+        tolerance: the condition on its outputs.
     """
 
     backend: str
@@ -100,7 +103,7 @@ class BackendResult:
 
 
 def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> QuantizationSummary:
-    """Return what a calibrated quantizer quantizes."""
+    """Return the figures of a calibrated quantizer."""
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
     told = [row for row in coverage if not row.quiet and ReasonCode.of(row.reason) is not ReasonCode.NEVER_RAN]
     every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
@@ -116,7 +119,7 @@ def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> Qua
 
 
 def backend_config(facts: ConversionInputs, result: BackendResult) -> dict[str, Any]:
-    """config.json: first what a server asks for, then how the engine was made."""
+    """Return the content of config.json: first what a server needs, then how the engine was made."""
     return {
         "format": FORMAT,
         "name": facts.name,

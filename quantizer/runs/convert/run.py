@@ -1,6 +1,6 @@
-"""``quantizer convert``: a checkpoint in; ONNX files and engines out, checked against PyTorch and timed.
+"""The command ``quantizer convert``: from a checkpoint to ONNX files and engines, checked against PyTorch and timed.
 
-The folder is complete or absent: it is filled beside its place and takes its name at the end.
+The output folder is complete or absent: it is filled under a temporary name and renamed at the end.
 """
 
 from __future__ import annotations
@@ -81,17 +81,16 @@ _RESAMPLES = 1000
 
 
 def convert(asked: ConversionRequest, console: Console) -> Path:
-    """Carry out a conversion and write its folder.
+    """Carry out a conversion, and return the folder that was written.
 
     Args:
-        asked: what to convert, and into what.
         console: where stages and results are printed.
 
     Raises:
         QuantizerError: a stage failed; nothing was written.
     """
     folder = asked.output.absolute()
-    # Data first: it is read in no time, and a mistake in it should not cost the time that the model takes.
+    # Data first: reading it is fast, and a mistake in it should be reported before the model is loaded.
     data = None if asked.calibration is None else read_calibration(asked.calibration, asked.rows, asked.column)
     facts = _facts(asked, folder.name)
     results: list[BackendResult] = []
@@ -108,10 +107,10 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
 
 
 def _facts(asked: ConversionRequest, name: str) -> ConversionInputs:
-    """Return what the checkpoint says, with what was asked.
+    """Return the inputs of all backends, from the checkpoint and the request.
 
     Raises:
-        TaskError: its task cannot be told, does not fit it or the data, or has no such lengths.
+        TaskError: the checkpoint's task cannot be derived, or does not fit the checkpoint, the data or the lengths.
     """
     checkpoint = read_checkpoint(asked.model, asked.task)
     task = asked.task or checkpoint.task
@@ -183,7 +182,7 @@ class _Run:
                 sizes={"batch_size": facts.batch[1], **lengths},
             )
         self.model, self.task = self.context.model, self.context.task
-        # What would be told after minutes of calibration is told now.
+        # Errors that would otherwise come after minutes of calibration.
         require_tools({name: self._options(name) for name in asked.backends}, html=False)
         check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
         self.calibration, held_out = ([], []) if data is None else data.of(self.task)
@@ -195,7 +194,7 @@ class _Run:
         """Carry out all stages, in order."""
         asked = self.asked
         quantizers = self._quantizers() if asked.quantization else dict.fromkeys(asked.backends)
-        # In the folder itself, so that what a kill leaves goes with it.
+        # In the folder itself, so that after a kill both are removed together.
         with tempfile.TemporaryDirectory(dir=self.target) as scratch:
             results = [self._backend(name, quantizers[name], Path(scratch)) for name in asked.backends]
         document = {
@@ -218,7 +217,7 @@ class _Run:
         return {first: quantizer, **{name: quantizer.for_backend(name) for name in others}}
 
     def _backend(self, name: str, quantizer: Quantizer | None, scratch: Path) -> BackendResult:
-        """Everything for one backend: its plan, its files, and what they are worth."""
+        """Quantize, export, build and check for one backend, and return the results."""
         folder = self.target / name
         folder.mkdir()
         self.console.print(f"[bold]{name}[/bold]")
@@ -254,7 +253,7 @@ class _Run:
         return result
 
     def _quantized(self, quantizer: Quantizer) -> nn.Module:
-        """Return the frozen proxy, after a search where there is a budget."""
+        """Return the frozen proxy, after a search if ``max_drop`` is given."""
         asked = self.asked
         if asked.max_drop is not None:
             amp = quantizer.amp(self.model)
@@ -268,7 +267,7 @@ class _Run:
     def _seen(
         self, name: str, built: BuildResult, quantized: nn.Module | None, float_dtype: torch.dtype, scratch: Path
     ) -> dict[str, Any]:
-        """Return what is observed of an engine that runs here: the check, its latency and its score."""
+        """Return the checks, latency and scores of an engine that runs here."""
         engine = load_engine(name, built.path, threads=self.asked.threads)
         bound = self._tolerance(name, quantized, float_dtype)
         with self.stage("check the outputs against PyTorch"):
@@ -291,7 +290,7 @@ class _Run:
             return tuple(measure_latency(models, batch, self.asked.threads) for batch in self.check_batches)
 
     def _scored(self, engine: Engine, quantized: nn.Module | None) -> tuple[Score, ...]:
-        """Return the task's score of everything, on the evaluation rows."""
+        """Return the task's scores of the float model, the proxy and the engine on the evaluation rows."""
         if not self.evaluation:
             return ()
         if self.float_predictions is None:
@@ -338,7 +337,7 @@ class _Run:
         return self.asked.inference_precision if profile(name).inference_precisions else None
 
     def _tolerance(self, name: str, quantized: nn.Module | None, float_dtype: torch.dtype) -> Tolerance:
-        """Return the tolerance of an engine; one that computes in half precision has that of a half file."""
+        """Return the tolerance of an engine, by the precision in which it computes floats."""
         told = self._precision(name)
         return tolerance(
             self.asked.tolerance, quantized is not None, float_dtype if told is None else getattr(torch, told)

@@ -1,4 +1,4 @@
-"""The prints of a conversion: tables for each engine, and at the end where everything is."""
+"""The printed results of a conversion: tables for each engine, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def print_result(result: BackendResult, console: Console) -> None:
 
 
 def print_summary(facts: ConversionInputs, results: Sequence[BackendResult], folder: Path, console: Console) -> None:
-    """Print the scores, and what each folder holds."""
+    """Print the scores, and the results and the folder of each backend."""
     scored = [result for result in results if result.scores]
     if scored:
         console.print(_scores(scored))
@@ -88,7 +88,7 @@ def _costs(result: BackendResult) -> str:
     size = f"engine {text.mebibytes(result.engine_bytes)}"
     if not result.latency:
         return size
-    # The usual shape stands between the least and the largest, where these differ.
+    # The usual shape is the middle one of three. There are fewer if shapes are equal.
     usual = result.latency[len(result.latency) // 2]
     before, after = list(usual.milliseconds.values())[-2:]
     against = "the float engine" if result.quantization else "PyTorch"
