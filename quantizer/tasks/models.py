@@ -313,7 +313,7 @@ def _explained(source: str, what: str) -> Iterator[None]:
     except QuantizerError:
         raise
     except Exception as error:
-        # For damaged files transformers and tokenizers raise errors without a common base, some of Exception itself.
+        # For damaged files transformers and tokenizers raise errors without a common base; some are plain Exceptions.
         lines = str(error).strip().splitlines()
         said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         if isinstance(resolve_source(source), Path):
