@@ -1,4 +1,4 @@
-"""Operator patches for known libraries: whoever rewrites source imports them, which registers them."""
+"""Operator patches for known libraries; importing this package registers them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ __all__ = ["TORCH_PATCHES"]
 
 
 def _nested_encoder() -> OperatorPatch:
-    """Return the line for an encoder with padding: on nested tensors it gives 0 at padded positions."""
+    """Return the patch for an encoder with padding: as with nested tensors, padded positions give 0."""
     before = "        if convert_to_nested:\n            output = output.to_padded_tensor(0.0, src.size())"
     after = f"        output = {PADDED}(\n            self, convert_to_nested, output, src, src_key_padding_mask, mask)"
     return register_operator_patch(

@@ -1,7 +1,7 @@
-"""Operator patches for models of ``transformers``: what TensorRT's parser or torch's ONNX exporter refuses of them.
+"""Operator patches for models of ``transformers`` whose code TensorRT's parser or torch's ONNX exporter refuses.
 
-Importing this file registers them. Each is exact: the floats that the model computes stay what they were. The one
-exception, ``_overflow_guards``, is so in every type but float16, and there up to 64,504.
+Importing this file registers them. Each is exact: the model computes the same floats as before. The one exception is
+``_overflow_guards``, which is exact in every type except float16, and in float16 for values up to 64,504.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _patch(name: str, function: str, before: str, after: str, target: str, reaso
 
 
 def _masked_assignments() -> list[OperatorPatch]:
-    """``x[~mask] = 0`` exports as NonZero and ScatterND; the same zeros come from Where."""
+    """Return patches for ``x[~mask] = 0``, which exports as NonZero and ScatterND; Where gives the same zeros."""
     reason = "NonZero plugin creator not found: an assignment by mask exports as NonZero and ScatterND"
     before = "hidden_states[~expand_attention_mask] = 0"
     after = "hidden_states = hidden_states.masked_fill(~expand_attention_mask, 0)"
@@ -39,7 +39,7 @@ def _masked_assignments() -> list[OperatorPatch]:
 
 
 def _einsum_letters() -> list[OperatorPatch]:
-    """Upper-case letters, which ONNX allows."""
+    """Return patches for einsum equations with upper-case letters, which ONNX allows and the parser refuses."""
     reason = "Invalid character(s) in Einsum equation: the parser takes lower-case letters alone"
     of_global = ["BHGF,BHXF->BHGX", "BHGX,BHXF->BHGF"]
     of_local = ["BHNKF,BHGF->BHNKG", "BHNKF,BHNXF->BHNKX", "BHNKG,BHGF->BHNKF", "BHNKX,BHNXF->BHNKF"]
@@ -59,7 +59,7 @@ def _einsum_letters() -> list[OperatorPatch]:
 
 
 def _overflow_guards() -> list[OperatorPatch]:
-    """Layers that look whether a float16 value overflowed clamp whether or not, as mBART, M2M100 and Pegasus do."""
+    """Return patches for layers that clamp if a float16 value overflowed: clamp always, as mBART, M2M100, Pegasus."""
     reason = "a branch that depends on the data: no graph holds it where the rest is float16"
     before = "if hidden_states.dtype == torch.float16 and not torch.isfinite(hidden_states).all():"
     layers = {
@@ -83,7 +83,7 @@ def _overflow_guards() -> list[OperatorPatch]:
 
 
 def _float_masks() -> list[OperatorPatch]:
-    """Return the line for a float minus an integer mask: the mask becomes float first, as it does anyway."""
+    """Return patches for a float minus an integer mask: cast the mask to float first, as the subtraction does."""
     reason = "aten.sub of a float and an int64 tensor has no translation in torch's ONNX exporter"
     ngrams = "prophetnet.modeling_prophetnet:ProphetNet"
     heads = "[:, None, None, :].repeat(1, self.config.num_{}_attention_heads, 1, 1)"
@@ -133,4 +133,4 @@ TRANSFORMERS_PATCHES = (
         "a branch that depends on the data, which no graph holds; a mask without padding hides nothing",
     ),
 )
-"""All of them."""
+"""All patches for ``transformers``."""

@@ -1,4 +1,4 @@
-"""Making a proxy: copy the module tree, share its tensors, swap the classes, hang in the sites."""
+"""Construction of a proxy: copy the module tree, share its tensors, swap the classes, add the sites."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
     "source_diff",
 ]
 
-# Importing them registers them, for every proxy and for what is built in place.
+# The import registers them for every proxy, and for models that are instrumented in place.
 del _patches
 
 _MARK = "_quantizer_proxy"
@@ -52,7 +52,7 @@ _MARK = "_quantizer_proxy"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnrewrittenSource:
-    """A site whose text cannot be rewritten, or a class whose source cannot be read."""
+    """A site whose text cannot be rewritten (``source``), or a problem of a whole module (``source`` is None)."""
 
     path: str
     host_type: str
@@ -61,7 +61,7 @@ class UnrewrittenSource:
 
     @property
     def kind(self) -> str:
-        """The kind of site; ``source`` where a whole function cannot be read."""
+        """The kind of the site; ``source`` if the problem is of a whole module."""
         return operation(self.source.operation).kind if self.source else "source"
 
 
@@ -71,7 +71,7 @@ def is_proxy(model: nn.Module) -> bool:
 
 
 def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
-    """Return a copy of ``model`` with every quantizable call behind a ``Site``; all sites off.
+    """Return a copy of ``model`` in which a ``Site`` makes every quantizable call; all sites are off.
 
     Parameters, buffers and other tensors are shared; everything else (configs, lists of modules, bound methods) is the
     proxy's own. The model itself is not changed.
@@ -82,7 +82,7 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
             implementation.
 
     Raises:
-        ProxyError: ``model`` is no module, is a proxy itself, or cannot be copied.
+        ProxyError: ``model`` is no module, is a proxy or has a part that belongs to one, or cannot be copied.
     """
     if not isinstance(model, nn.Module):
         raise ProxyError(f"a torch.nn.Module is needed, got {type(model).__name__}")
@@ -103,11 +103,11 @@ def build_proxy(model: nn.Module, *, eager_attention: bool) -> nn.Module:
 
 
 def own_copy(model: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
-    """Return a copy of a model with tensors of its own, whose functions work on the copy.
+    """Return a copy of a model with its own tensors, whose kept functions refer to the copy.
 
     Args:
-        model: to be copied.
-        shared: by id, tensors that the copy has too.
+        model: any module.
+        shared: tensors that are not copied, by id.
 
     Raises:
         ProxyError: ``model`` cannot be copied.
@@ -116,7 +116,7 @@ def own_copy(model: nn.Module, shared: dict[int, Any] | None = None) -> nn.Modul
 
 
 def _copied(model: nn.Module, copies: dict[int, Any]) -> nn.Module:
-    """Return a copy of a model; ``copies`` says of what, by id, which object is its copy already."""
+    """Return a copy of a model; ``copies`` is the memo of ``deepcopy``, with the copies that exist already by id."""
     try:
         copied: nn.Module = copy.deepcopy(model, copies)
     except (TypeError, RuntimeError) as error:
@@ -133,15 +133,15 @@ def _copied(model: nn.Module, copies: dict[int, Any]) -> nn.Module:
         )
     twins = {id(module): copies[id(module)] for module in model.modules() if id(module) in copies}
     for module in copied.modules():
-        # Copying leaves functions as they are: one that holds a module would go on with the user's.
+        # deepcopy does not copy functions: one that refers to a module would go on with the user's.
         rebind_kept(module, lambda value: twins.get(id(value)))
     return copied
 
 
 def instrument(model: nn.Module) -> None:
-    """Put every quantizable call of ``model`` itself behind a ``Site``, all off: its modules change their classes.
+    """Let a ``Site`` make every quantizable call of ``model`` itself, all off: its modules change their classes.
 
-    Parts of it that were instrumented alone before become parts of the whole, with their sites named from here.
+    Parts of it that were instrumented alone before become parts of the whole: paths of their sites begin at ``model``.
     """
     REWRITER.refresh()
     reachable = reachable_in(model)
@@ -172,7 +172,7 @@ def quantizers_of(proxy: nn.Module) -> list[OperandQuantizer]:
 
 
 def skipped_sources(model: nn.Module) -> Iterator[UnrewrittenSource]:
-    """Sites of a model or proxy that stay outside, because of their text; and operator patches that were refused."""
+    """Yield the sites of a model or proxy whose text cannot be rewritten, problems of modules and refused patches."""
     reachable = reachable_in(model)
     refused: set[str] = set()
     for path, module in model.named_modules():
@@ -200,7 +200,7 @@ def source_diff(model: nn.Module) -> str:
 
 
 def applied_patches(model: nn.Module) -> tuple[OperatorPatch, ...]:
-    """Return the operator patches that the source of a proxy of ``model`` holds, by name."""
+    """Return the operator patches in the source of a proxy of ``model``, ordered by name."""
     patches = {
         patch for file, keys in _rewritten_functions(model) for key in keys for patch in file.functions[key].patches
     }
@@ -217,7 +217,7 @@ def _rewritten_functions(model: nn.Module) -> Iterator[tuple[SourceFile, list[Ke
 
 
 def _shared_tensors(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for ``copy.deepcopy`` that says of every tensor: this is its own copy."""
+    """Return a memo for ``copy.deepcopy`` with which it shares every tensor instead of copying it."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]

@@ -1,4 +1,4 @@
-"""The functions of a class that may be rewritten: its own and those of its bases, containers of torch left out."""
+"""The functions of a class that may be rewritten: its own and those of its bases, except torch's containers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["FUNCTIONS", "IMPLICIT", "SITES", "is_ours", "own_functions", "reacha
 
 FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod)
 
-# They compute nothing, and the additions in their source are of indices.
+# These compute nothing; the additions in their source are of indices.
 _LEFT_ALONE = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
-# What a model that was instrumented before holds already, which must see its own parts.
+# Children that instrumentation adds: a model's loops over its children must not see them.
 SITES = (Site, OperandQuantizer)
 
-# Python calls these without their name in the text: in a loop over a module, say.
+# Python calls these without their name in the text, for example in a loop over a module.
 IMPLICIT = frozenset({"__iter__", "__len__", "__getitem__", "__contains__", "__reversed__"})
 
 
 def own_functions(cls: type) -> dict[str, Any]:
-    """Return what a class itself defines and may run, by name; its forward too where that is no function."""
+    """Return the functions that a class itself defines, by name, and its ``forward`` even if that is no function."""
     return {name: own for name, own in vars(cls).items() if name == "forward" or isinstance(own, FUNCTIONS)}
 
 

@@ -1,8 +1,8 @@
-"""Rewriting classes: which variant of each function a class takes, and the classes that come of it.
+"""The rewriter of classes: it chooses the variant of each function and makes the generated classes.
 
-For a class ``C(P)`` the generated class of C derives from C *and* from the generated class of P, in this order of
-resolution: generated C, C, generated P, P. So ``super()`` in C's rewritten method, whose ``__class__`` is still C,
-finds P's rewritten method.
+For a class ``C(P)`` the generated class of C derives from C *and* from the generated class of P. The method resolution
+order is generated C, C, generated P, P. So ``super()`` in C's rewritten method, whose ``__class__`` is still C, finds
+P's rewritten method.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _Derive = Callable[[type[nn.Module], tuple[type, ...], dict[str, Any], frozenset
 
 @dataclass(kw_only=True, slots=True)
 class Rewritten:
-    """The result for one class: the generated class (the class itself where nothing changed), its sites, problems, and
-    why operator patches were refused."""
+    """The result for one class: the generated class (the class itself if nothing changed), its sites, its problems,
+    and the reasons why operator patches were refused."""
 
     cls: type[nn.Module]
     original: type[nn.Module]
@@ -59,17 +59,17 @@ class Rewritten:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
-    """The variants of its functions that a class and its bases take.
+    """The variants of the functions of a class and its bases.
 
-    A module holds one site of a name. Where a class and a base have sites of one name (both have a product in
-    ``forward``, say), those of the base's function are named with its class. It is one choice for all bases: with two
-    variants of a base that is reached in two ways, ``super()`` would go other ways than in the original.
+    The names of sites are unique in a module. If a class and a base have sites of the same name (for example, both have
+    a product in ``forward``), those of the base's function are named with its class. All bases share one choice: with
+    two variants of a base that is inherited twice, ``super()`` would not resolve as in the original.
 
     Attributes:
-        qualified: functions whose sites carry the name of their class.
-        left_out: functions that stay as they are, because even so their sites have names that are taken.
+        qualified: functions whose sites are named with their class.
+        left_out: functions that stay as they are, because the names of their sites are taken even with their class.
         unused: functions that stay as they are, because they are overridden and nothing mentions them.
-        lent: static and class methods that need a host, by name.
+        lent: static and class methods that need a host argument, by name.
         lends: the names of those that get one.
     """
 
@@ -80,7 +80,7 @@ class _Choice:
     lends: frozenset[str] = frozenset()
 
     def within(self, cls: type) -> _Choice:
-        """Return the part that concerns a base."""
+        """Return the part of the choice for ``cls`` and its bases."""
 
         def part(places: frozenset[_Place]) -> frozenset[_Place]:
             return frozenset(place for place in places if place[0] in cls.__mro__)
@@ -91,7 +91,7 @@ class _Choice:
 def _one_at_a_time(
     method: Callable[Concatenate[ClassRewriter, _P], _T],
 ) -> Callable[Concatenate[ClassRewriter, _P], _T]:
-    """Return a method that one thread runs at a time: a result is registered before the work on it is done."""
+    """Return a method that one thread runs at a time: results are registered before they are complete."""
 
     @functools.wraps(method)
     def locked(self: ClassRewriter, /, *args: _P.args, **keywords: _P.kwargs) -> _T:
@@ -102,7 +102,7 @@ def _one_at_a_time(
 
 
 class ClassRewriter:
-    """Makes generated classes, each once, whatever number of threads asks for them.
+    """A thread-safe cache of generated classes, which makes each of them once.
 
     Args:
         derive: makes a class of (original, bases, functions, reachable names).
@@ -110,10 +110,10 @@ class ClassRewriter:
     Attributes:
         lock: held while anything is rewritten.
         rebuilder: rewrites the functions.
-        qualified: rewrites them with sites that carry the name of their class.
-        done: results by class, by those of its functions, by name, that may run in a forward pass, and by choice. The
-            functions themselves are in the key, because a class may be patched between two proxies.
-        chosen: choices by the same, for a class that stands for itself.
+        qualified: rewrites the functions with sites named with their class.
+        done: results by class, names of the functions that may run in a forward pass, these functions, and choice. The
+            functions are in the key because a class may be patched between two proxies.
+        chosen: choices by the same key without the choice, for classes of modules (not those that are only bases).
         read: attribute names that a function mentions, by function.
     """
 
@@ -131,7 +131,7 @@ class ClassRewriter:
         self._patches = changes()
 
     def _renew(self) -> None:
-        """Start afresh where patches or operations were registered since: proxies that exist keep what they have."""
+        """Clear all results if patches or operations were registered since; existing proxies keep their classes."""
         if self._patches != changes():
             self._start()
 
@@ -143,21 +143,21 @@ class ClassRewriter:
 
     @_one_at_a_time
     def files(self) -> list[SourceFile]:
-        """Return every file that was searched."""
+        """Return all source files in which functions were searched."""
         return [*self.rebuilder.files.values(), *self.qualified.files.values()]
 
     @_one_at_a_time
     def holds_sites(self, value: Any) -> bool:
-        """Return whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
+        """Return whether a value is a function, or a ``functools.partial`` of one, that has or reaches sites."""
         return self.rebuilder.holds_sites(value)
 
     @_one_at_a_time
     def reachable(self, model: nn.Module, original: Callable[[nn.Module], type], kept: Iterable[str]) -> frozenset[str]:
-        """Names of the functions that a forward pass of ``model`` may run.
+        """Return the names of the functions that a forward pass of ``model`` may run.
 
-        Starts from ``forward``, from what the root's own class defines and from ``kept`` names, and follows every
-        attribute name that a function found so far mentions. That leaves out construction, resizing, saving and the
-        like, whose arithmetic is none of ours.
+        The search starts from ``forward``, the public names of the root's own class and ``kept`` names, and follows
+        every attribute name that a reached function mentions. That leaves out construction, resizing, saving and the
+        like, whose arithmetic is not quantized.
         """
         self._renew()
         classes = {cls for module in model.modules() for cls in original(module).__mro__ if is_ours(cls)}
@@ -167,12 +167,12 @@ class ClassRewriter:
         while names - reached:
             name = (names - reached).pop()
             reached.add(name)
-            # Only what is reached is read: the rest of a library's base classes leads into dozens of its files.
+            # Read only reached functions: the rest of a library's base classes leads into dozens of its files.
             names = names.union(*(self._names_read(found[name]) for found in functions if name in found))
         return frozenset(name for found in functions for name in found if name in reached)
 
     def _names_read(self, attribute: Any) -> set[str]:
-        """Attribute names that a function mentions; a forward that is no function cannot be looked into."""
+        """Return the attribute names that a function mentions; none for a ``forward`` that is no function."""
         if not isinstance(attribute, FUNCTIONS):
             return set()
         if attribute not in self.read:
@@ -226,7 +226,7 @@ class ClassRewriter:
         )
 
     def _share(self, lent: tuple[tuple[str, tuple[types.FunctionType, ...]], ...], qualified: set[_Place]) -> None:
-        """Let all functions of a class lend to that variant of its static and class methods that it takes."""
+        """Make the functions of a class pass their host to the chosen variants of its static and class methods."""
         places = {(name, getattr(vars(owner)[name], "__func__", None)) for owner, name in qualified}
         for name, functions in lent:
             for function in functions:
@@ -236,7 +236,7 @@ class ClassRewriter:
                 self.qualified.modules.add_variant(function, rebuilt)
 
     def _is_mentioned(self, cls: type, owner: type, name: str) -> bool:
-        """Return whether a function of a base may run: it is not overridden, or a subclass mentions its name."""
+        """Return whether a function of a base may run: not overridden, or mentioned by name in a subclass."""
         above = [base for base in cls.__mro__[: cls.__mro__.index(owner)] if is_ours(base)]
         if not any(name in vars(base) for base in above):
             return True
@@ -303,7 +303,7 @@ class ClassRewriter:
         )
 
     def _rebuild(self, cls: type, name: str, attribute: Any, choice: _Choice) -> Rebuilt:
-        """Return what becomes of one function of a class under a choice."""
+        """Return the result for one function of a class under a choice."""
         if (cls, name) in choice.unused:
             return Rebuilt()
         if (cls, name) in choice.left_out:
@@ -317,14 +317,14 @@ class ClassRewriter:
 
 
 def _clash(rebuilt: Rebuilt, taken: dict[str, SiteSource]) -> bool:
-    """Return whether two different sites would have one name."""
+    """Return whether two different sites would have the same name."""
     names = dict(taken)
     hosted = [site for site in rebuilt.sites if site.reason is None]
     return any(names.setdefault(site.attribute, site) != site for site in hosted)
 
 
 def _each_once(sites: Iterable[SiteSource]) -> tuple[SiteSource, ...]:
-    """Return the sites, without those that one function leaves out and another one has."""
+    """Return the sites without the skipped ones whose name another function's rewritten site has."""
     sites = list(sites)
     names = {site.name for site in sites if site.reason is None}
     return tuple(site for site in sites if site.reason is None or site.name not in names)

@@ -1,7 +1,7 @@
-"""Containers of modules that have sites of their own: their items are their own children, and the sites are none.
+"""Versions of torch's containers of modules whose items do not include the sites among their children.
 
-A site is a child too, so torch's containers would count it, cut it off instead of the last layer, or renumber it. The
-classes here stand behind the classes of a model and before torch's own in the order of resolution, so that a method
+A site is a child too, so torch's containers would count it, cut it off instead of the last layer, or renumber it. In
+the method resolution order the classes here come after the classes of a model and before torch's own, so that a method
 that a model overrides stays overridden.
 """
 
@@ -24,14 +24,14 @@ __all__ = ["container_views"]
 
 
 def _own(container: nn.Module) -> dict[str, nn.Module]:
-    """Return a container's own children."""
+    """Return a container's children without the sites."""
     modules: dict[str, Any] = container._modules
     return {name: module for name, module in modules.items() if not isinstance(module, Site)}
 
 
 @contextmanager
 def _alone(container: nn.Module) -> Iterator[None]:
-    """Take the sites out while a method of torch's renumbers the children; they come back behind them."""
+    """Remove the sites while a method of torch renumbers the children; add them again at the end."""
     own = _own(container)
     sites = {name: module for name, module in container._modules.items() if name not in own}
     for name in sites:
@@ -43,7 +43,7 @@ def _alone(container: nn.Module) -> Iterator[None]:
 
 
 class _Sequence(nn.Module):
-    """The common part of sequences."""
+    """The methods that ``Sequential`` and ``ModuleList`` share."""
 
     def __len__(self) -> int:
         return len(_own(self))
@@ -56,13 +56,13 @@ class _Sequence(nn.Module):
             super().__delitem__(index)  # type: ignore[misc]
 
     def insert(self, index: int, module: nn.Module) -> Any:
-        """Insert a module; torch's ``insert``, which renumbers those behind it."""
+        """Insert a module and renumber those after it, as torch's ``insert`` does."""
         with _alone(self):
             return super().insert(index, module)  # type: ignore[misc]
 
 
 class _Sequential(_Sequence, nn.Sequential):
-    """A ``Sequential``. A slice is one of the class as it was written: what its own functions compute stays float."""
+    """A ``Sequential`` without sites as items; a slice is of the original class, so its own products stay float."""
 
     def __getitem__(self, index: Any) -> Any:
         own = _own(self)
@@ -75,7 +75,7 @@ class _Sequential(_Sequence, nn.Sequential):
 
 
 class _ModuleList(_Sequence, nn.ModuleList):
-    """A ``ModuleList``, whose items are found by their numbers. A slice is one of the class as it was written."""
+    """A ``ModuleList`` without sites as items; a slice is of the original class."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -84,7 +84,7 @@ class _ModuleList(_Sequence, nn.ModuleList):
 
 
 class _ModuleDict(nn.ModuleDict):
-    """A ``ModuleDict``."""
+    """A ``ModuleDict`` without sites as items."""
 
     def __len__(self) -> int:
         return len(_own(self))
@@ -117,7 +117,7 @@ _VIEWS: tuple[type[nn.Module], ...] = (_Sequential, _ModuleList, _ModuleDict)
 
 
 def container_views(bases: tuple[type, ...]) -> tuple[type, ...]:
-    """Return the bases that a generated class of these bases needs besides, so that it shows its own children only."""
+    """Return the further bases that a generated class with these bases needs so that sites are not its items."""
     return tuple(
         view
         for view in _VIEWS

@@ -1,8 +1,8 @@
-"""Choosing the attention implementation of a proxy.
+"""The attention implementation of a proxy.
 
 Transformers models read the name of their attention function from their config at each call, and make their masks
-accordingly. Fused attention hides both products; ``eager`` shows them. The proxy's configs are its own copies, so this
-does not reach the user's model.
+accordingly. Fused attention hides both products; ``eager`` computes them separately. The proxy's configs are its own
+copies, so the user's model does not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SETTING = "_attn_implementation"
 
 
 def use_eager_attention(proxy: nn.Module) -> None:
-    """Switch every config found in the proxy's modules to eager attention, and torch's layers to their Python path."""
+    """Switch the configs of all modules of a proxy to eager attention, and torch's layers to their Python path."""
     for module in proxy.modules():
         vars(module)[EAGER] = True
         config = module.__dict__.get("config")
@@ -31,9 +31,9 @@ def use_eager_attention(proxy: nn.Module) -> None:
 
 @contextmanager
 def as_recorded(proxy: nn.Module, recorded: bool) -> Iterator[None]:
-    """Let a proxy compute what it does with gradients, or without them, whether or not they are recorded.
+    """Make a proxy compute as if gradients were recorded, or not recorded, whatever the actual gradient mode.
 
-    torch's encoder writes 0 at padded positions where no gradient is wanted, and leaves them as they are elsewhere.
+    torch's encoder writes 0 at padded positions if no gradients are recorded, and else leaves them as they are.
     """
     for module in proxy.modules():
         vars(module)[RECORDED] = recorded

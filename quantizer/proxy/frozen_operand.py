@@ -1,7 +1,7 @@
-"""The weight that a frozen site stands for, to notice when another one arrives.
+"""The check that a frozen site is called with the weight that was frozen.
 
-A frozen site computes with integers that it holds, whatever tensor its call is given. Code that picks a weight at run
-time (``self.experts[i]``, ``self.table[:n]``) may give it another one than calibration saw.
+A frozen site computes with its stored codes, whatever tensor its call gets. Code that picks a weight at run time
+(``self.experts[i]``, ``self.table[:n]``) may pass another weight than in calibration.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ __all__ = ["FrozenOperand"]
 
 
 class FrozenOperand:
-    """One parameter, and the part of it that was frozen.
+    """The frozen parameter of one operand, or the frozen part of a parameter.
 
-    A copy of the proxy has copies of its tensors, and a cast makes others: neither knows which one is meant, and asks
-    no more.
+    Copies and casts of the proxy have other tensors, in which the parameter cannot be recognized: they do not check.
 
     Args:
         name: ``SITE.OPERAND``.
-        parameter: what the operand is, or shows.
-        shape: of the operand.
-        offset: where in the parameter it begins, in elements.
+        parameter: the operand, or the parameter that it is a view of; None: check nothing.
+        shape: the operand's shape.
+        offset: the first element of the operand in the parameter.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class FrozenOperand:
         """Raise if ``value`` is not the weight that was frozen.
 
         Raises:
-            ProxyError: it is another parameter, or another part of this one.
+            ProxyError: ``value`` is another parameter, or another part of this one.
         """
         parameter = None if self._parameter is None else self._parameter()
         if parameter is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:

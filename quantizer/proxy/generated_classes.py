@@ -1,4 +1,4 @@
-"""Generated classes: a module's own class with its functions rewritten, and what such a class does besides."""
+"""Generated classes: subclasses of a module's class with rewritten functions, sharing, stored weights and pickling."""
 
 from __future__ import annotations
 
@@ -48,16 +48,17 @@ def _derive(
 
 
 def _unannounced() -> Any:
-    """Return a first base while a class is made: no ``__init_subclass__`` of the model's classes hears of that class.
+    """Return a temporary first base for a new class that keeps the model's ``__init_subclass__`` from being called.
 
-    One for each class: as a base that stays, it must stand in the order of resolution once for each of them.
+    Each class needs its own: where Python does not let it be removed, classes that shared one could not inherit from
+    each other (no consistent method resolution order).
     """
 
     class Unannounced:
         is_made = False
 
         def __init_subclass__(cls, **keywords: Any) -> None:
-            # Where it has to stay a base, a class that the user derives is announced.
+            # If it has to stay a base, classes that the user derives must still reach the model's method.
             if Unannounced.is_made:
                 super().__init_subclass__(**keywords)
 
@@ -65,22 +66,22 @@ def _unannounced() -> Any:
 
 
 def _generated(bases: tuple[type, ...], body: dict[str, Any]) -> type[nn.Module]:
-    """Return a class named after its first base, unknown to ``__init_subclass__`` and metaclasses of the model.
+    """Return a class named after its first base, without calling ``__init_subclass__`` or metaclasses of the model.
 
-    Registries of models are filled there, and would give generated classes to who asks for the model's.
+    Models are registered there, and a registry would return the generated class in place of the model's.
     """
     meta, first = type(bases[0]), _unannounced()
     maker: Any = abc.ABCMeta if issubclass(meta, abc.ABCMeta) else type
     made: type[nn.Module] = maker.__new__(meta, bases[0].__name__, (first, *bases), body)
     first.is_made = True
-    # Python lays out classes with a mixin before the module in another way, and does not let them change.
+    # Classes with a mixin before the module have another object layout, and Python refuses to change their bases.
     with contextlib.suppress(TypeError):
         made.__bases__ = bases
     return made
 
 
 REWRITER = ClassRewriter(_derive)
-"""One for the process: classes and synthetic modules are made once and shared by all proxies."""
+"""The rewriter of this process: classes and synthetic modules are made once and shared by all proxies."""
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -90,7 +91,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def reachable_in(model: nn.Module) -> frozenset[str]:
-    """Names of the functions that a forward pass of a model or proxy may run."""
+    """Return the names of the functions that a forward pass of a model or proxy may run."""
     kept = [method.__name__ for module in model.modules() for method in kept_methods(module)]
     if any(_has_no_forward(original_class(module)) for module in model.modules()):
         kept.append("__call__")
@@ -98,19 +99,19 @@ def reachable_in(model: nn.Module) -> frozenset[str]:
 
 
 def kept_methods(module: nn.Module) -> Iterator[types.MethodType]:
-    """Methods of modules that a module keeps in an attribute or hook, also where a function there holds them."""
+    """Yield the methods of modules in a module's attributes and hooks, also those that functions there refer to."""
     for kept in vars(module).values():
         for value in kept.values() if isinstance(kept, dict) else (kept,):
             yield from (part for part in held(value) if _is_own(part))
 
 
 def leads_to_forward(value: Any, module: nn.Module) -> bool:
-    """Return whether a function kept on a module leads to the forward of its class: it stands around it."""
+    """Return whether a function kept on a module is, or wraps, the forward of the module's class."""
     return any(_is_own(part) and part.__self__ is module and part.__name__ == "forward" for part in held(value))
 
 
 def rebind_kept(module: nn.Module, twin: Callable[[Any], Any]) -> None:
-    """Let the functions that a module keeps in attributes and hooks hold ``twin(x)`` instead of x."""
+    """Make the functions in a module's attributes and hooks refer to ``twin(x)`` instead of x."""
     for attribute, kept in vars(module).items():
         if isinstance(kept, dict):
             kept.update({key: rebound(value, twin) for key, value in kept.items() if isinstance(value, _CALLABLES)})
@@ -119,7 +120,7 @@ def rebind_kept(module: nn.Module, twin: Callable[[Any], Any]) -> None:
 
 
 def rewritten_method(value: Any) -> types.MethodType | None:
-    """Return the rewritten method for a module's own one; None for anything else."""
+    """Return the rewritten version of a module's own method; None for anything else."""
     if not _is_own(value):
         return None
     function = getattr(type(value.__self__), value.__name__)
@@ -136,7 +137,7 @@ def _is_own(value: Any) -> bool:
 def as_sharer(module: nn.Module) -> None:
     """Make a module of a proxy end the sharing before ``.to()``, ``.half()`` and the like change its tensors.
 
-    One that shares for good hands back to the model what became of them.
+    A module that shares for good gives the changed tensors to the model's module instead.
     """
     cls = type(module)
     if cls not in _SHARERS:
@@ -155,9 +156,9 @@ def as_sharer(module: nn.Module) -> None:
 
 
 def with_forward(cls: type[nn.Module], reachable: frozenset[str]) -> type[nn.Module]:
-    """Return a subclass whose ``forward`` is the ``__call__`` of a class without any; every other class as it is.
+    """Return a subclass with the class's ``__call__`` as ``forward`` if it has no ``forward``; else the class itself.
 
-    It is called as torch calls modules, by way of their hooks, and everybody who goes by ``forward`` finds it.
+    Calls of the subclass then run hooks as calls of any module do, and code that looks for ``forward`` finds one.
     """
     if not _has_no_forward(cls):
         return cls
@@ -174,9 +175,9 @@ def _has_no_forward(cls: type[nn.Module]) -> bool:
 
 
 def called_through(module: nn.Module, call: Callable[[nn.Module, Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let ``call(module, run)`` stand around every call of a module, where ``run()`` is the call; what ends it.
+    """Wrap every call of a module in ``call(module, run)``, where ``run()`` makes the call; return what ends this.
 
-    A copy of the module, or one that was pickled, is called as its author wrote it.
+    Calls of a copied or pickled module are not wrapped.
     """
     cls = type(module)
 
@@ -216,15 +217,15 @@ def with_stored_weight(cls: type[nn.Module], name: str, site: str, operand: str)
 
 
 def with_listed_weights(cls: type[nn.Module]) -> type[nn.Module]:
-    """Yield a subclass whose ``parameters()`` lists the stored weights below too, where the float ones stood.
+    """Return a subclass whose ``parameters()`` also lists the stored weights below, in the place of the float ones.
 
-    Models ask their first parameter for its type and its device. What is listed is the weight as the model computes
-    with it, made at each read, and not trained; ``named_parameters()`` and the state dict hold what is there.
+    Models ask their first parameter for its type and device. The stored weights are dequantized at each read and
+    cannot be trained; ``named_parameters()`` and the state dict list only what is registered.
     """
     if cls not in _LISTED:
 
         def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-            """Return all parameters; stored weights as they are computed with, which cannot be trained."""
+            """Yield all parameters, and the stored weights dequantized, which cannot be trained."""
             for _, parameter in self._named_members(_with_stored, recurse=recurse):
                 yield parameter
 
@@ -236,7 +237,7 @@ def with_listed_weights(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _with_stored(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the parameters of a module itself; a weight that it handed over stands first, as in torch's modules."""
+    """Yield the parameters of a module itself, its stored weights first: the weight comes first in torch's modules."""
     for name, *_ in getattr(type(module), "_quantizer_stored", ()):
         yield name, nn.Parameter(getattr(module, name), requires_grad=False)
     yield from module._parameters.items()
@@ -268,10 +269,10 @@ _STORED: dict[tuple[type[nn.Module], str, str, str], type[nn.Module]] = {}
 
 
 def _naming(original: type[nn.Module], reachable: frozenset[str]) -> dict[str, Any]:
-    """Return what makes a generated class call itself what its original does.
+    """Return the attributes that give a generated class the name and docstring of its original, and its pickling.
 
-    Libraries look classes up by ``str(type(module))``, which is made of ``__module__`` and ``__qualname__``; with
-    another name they would find nothing, silently.
+    Libraries look classes up by ``str(type(module))``, which is made of ``__module__`` and ``__qualname__``; under
+    another name they would silently find nothing.
     """
     return {
         "__module__": original.__module__,
@@ -284,7 +285,7 @@ def _naming(original: type[nn.Module], reachable: frozenset[str]) -> dict[str, A
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
-    # A class made at run time cannot be found by its name; its original can, and is rewritten again on arrival.
+    # A class made at run time cannot be looked up by its name; its original can, and is rewritten again on loading.
     cls: Any = type(self)
     recipe = (
         cls._quantizer_original_class,

@@ -1,4 +1,4 @@
-"""A hook that belongs to one proxy: copies and pickles of that proxy do without it."""
+"""A hook that belongs to one proxy and does nothing in copies and pickles of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["LocalHook"]
 
 
 class LocalHook:
-    """Calls a function of whoever watches a proxy.
+    """A callable hook around a function that observes one proxy.
 
-    A copy of the proxy is watched by nobody: there the hook does nothing, and what the function holds (calibrators,
-    dispatch modes) is neither copied nor pickled.
+    Copied or pickled with the proxy, the hook loses the function, so that the objects it refers to (calibrators,
+    dispatch modes) are neither copied nor pickled.
     """
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:

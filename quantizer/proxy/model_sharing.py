@@ -1,7 +1,7 @@
 """Tensors that a proxy shares with the user's model, and the end of sharing before a cast would change the model.
 
-A proxy in training never stops: what is done to its tensors is done to the model's. One that calibrates, measures or is
-frozen shares no buffers: a forward pass may write into them.
+A proxy in training never stops sharing: changes of its tensors change the model's. A proxy that calibrates, measures or
+is frozen shares no buffers, because a forward pass may write into them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _TWIN = "_quantizer_twin"
 
 
 class Sharing:
-    """Stands in every module of a proxy whose tensors are the user's, and knows the root.
+    """The mark in every module of a proxy that shares the user's tensors, with a reference to the proxy's root.
 
-    Copied or pickled it knows none: a copy of a proxy has copies of its tensors.
+    A copied or pickled mark refers to no root: a copy of a proxy has copies of its tensors.
     """
 
     def __init__(self, root: nn.Module | None = None) -> None:
-        # Weak: a layer that is kept must not keep its proxy.
+        # A weak reference: a layer that outlives its proxy must not keep the proxy alive.
         self.root = None if root is None else weakref.ref(root)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharing:
@@ -52,9 +52,9 @@ class Sharing:
 
 
 class Twin:
-    """Stands in every module of a proxy in training, and knows the model's module whose tensors it has.
+    """The mark in every module of a proxy in training, with a reference to the model's module of the same tensors.
 
-    Copied or pickled it knows none, as a copy of a proxy has copies of its tensors.
+    A copied or pickled mark refers to none, as a copy of a proxy has copies of its tensors.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -68,14 +68,14 @@ class Twin:
 
 
 def share(proxy: nn.Module) -> None:
-    """Mark all modules of a new proxy: their tensors are those of the user's model."""
+    """Mark all modules of a new proxy as sharing the tensors of the user's model."""
     sharing = Sharing(proxy)
     for module in proxy.modules():
         vars(module)[_MARK] = sharing
 
 
 def share_for_good(proxy: nn.Module, model: nn.Module) -> None:
-    """Let the tensors of a new proxy be those of ``model`` also after ``.to()``, ``.half()`` and the like."""
+    """Make a new proxy and ``model`` share their tensors also after ``.to()``, ``.half()`` and the like."""
     twins = dict(model.named_modules())
     for path, module in proxy.named_modules():
         vars(module).pop(_MARK, None)
@@ -84,27 +84,27 @@ def share_for_good(proxy: nn.Module, model: nn.Module) -> None:
 
 
 class OwnBuffers:
-    """Gives a new proxy copies of the model's buffers, and of the tensors that its modules keep as attributes.
+    """A proxy's own copies of the model's buffers, and of the tensors that its modules keep as attributes.
 
-    The model's stay what they are, whatever a pass of the proxy writes; what shares memory with a parameter is shared.
+    A pass of the proxy writes into the copies. Tensors that share memory with a parameter stay shared.
     """
 
     def __init__(self, proxy: nn.Module, model: nn.Module) -> None:
         modules = dict(proxy.named_modules())
-        # Weak: who calibrates a model does not keep it.
+        # Weak references: calibration must not keep the model alive.
         self._twins = [(modules[path], weakref.ref(twin)) for path, twin in model.named_modules()]
         self._known: dict[int, list[tuple[str, Tensor, int]]] = {}
         self.refresh()
 
     @torch.inference_mode(mode=False)
     def refresh(self) -> None:
-        """Take those anew that were changed in the model since, unless the proxy was cast meanwhile."""
+        """Copy again the buffers that changed in the model since, unless the proxy was cast in the meantime."""
         memo: dict[int, Any] = {}
         for place, (module, reference) in enumerate(self._twins):
             twin = reference()
             if twin is None or _MARK not in vars(module):
                 continue
-            # A normalization changes its statistics without telling torch, but counts its batches.
+            # A normalization updates its statistics without a new tensor version, its counter of batches with one.
             now = [(name, tensor, tensor_version(tensor)) for name, tensor in _written_to(twin)]
             if not _same(now, self._known.get(place, [])):
                 self._known[place] = now
@@ -116,7 +116,7 @@ class OwnBuffers:
         for name, tensor in _written_to(twin):
             if _memory(tensor) not in parameters:
                 holder = module._buffers if name in twin._buffers else module.__dict__
-                # What shares memory goes on to share it: the memo knows what was copied.
+                # With one memo, tensors that share memory still share it in the copies.
                 holder[name] = copy.deepcopy(tensor.detach(), memo)
 
 
@@ -128,14 +128,14 @@ def _same(now: list[tuple[str, Tensor, int]], then: list[tuple[str, Tensor, int]
 
 
 def _written_to(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a pass may write into beside parameters."""
+    """Yield the tensors of a module that a pass may write into: all but parameters."""
     for name, value in (*module._buffers.items(), *vars(module).items()):
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             yield name, value
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor; that of its object where it has none of its own kind."""
+    """Return an identity of a tensor's memory; that of the tensor object if it has no plain storage."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
         return id(tensor)
     identity: int = tensor.untyped_storage()._cdata
@@ -143,7 +143,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def hand_back(module: nn.Module) -> None:
-    """Give the twin of a module, where it has one, the tensors that the module has now."""
+    """Give the tensors that a module has now to its twin, if it has one."""
     twin = vars(module).get(_TWIN)
     if twin is None or twin.module is None:
         return
@@ -153,7 +153,7 @@ def hand_back(module: nn.Module) -> None:
 
 
 def hand_back_buffers(module: nn.Module) -> None:
-    """Give the twin of a module, where it has one, what a pass put in the place of buffers: ``self.mean = ...``."""
+    """Give the buffers that a pass assigned anew (``self.mean = ...``) to the module's twin, if it has one."""
     twin = vars(module).get(_TWIN)
     if twin is None or twin.module is None:
         return
@@ -162,25 +162,25 @@ def hand_back_buffers(module: nn.Module) -> None:
 
 
 def end_sharing(module: nn.Module) -> None:
-    """Give the whole proxy of ``module`` its own copies of what it shares.
+    """Give the whole proxy of ``module`` its own copies of the tensors that it shares.
 
-    The whole of it: parameters that are tied to others outside of ``module`` stay tied.
+    The whole proxy, so that parameters that are tied to others outside of ``module`` stay tied.
     """
     sharing = vars(module).get(_MARK)
     if sharing is None or sharing.root is None:
         return
     root = sharing.root()
     copies: dict[int, Any] = {}
-    # A layer may have been taken out of its proxy, and may have outlived it.
+    # A layer may have been removed from its proxy, and may have outlived it.
     for member in [*(root.modules() if root is not None else ()), *module.modules()]:
         if vars(member).pop(_MARK, None) is not None:
             _take_own(member, copies)
 
 
 def take_small(proxy: nn.Module, elements: int) -> None:
-    """Give a proxy its own copies of all buffers, and of parameters of at most so many elements; the rest stays shared.
+    """Give a proxy its own copies of all buffers and of parameters with at most ``elements`` elements.
 
-    Buffers of any size: a pass may write into them.
+    Larger parameters stay shared. Buffers of any size are copied, because a pass may write into them.
     """
     copies: dict[int, Any] = {}
     for module in proxy.modules():
@@ -201,6 +201,6 @@ def _take_own(module: nn.Module, copies: dict[int, Any], elements: float = math.
                 copies[id(buffer)] = (buffer.clone(), buffer)
             module._buffers[name] = copies[id(buffer)][0]
     for name, value in vars(module).items():
-        # Recurrent layers keep a list of their parameters besides.
+        # Recurrent layers also keep a list of their parameters.
         if isinstance(value, list) and any(isinstance(item, Tensor) and id(item) in copies for item in value):
             vars(module)[name] = [copies[id(item)][0] if id(item) in copies else item for item in value]

@@ -1,6 +1,6 @@
-"""The quantizer of one operand: an activation rounded at run time, or a weight held as integers.
+"""The quantizer of one operand: an activation rounded at run time, or a weight stored as codes.
 
-Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the weight's steps, in the storage type of its dtype.
+Legend: x [*] the operand; scale [] or [C]; factor [K]; stored [*] the weight's codes, in the storage type of its dtype.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ class Watcher(Protocol):
     """A listener to values that are rounded while gradients are recorded."""
 
     def __call__(self, x: Tensor, quantizer: OperandQuantizer) -> None:
-        """x [*], multiplied by the quantizer's factor and not rounded yet."""
+        """Receive x [*], multiplied by the quantizer's factor and not rounded yet."""
 
 
 class OperandQuantizer(nn.Module):
-    """Rounds one operand of a site to what its dtype holds. Until ``set_scale`` it passes its operand through.
+    """A module that rounds one operand of a site to its dtype; until ``set_scale`` the operand passes through.
 
     Attributes:
-        enabled: off, the operand passes through untouched.
+        enabled: whether the quantizer changes the operand; if False, the operand passes through.
         scale: float [] (per tensor), [C] (along ``axis``) or in blocks of ``block_size`` along it; None until a range
             is set.
-        zero_point: uint8 [], the step of 0.0 of an asymmetric format; None: 0.
-        factor: float [K] along ``factor_axis``, what the operand is multiplied by before it is rounded; None: nothing.
-        stored: the weight's steps once it is frozen; None for an activation.
-        stored_dtype: the float type of the weight that ``stored`` stands for.
-        frozen: what arrives where the host kept its parameter (None: nobody asks).
-        is_weight: the operand is a parameter, or a view of one.
-        contiguous: a weight is seen through a view, and is laid out as the frozen one is: products of other layouts add
-            in another order.
-        scale_dtype: the float type that holds the scale on the target, where the scale moves (None: it is fixed, and
-            is held by that type already).
-        change: a parameter of the scale's shape where the scale is trained, see ``numerics.learning``; None: fixed.
-        moves: what ``change`` learned counts; off, the scale has it already, and stays.
-        watcher: is shown what is rounded (None: nobody is).
-        of_samples: what is rounded has a first axis of samples; a weight has none.
-        handed_over: the host's parameter is gone and its ``weight`` reads from here, so the operand that arrives is
-            already the dequantized weight.
+        zero_point: uint8 [], the code of 0.0 in an asymmetric format; None: 0.
+        factor: float [K] along ``factor_axis``, by which the operand is multiplied before it is rounded; None: 1.
+        stored: the weight's codes once it is frozen; None for an activation.
+        stored_dtype: the float type of the weight that ``stored`` encodes.
+        frozen: checks that the weight that arrives is the one that was stored (None: no check).
+        is_weight: whether the operand is a parameter, or a view of one.
+        contiguous: whether the rounded weight, a view, is copied to the layout of the frozen one: products of other
+            layouts add in another order.
+        scale_dtype: the float type of the scale on the target, while training changes the scale (None: the scale is
+            fixed and already rounded to that type).
+        change: the trained parameter, of the scale's shape, see ``numerics.log_scale``; None: the scale is not trained.
+        moves: whether ``change`` counts; if False, ``scale`` includes it already and is fixed.
+        watcher: receives the values to round (None: no watcher).
+        of_samples: whether the operand's first axis counts samples; False for a weight.
+        handed_over: whether the host's ``weight`` reads from here, its parameter removed, so that the operand that
+            arrives is the dequantized weight already.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,11 @@ class OperandQuantizer(nn.Module):
         block_size: int | None = None,
         zero_point: int | None = None,
     ) -> None:
-        """Fix the range and switch on. Scale must be positive and finite."""
+        """Set the range and switch on.
+
+        Raises:
+            ValueError: the scale is not positive and finite.
+        """
         if not bool(((scale > 0) & torch.isfinite(scale)).all()):
             raise ValueError("a scale must be positive and finite")
         self.scale = scale.detach().clone()
@@ -110,11 +114,11 @@ class OperandQuantizer(nn.Module):
         self.enabled = True
 
     def learn_scale(self, change: nn.Parameter) -> None:
-        """Train the scale: from now on it is multiplied by what change [*] says, of its shape and 0 at first."""
+        """Train the scale from now on: ``change``, of its shape and 0 at first, is the change of its logarithm."""
         self.change = change
 
     def current_scale(self) -> Tensor:
-        """Return the scale with what it learned, as the target holds it."""
+        """Return the scale including ``change``, rounded to its type on the target."""
         assert self.scale is not None
         scale = self.scale
         if self.change is not None and self.moves:
@@ -122,26 +126,26 @@ class OperandQuantizer(nn.Module):
         return scale if self.scale_dtype is None else held_scale(scale, self.scale_dtype)
 
     def cast_scale(self, dtype: torch.dtype) -> None:
-        """Hold the scale and the factor in another float type, as a file does whose floats are of that type.
+        """Cast the scale and the factor to another float type, that of the floats of a file.
 
-        ``.to()`` and ``.half()`` leave both in float32, where no channel with small weights is lost.
+        ``.to()`` and ``.half()`` leave both in float32, where scales of channels with small weights do not underflow.
         """
         self.scale = None if self.scale is None else self.scale.to(dtype)
         self.factor = None if self.factor is None else self.factor.to(dtype)
 
     def fix_scale(self) -> None:
-        """Let the scale be what it has become. ``change`` is the caller's to set to 0, once all that share it are."""
+        """Fix the scale at its trained value. The caller sets ``change`` to 0 once all that share it are fixed."""
         if self.scale is not None:
             self.scale.copy_(self.current_scale())
         self.moves, self.watcher = False, None
 
     def reset(self) -> None:
-        """Back to passing the operand through, without a range."""
+        """Remove the range and the factor, and pass the operand through again."""
         self.scale = self.zero_point = self.factor = None
         self.enabled = False
 
     def store(self, weight: Tensor) -> None:
-        """Keep the weight as integers; from now on the operand that arrives is ignored."""
+        """Store the weight as codes; from now on the operand that arrives is ignored."""
         assert self.scale is not None
         multiplied = self._multiplied(weight.detach().float())
         self.stored = ops.quantize(multiplied, self.scale, self.dtype, self.axis, self.block_size)
@@ -155,17 +159,17 @@ class OperandQuantizer(nn.Module):
         return result.to(self.stored_dtype)
 
     def as_parameter(self) -> Tensor:
-        """Return the stored weight as the model knows it: in its own float type, without the factor."""
+        """Return the stored weight as the model's own parameter: in its own float type, without the factor."""
         weight = self.dequantized()
         return weight if self.factor is None else weight / self._shaped_factor(weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Apply ``.to()`` and ``.half()``. Codes follow to a device; those of FP8 are no floats to convert.
+        """Apply ``.to()`` and ``.half()``: codes, scale and factor change their device, but not their type.
 
-        Nor are scale and factor: they describe the operand, and are no part of what the model computes with.
+        FP8 codes are no floats to convert; scale and factor describe the operand and are not part of the model.
         """
         stored, scale, factor = self.stored, self.scale, self.factor
-        # Of the tensors that a cast makes nobody knows which is which.
+        # A cast makes new tensors, so that the frozen weight cannot be recognized any more.
         self.frozen = None
         try:
             if stored is not None:
@@ -180,13 +184,13 @@ class OperandQuantizer(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        """Load a state; one that holds ``change`` is from before the scale was fixed."""
+        """Load a state dict; one with ``change`` was saved before the scale was fixed, so ``change`` counts again."""
         super()._load_from_state_dict(state_dict, prefix, *others)
         if f"{prefix}change" in state_dict:
             self.moves = True
 
     def forward(self, x: Any) -> Any:
-        # A sum that starts from the number 0 meets a tensor only in its later calls.
+        # In a sum that starts from the number 0 the first call gets a number.
         if not self.enabled or self.handed_over or not isinstance(x, Tensor):
             return x
         if self.stored is not None:
@@ -194,7 +198,7 @@ class OperandQuantizer(nn.Module):
                 self.frozen.check(x)
             return self.dequantized()
         if self.is_weight:
-            # What ``store`` does: a weight is multiplied before it is rounded, and nobody computes that in half.
+            # As in ``store``, the product of weight and factor is computed in float32, not in half precision.
             rounded = self._rounded(x.float() if self.factor is not None else x).to(x.dtype)
             return laid_out(rounded) if self.contiguous else rounded
         return self._rounded(x)
@@ -208,7 +212,7 @@ class OperandQuantizer(nn.Module):
         scale = self.scale
         if self.change is not None:
             sharing = x.shape[0] if self.of_samples else scale.numel()
-            # An empty batch has no values, and moves nothing.
+            # An empty batch has no values.
             values = max(x.numel() // max(sharing, 1), 1)
             scale = trained_scale(scale, self.change, values, qtype(self.dtype).qmax, moves=self.moves)
         if self.scale_dtype is not None:
@@ -238,7 +242,7 @@ class OperandQuantizer(nn.Module):
 
 
 def _in_type_of(former: Tensor | None, moved: Tensor | None) -> Tensor | None:
-    """Return a tensor where a cast has put it, in the type that it had before; meta tensors have no values."""
+    """Return a tensor with the device after a cast and the type before it; meta tensors have no values."""
     if former is None or moved is None or former.dtype == moved.dtype:
         return moved
     return former.to(moved.device)

@@ -1,7 +1,7 @@
-"""Running a model without leaving a trace in it: what a pass writes into its modules is put back.
+"""Restoration of a model's state after a pass that wrote into its modules.
 
-That is buffers and other tensors, and numbers, texts and booleans that modules keep as attributes. Parameters are not
-written by a pass, and what an object of any other kind holds is not looked into.
+The state is buffers and other tensors, and numbers, strings, booleans and None that modules keep as attributes. A pass
+does not write parameters, and the contents of objects of any other kind are not restored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A tensor, and what was in it."""
+    """A tensor, and a copy of its values."""
 
     tensor: Tensor
     values: Tensor
@@ -35,13 +35,13 @@ class _Copy:
         return cls(tensor, tensor.detach().clone())
 
     def put_back(self) -> Tensor:
-        """Return the tensor with the values that it had."""
+        """Restore the values and return the tensor, or the copy if it is an inference tensor."""
         if self.tensor.is_meta or self.tensor.layout is not torch.strided:
             return self.tensor
         if self.tensor.is_inference():
-            # Nothing counts its changes, and outside of inference mode it cannot be written.
+            # An inference tensor has no version, and cannot be written outside of inference mode.
             return self.values.clone()
-        # Not by its version: a normalization in training changes its statistics without telling torch.
+        # Compare values, not versions: a normalization in training changes its statistics without a new version.
         if not torch.equal(self.tensor, self.values):
             with torch.no_grad():
                 self.tensor.copy_(self.values)
@@ -49,15 +49,15 @@ class _Copy:
 
 
 class Held:
-    """The state of a model's modules at one time."""
+    """A copy of the state of a model's modules at one time."""
 
     def __init__(self, model: nn.Module) -> None:
-        # The sites are ours, and who runs a pass sets them.
+        # Not the sites: the caller of a pass sets their state.
         own = [module for module in model.modules() if not isinstance(module, Site | OperandQuantizer)]
         self._held = [(holder, _held(holder)) for module in own for holder in (module._buffers, vars(module))]
 
     def put_back(self) -> None:
-        """Let them hold it again."""
+        """Restore the state."""
         for holder, held in self._held:
             for name in _held_names(holder) - held.keys():
                 del holder[name]
@@ -68,7 +68,7 @@ class Held:
 
 @contextmanager
 def unmoved(model: nn.Module) -> Iterator[None]:
-    """Put back what passes inside the block write into the modules of a model."""
+    """Restore the state of a model's modules at the end of the block."""
     held = Held(model)
     try:
         yield

@@ -36,7 +36,7 @@ class Observer(Protocol):
 
 
 class CallOverride(Protocol):
-    """An override of a site's calls, to see what they would give with other ranges."""
+    """A replacement of a site's calls, to compare their results under other ranges."""
 
     def __call__(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
         """Return the float result of ``function(*args, **keywords)``."""
@@ -55,18 +55,18 @@ _FORMS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class Site(nn.Module):
-    """Stands in the rewritten source where the operation stood, and calls it.
+    """The module that the rewritten source calls in place of an operation, and that calls the operation.
 
-    While nothing is switched on it calls the original with the original arguments and nothing else.
+    While nothing is switched on, it only calls the original with the original arguments.
 
     Attributes:
-        source: where it stands in the source.
-        path: its name: the host module's path and the source's name.
-        observer: told of each call (None: nobody).
-        judge: makes each call in the site's place (None: nobody does).
-        active: at least one operand is rounded.
-        frozen: its weights are stored, so that nothing of it can be trained.
-        quantizers: names of the child modules that hold the operand quantizers, in the catalogue's order.
+        source: the operation's place in the source.
+        path: the site's name: the path of the host module and the name in the source.
+        observer: receives each call (None: no observer).
+        judge: makes each call instead of the site (None: the site does).
+        active: whether at least one operand is rounded.
+        frozen: whether its weights are stored as integers, so that the site cannot be trained.
+        quantizers: the names of the child modules that are its operand quantizers, in the catalogue's order.
     """
 
     def __init__(self, source: SiteSource, path: str) -> None:
@@ -78,11 +78,11 @@ class Site(nn.Module):
         self.active = False
         self.frozen = False
         entry = operation(source.operation)
-        # The names that users of NVIDIA's toolkit know end in _input_quantizer and _weight_quantizer.
+        # As in NVIDIA's toolkit, names end in _input_quantizer and _weight_quantizer.
         self.quantizers = tuple(_quantizer_name(operand.name) for operand in entry.operands)
         for name in self.quantizers:
             self.add_module(name, OperandQuantizer())
-        # An operand of its own inside: the call must be taken apart to round it.
+        # An operand without an argument is computed inside: to round it, the call is split into its products.
         self._fused = any(operand.index is None for operand in entry.operands)
         self._implied = None if source.form == "call" else _implied(source, entry)
 
@@ -93,7 +93,7 @@ class Site(nn.Module):
 
     @property
     def operation(self) -> Operation:
-        """The catalogue's entry."""
+        """The operation's entry in the catalogue."""
         return operation(self.source.operation)
 
     def quantizer(self, index: int) -> OperandQuantizer:
@@ -123,7 +123,7 @@ class Site(nn.Module):
         return result
 
     def rounded(self, function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Return the result with the operands rounded whose quantizers are on; no tensor of the caller changes."""
+        """Return the result with those operands rounded whose quantizers are on; change no tensor of the caller."""
         if self._fused:
             names = (operand.name for operand in self.operation.operands)
             return attention({name: self.quantizer_of(name) for name in names}, *args, **keywords)
@@ -145,7 +145,7 @@ class Site(nn.Module):
         target = args[0]
         self._round(args, keywords, kept=torch.is_grad_enabled())
         if args[0] is not target and self.operation.name == "add":
-            # Other names for the tensor must see the sum, and its rounded copy has no other name.
+            # The sum must be written to the caller's tensor, not to its rounded copy.
             return target.copy_(torch.add(*args, **keywords))
         return function(*args, **keywords)
 
@@ -157,9 +157,9 @@ class Site(nn.Module):
         ]
 
     def _round(self, args: list[Any], keywords: dict[str, Any], kept: bool = False) -> None:
-        """Replace the operands in place by what their quantizers make of them.
+        """Replace the operands in ``args`` and ``keywords`` by the outputs of their quantizers.
 
-        ``kept``: gradients of scales are computed from the operands, and the call will write into one of them.
+        ``kept``: copy the operands of learned scales first; backward needs their values, and the call overwrites one.
         """
         for position, operand in enumerate(self.operation.operands):
             quantizer = self.quantizer(position)
@@ -174,7 +174,7 @@ class Site(nn.Module):
                 holder[key] = quantizer(holder[key].clone() if needed else holder[key])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle of the site has: nobody watches it."""
+        """Return the state without observer and override: copies and pickles have none."""
         return {**super().__getstate__(), "observer": None, "judge": None}  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:

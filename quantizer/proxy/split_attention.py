@@ -1,7 +1,7 @@
 """``F.scaled_dot_product_attention`` as MatMul, Softmax, MatMul, so that both products can be rounded.
 
-Legend: query [.., H, L, E], key [.., G, S, E], value [.., G, S, V]; H heads, G of keys and values (G = H but for
-grouped queries); probabilities [.., H, L, S]. Arguments and their meaning are those of
+Legend: query [.., H, L, E], key [.., G, S, E], value [.., G, S, V]; H query heads, G key and value heads (G = H except
+for grouped queries); probabilities [.., H, L, S]. The arguments and their meaning are those of
 https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html.
 """
 
@@ -32,7 +32,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the attention, each operand of its products rounded by its entry in ``rounded`` right before it."""
+    """Return the attention; its entry in ``rounded`` rounds each operand right before the product."""
     probabilities = _probabilities(rounded, query, key, attn_mask, is_causal, scale, enable_gqa)
     if dropout_p > 0:
         probabilities = functional.dropout(probabilities, dropout_p)
@@ -40,13 +40,13 @@ def attention(
     result = rounded["probabilities"](probabilities) @ rounded["value"](value)
     if attn_mask is None:
         return result
-    # A query that may look at nothing gets zeros. Its scores are alike, not -inf: their softmax would be NaN.
+    # A query with all keys masked gives zeros. Its scores are equal instead of -inf, whose softmax would be NaN.
     hidden = ~attn_mask if attn_mask.dtype == torch.bool else torch.isneginf(attn_mask)
     return result.masked_fill(hidden.all(-1, keepdim=True), 0.0)
 
 
 def observed_probabilities(args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
-    """Return the probabilities of a call, before dropout, computed beside it."""
+    """Return the probabilities of a call, before dropout, by a separate computation without gradients."""
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
     given.update(keywords)
     wanted = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
@@ -69,7 +69,7 @@ def _probabilities(
 ) -> Tensor:
     key = _repeated(key, query) if enable_gqa else key
     scores = rounded["query"](query) @ rounded["key"](key.transpose(-2, -1))
-    # No math.sqrt: a length is a tensor while torch.jit.trace records.
+    # Not math.sqrt: while torch.jit.trace records, a size is a tensor.
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     # Half of the lowest number: a score added to it does not overflow.
     lowest = torch.finfo(scores.dtype).min / 2
@@ -84,7 +84,7 @@ def _probabilities(
 
 
 def _repeated(shared: Tensor, query: Tensor) -> Tensor:
-    """Keys or values [.., G, S, E] of grouped queries as [.., H, S, E]: each stands for H / G heads in a row."""
+    """Return keys or values [.., G, S, E] of grouped queries as [.., H, S, E]: each H / G times in a row."""
     times = query.shape[-3] // shared.shape[-3]
     spread = shared.unsqueeze(-3).expand(*shared.shape[:-2], times, *shared.shape[-2:])
     return spread.flatten(-4, -3)

@@ -1,6 +1,6 @@
 """Parameters as operands, also through a view: ``weight.t()`` is a weight, with its axes in another order.
 
-A view is kept as data, so that a saved plan can take it again from a parameter: a reshape, then a permutation.
+A view is recorded as data (an offset, a reshape, a permutation), so that a saved plan can apply it to a parameter.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Weight", "WeightView", "Weights", "is_transformed", "laid_out", "non
 
 @dataclass(frozen=True, slots=True)
 class WeightView:
-    """A parameter, or an unbroken part of it from element ``offset`` on, in another shape.
+    """A view of a parameter, or of a contiguous part of it from element ``offset`` on, in another shape.
 
-    ``parameter.flatten()[offset : offset + prod(shape)].reshape(shape).permute(order)``: the packed projections of an
-    attention are three parts of one parameter.
+    It is ``parameter.flatten()[offset : offset + prod(shape)].reshape(shape).permute(order)``. For example, the packed
+    projections of an attention are three parts of one parameter.
     """
 
     shape: tuple[int, ...]
@@ -37,28 +37,28 @@ class WeightView:
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a tensor with the strides of a new one: torch calls others contiguous too where an axis has one index, and
-    kernels go by them."""
+    """Return a tensor with the strides of a new one: with an axis of length 1, torch calls other strides contiguous
+    too, and kernels depend on the strides."""
     return value.contiguous().reshape(-1).reshape(value.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """An operand that is a parameter: its path (None: no module registered it) and how it is seen (None: as it is)."""
+    """An operand that is a parameter: its path (None: no module registered it) and its view (None: the parameter)."""
 
     parameter: nn.Parameter
     path: str | None
     view: WeightView | None = None
 
     def tensor(self) -> Tensor:
-        """Return the weight as the operand shows it."""
+        """Return the operand's values."""
         return self.parameter.detach() if self.view is None else self.view.of(self.parameter)
 
 
 class Weights:
-    """Tells which operands are parameters of a model.
+    """The parameters of a model, to tell which operands are parameters or views of them.
 
-    A view is known by the memory that it shares with a parameter, which holds in every gradient mode and for
+    A view is recognized by the memory that it shares with a parameter. This works in every gradient mode, and for
     ``.detach()`` and ``.data`` too.
     """
 
@@ -71,7 +71,7 @@ class Weights:
                 self._owners.setdefault(_storage(parameter), []).append(parameter)
 
     def find(self, value: object) -> Weight | None:
-        """Return the weight that an operand is; None where it is no parameter and no unbroken part of one."""
+        """Return the weight that an operand is; None if it is neither a parameter nor a contiguous part of one."""
         if isinstance(value, nn.Parameter):
             return Weight(value, self._paths.get(id(value)))
         if not isinstance(value, Tensor) or is_transformed(value) or value.layout != torch.strided:
@@ -83,7 +83,7 @@ class Weights:
         return None
 
     def shown_by(self, value: Tensor) -> list[str]:
-        """Return the paths of the parameters whose memory a tensor shows, also where it shows only some of it."""
+        """Return the paths of the parameters whose memory a tensor shares, fully or in part."""
         if isinstance(value, nn.Parameter):
             return [self._paths[id(value)]] if id(value) in self._paths else []
         if is_transformed(value) or value.layout != torch.strided:
@@ -92,15 +92,15 @@ class Weights:
 
 
 def is_transformed(value: object) -> bool:
-    """Return whether a tensor stands for others inside ``torch.vmap`` or ``torch.func``: it has no memory."""
+    """Return whether a tensor is a wrapper inside ``torch.vmap`` or ``torch.func``, which has no memory of its own."""
     return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def non_finite(value: Tensor) -> str | None:
-    """Return a value of a weight [*] that no code can hold: ``NaN``, ``inf``, else ``-inf``; None: there is none."""
+    """Return the first of ``NaN``, ``inf`` and ``-inf`` that is in a weight [*]; None if all its values are finite."""
     if value.is_meta or value.layout != torch.strided or value.numel() == 0 or not value.is_floating_point():
         return None
-    # Of floats of 8 bits torch knows no extremes.
+    # torch has no aminmax of 8-bit floats.
     low, high = (float(bound) for bound in torch.aminmax(_wide(in_memory_order(value.detach()))))
     if math.isnan(low) or math.isnan(high):
         return "NaN"
@@ -112,18 +112,18 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _storage(value: Tensor) -> int:
-    # The id of the memory itself: an address alone may be that of an empty tensor.
+    # The id of the storage: addresses are not unique, since empty tensors may share one.
     identity: int = value.untyped_storage()._cdata
     return identity
 
 
 def _view(parameter: nn.Parameter, value: Tensor) -> WeightView | None:
-    """Return how ``value`` shows ``parameter`` or a part of it; None where it does not, or not element by element."""
+    """Return ``value`` as a view of ``parameter`` or a part of it; None if it is not one with each element once."""
     offset = int(value.storage_offset() - parameter.storage_offset())
     inside = offset >= 0 and offset + value.numel() <= parameter.numel()
     if value.dtype != parameter.dtype or not inside or not parameter.is_contiguous():
         return None
-    # From the slowest axis in memory to the fastest; an axis of length 1 may stand anywhere.
+    # From the slowest axis in memory to the fastest; the place of an axis of length 1 does not matter.
     strides = value.stride()
     order = sorted(range(value.dim()), key=lambda axis: (-strides[axis], value.shape[axis] != 1))
     shape = tuple(value.shape[axis] for axis in order)
