@@ -1,1 +1,1 @@
-"""One calibration of a model: from batches to ranges, and from ranges to a plan."""
+"""The calibration of a model: from batches to ranges, and from ranges to a plan."""

@@ -1,7 +1,7 @@
-"""``auto``: of several estimates of an operand's range, the one with which its site's output comes out best.
+"""The calibrator ``auto``: the candidate for an operand's range that gives its site's output the smallest error.
 
-Kept batches are run once more (``replay.py`` says what the error of an output is), and every site tries all candidates
-on its real operands, each operand alone. Operands that read one tensor share a range, so their errors are added.
+The kept batches run through the proxy again. Every site tries all candidates on its real operands, one operand at a
+time; ``replay.py`` defines the error. Operands that read one tensor share a range, so their errors are added.
 """
 
 from __future__ import annotations
@@ -32,14 +32,20 @@ from quantizer.proxy.site import Site
 __all__ = ["Trial", "choose_ranges"]
 
 _SHARES = tuple(0.9**step for step in range(1, 17))
-"""Shares of the largest value that are tried too: down to 0.19, in steps that change the error by little."""
+"""Shares of the largest value, as further candidates: down to 0.19, in steps that change the error by little."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """An operand whose range is chosen: its site, its name, the format it is held in and those it shares a range with.
+    """An operand whose range is to be chosen.
 
-    ``scale`` gives the scale of an amax as the target holds it; ``planned`` are all operands of the site.
+    Attributes:
+        site: the site of the operand.
+        operand: the operand's name.
+        group: the operands that share its range.
+        dtype: the format in which candidates are tried.
+        scale: a function that gives the scale of an amax in the target's float type.
+        planned: the plan of all operands of the site.
     """
 
     site: Site
@@ -51,13 +57,13 @@ class Trial:
 
 
 def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[Batch]) -> None:
-    """Set ``chosen`` of every range group among ``trials``.
+    """Set ``chosen`` of every range group among ``trials`` to the candidate with the smallest error of all ranks.
 
-    It is the candidate with the least error of all ranks, of equal ones the larger range.
+    If errors are equal, the larger range is chosen.
 
     Args:
-        proxy: the proxy that was calibrated, its sites inactive.
-        trials: the operands to be quantized.
+        proxy: the calibrated proxy, its sites inactive.
+        trials: the operands whose ranges are chosen.
         batches: inputs of the proxy.
     """
     by_site: dict[str, list[Trial]] = defaultdict(list)
@@ -85,14 +91,14 @@ def choose_ranges(proxy: nn.Module, trials: Iterable[Trial], batches: Iterable[B
     for group, candidates in errors.items():
         of_group = {candidate: next(totals) for candidate in candidates}
         if next(reached) == 0:
-            # No batch that was kept gets there: the calibrator's own estimate, or an earlier choice, stays.
+            # No kept batch reaches the site: the calibrator's own estimate, or an earlier choice, stays.
             continue
         group.chosen = min(of_group, key=lambda candidate: (of_group[candidate], -candidate[0]))
 
 
 @contextmanager
 def _migrated(trial: Trial) -> Iterator[None]:
-    """Migrate outliers of the site's operands, where the plan does so, without rounding; switch that off afterwards."""
+    """Apply the plan's migration of outliers to the site's operands, without rounding; undo it afterwards."""
     quantizers = [(trial.site.quantizer_of(planned.name), planned) for planned in trial.planned]
     try:
         for quantizer, planned in quantizers:

@@ -1,4 +1,4 @@
-"""From what calibration saw to a plan: ranges that need the model once more are chosen first."""
+"""The step from statistics to a plan, after the choice of ranges that need more passes of the model."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ __all__ = ["make_plan"]
 
 
 def make_plan(proxy: Proxied, observation: Seen) -> Plan:
-    """Decide every site of a calibrated proxy; where the config asks for it, choose its ranges first.
+    """Return the plan of a calibrated proxy; if the configuration asks for it, choose ranges on kept batches first.
 
-    Ranges are chosen once for what was seen, and again when more data came since. That runs the proxy, which nobody
-    may observe meanwhile.
+    Ranges are chosen once, and again after more data. This runs the proxy, so pause its observation first.
     """
     config, settings = proxy.config, plan_settings(proxy)
 
@@ -74,7 +73,7 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
 
 
 def _trials(proxy: Proxied, plan: Plan, observation: Seen, settings: PlanSettings) -> Iterator[Trial]:
-    """Yield the activations that the plan quantizes, and those that a wrong range alone may have kept from it."""
+    """Yield the activations that have a scale: the quantized ones, and those that only a poor range kept in float."""
     for site in proxy.sites:
         for operand in plan[site.path].operands:
             seen = observation.records[site.path].operands[operand.name]
@@ -94,7 +93,7 @@ def _trials(proxy: Proxied, plan: Plan, observation: Seen, settings: PlanSetting
 def _choose_percentile(
     percentiles: Sequence[float], proxy: Proxied, observation: Seen, decided: Callable[[], Plan]
 ) -> None:
-    """Give every range the percentile with which the model's output, everything quantized, comes out best."""
+    """Choose one percentile for all ranges: the one with the smallest error of the fully quantized model's output."""
     assert observation.kept is not None
     expected = [(batch, _output(proxy.module, batch)) for batch in observation.kept]
     errors: dict[float, float] = {}
@@ -103,7 +102,7 @@ def _choose_percentile(
         with _quantized(proxy, decided()):
             errors[percentile] = sum(_error(_output(proxy.module, batch), output) for batch, output in expected)
     errors = dict(zip(errors, all_reduce_sum(errors.values()), strict=True))
-    # Of equal errors, the larger range.
+    # If errors are equal, the larger range.
     _take_percentile(observation, min(errors, key=lambda percentile: (errors[percentile], -percentile)))
 
 
@@ -115,7 +114,7 @@ def _take_percentile(observation: Seen, percentile: float) -> None:
 
 @contextmanager
 def _quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
-    """Carry out a plan in the proxy, its weights still float parameters; leave it as it was afterwards."""
+    """Apply a plan to the proxy, with weights as float parameters; switch all quantizers off again afterwards."""
     apply_plan(proxy.module, plan)
     try:
         switch_on(proxy.module, plan)
@@ -129,7 +128,7 @@ def _quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
 
 def _output(proxy: nn.Module, batch: Batch) -> Tensor:
     args, keywords = copied(*batch)
-    # Not the module itself: its hooks belong to calibration.
+    # forward() instead of a call: the hooks of the proxy are for calibration.
     with unmoved(proxy):
         return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords, args))
 

@@ -1,4 +1,4 @@
-"""The source of a quantizer's plan: its calibration, a saved folder, or scales from elsewhere."""
+"""The source of a quantizer's plan: its calibration, a saved folder, or loaded scales."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["Calibrated", "Empty", "Held", "Inherited", "PlanSource", "PlanState"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Empty:
-    """Nothing was calibrated."""
+    """The state before any calibration."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibrated:
-    """The state in which ``session`` decides, from its first batch on."""
+    """The state with a calibration, whose ``session`` gives the plan from its first batch on."""
 
     session: CalibrationSession
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Held:
-    """A plan that stays until the next calibration: a folder's, or one with scales from elsewhere.
+    """A fixed plan until the next calibration: that of a folder, or one with loaded scales.
 
     Attributes:
-        plan: the one that counts.
-        products: what torch computed in the calibration before it.
-        regions: the modules that float16 could not hold then.
-        fingerprint: the weights that calibration saw; None: it is from before that was kept.
-        scales_replaced: its scales are not those of the calibration.
-        observed: the calibration that ran here, or what a folder keeps of one, to go on with; None: neither.
+        plan: the plan.
+        products: the products that torch computed in calibration.
+        regions: the modules whose values in calibration float16 cannot hold.
+        fingerprint: the checksum of the weights in calibration; None if an older version saved the folder.
+        scales_replaced: whether the scales were loaded, and are not those of calibration.
+        observed: the calibration session, or the statistics of a folder, with which to resume; None: neither.
     """
 
     plan: Plan
@@ -53,7 +53,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resuming:
-    """A plan that stays until data comes to the ``session`` that goes on from it."""
+    """A fixed plan, until the first new batch in the ``session`` that resumes its calibration."""
 
     held: Held
     session: CalibrationSession
@@ -61,7 +61,7 @@ class Resuming:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inherited:
-    """The statistics of another quantizer, with the batches that it kept, until the model is there to decide for."""
+    """The statistics and kept batches of another quantizer; there is no plan before ``bind`` gives the model."""
 
     snapshot: bytes
     kept: ReplayBatches | None
@@ -72,10 +72,10 @@ PlanState = Empty | Calibrated | Held | Resuming | Inherited
 
 
 class PlanSource:
-    """The plan before any fallback, wherever it comes from.
+    """The plan before any fallback, and where it comes from.
 
     Attributes:
-        state: what there is to go by; it never changes itself, so whoever keeps it can put it back.
+        state: the current state; states are immutable, so that a former one can be restored.
     """
 
     def __init__(self, config: QuantizerConfig) -> None:
@@ -85,10 +85,10 @@ class PlanSource:
     # -- from one state to the next --------------------------------------------------------------------------------
 
     def inherit_from(self, other: PlanSource) -> None:
-        """Decide, for this configuration, from what another saw; once ``bind`` has given the model.
+        """Take the statistics of another plan source; the plan for this configuration follows after ``bind``.
 
         Raises:
-            CalibrationError: it kept nothing of what it saw.
+            CalibrationError: the other plan source has no statistics.
         """
         snapshot = other.seen()
         if snapshot is None:
@@ -100,7 +100,7 @@ class PlanSource:
         self.state = Inherited(snapshot, kept, other.fingerprint)
 
     def bind(self, model: nn.Module) -> bool:
-        """Give the model to what was inherited, and return whether that waited for it."""
+        """Start a session for the model from inherited statistics; return whether there were any."""
         match self.state:
             case Inherited(snapshot, kept, fingerprint):
                 self.state = Calibrated(
@@ -111,7 +111,7 @@ class PlanSource:
                 return False
 
     def replace(self, plan: Plan) -> None:
-        """Go by another plan from now on, with the products that were counted."""
+        """Use another plan from now on; the counted products stay."""
         fingerprint, products, regions = self.fingerprint, self.products(), self.regions()
         self.state = Held(
             plan=plan,
@@ -129,10 +129,10 @@ class PlanSource:
         return session.proxy
 
     def resume(self, model: nn.Module) -> nn.Module:
-        """Return the proxy of the calibration that ran here, or in the quantizer that wrote the folder, to go on with.
+        """Return the proxy with which the calibration continues: that of this quantizer, or of the loaded folder.
 
         Raises:
-            CalibrationError: there is none, or it is of another model.
+            CalibrationError: there was no calibration, or it is of another model.
         """
         match self.state:
             case Held(observed=bytes(snapshot)) as held:
@@ -142,7 +142,7 @@ class PlanSource:
                 if session.has_weights_of(model):
                     session.resume()
                 else:
-                    # Its proxy computes with the parameters that the model had before.
+                    # The proxy of the session computes with former parameters of the model.
                     seen, kept = session.seen(), session.observation().kept
                     session = CalibrationSession(self._config, model, seen, kept=kept, fingerprint=session.fingerprint)
                 self.state = Calibrated(session)
@@ -156,7 +156,7 @@ class PlanSource:
     # -- what a state tells ----------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """Return what was decided.
+        """Return the plan.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
@@ -177,7 +177,7 @@ class PlanSource:
                 )
 
     def products(self) -> tuple[CountedProduct, ...]:
-        """Return what torch computed in calibration."""
+        """Return the products that torch computed in calibration."""
         match self._deciding:
             case Held(products=products):
                 return products
@@ -187,7 +187,7 @@ class PlanSource:
                 return ()
 
     def regions(self) -> Float32Modules:
-        """Return which modules float16 cannot hold; none, where nothing was calibrated (a model quantized in place)."""
+        """Return the modules whose values float16 cannot hold; none without a calibration (a model made in place)."""
         match self._deciding:
             case Held(regions=regions):
                 return regions
@@ -198,13 +198,13 @@ class PlanSource:
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """The weights that calibration saw; None: it is from before that was kept, or there was none."""
+        """The checksum of the weights in calibration; None without a calibration, or if an older version saved it."""
         deciding = self._deciding
         return None if deciding is None else deciding.fingerprint
 
     @property
     def scales_replaced(self) -> bool:
-        """True if scales from elsewhere count, and not those of the calibration."""
+        """True if the scales were loaded, and are not those of calibration."""
         deciding = self._deciding
         return isinstance(deciding, Held) and deciding.scales_replaced
 
@@ -216,24 +216,24 @@ class PlanSource:
 
     @property
     def counts(self) -> bool:
-        """True if there is something that a new calibration would replace; no other rank is asked."""
+        """True if a new calibration would replace something, found without communication between ranks."""
         state = self.state
         return state.session.has_begun if isinstance(state, Calibrated) else not isinstance(state, Empty)
 
     @property
     def calibration(self) -> CalibrationSession | None:
-        """The one that runs or ran here; None: there was none."""
+        """The calibration session of this quantizer; None: there was none."""
         observed = self._observed
         return observed if isinstance(observed, CalibrationSession) else None
 
     def seen(self) -> bytes | None:
-        """Return what calibration observed, for a folder."""
+        """Return the statistics of calibration as the bytes of a folder; None: there are none."""
         observed = self._observed
         return observed.seen() if isinstance(observed, CalibrationSession) else observed
 
     @property
     def _deciding(self) -> Held | CalibrationSession | Inherited | None:
-        """The session that gives the plan, once it can."""
+        """The source of the plan in the current state; None without a calibration."""
         match self.state:
             case Calibrated(session):
                 return session
@@ -246,7 +246,7 @@ class PlanSource:
 
     @property
     def _observed(self) -> CalibrationSession | bytes | None:
-        """The statistics of calibration, or the bytes of them."""
+        """The session with the statistics of calibration, or their bytes; None: there are none."""
         match self.state:
             case Calibrated(session) | Resuming(session=session):
                 return session

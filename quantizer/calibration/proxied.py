@@ -1,4 +1,4 @@
-"""``Proxied``: a proxy with all that its source and the configuration say of its sites."""
+"""``Proxied``: a proxy with the facts about its sites that follow from its source and the configuration."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Kept batches run once more, with somebody looking at the calls of some sites: what a range costs, they tell.
+"""A second pass of kept batches, in which the calls of some sites show the error that candidate ranges make.
 
 Legend: y the site's float output, as rows; y_c the output with the operands rounded that the caller has switched on.
-The error is the mean over rows of |y_c - y|^2 / |y|^2. It is relative row by row, because in the absolute error a few
-rows with huge values decide for all others. A row is the last axis; of a convolution, one image.
+The error is the mean over rows of |y_c - y|^2 / |y|^2. It is relative to each row, because in the absolute error a few
+rows with huge values would outweigh all others. A row is the last axis; for a convolution it is one image.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from quantizer.proxy.site import Site
 __all__ = ["SiteCall", "replay"]
 
 _ROWS = 512
-"""Rows of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
+"""The number of rows of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
 
-_BATCHED = 3  # axes of a tensor that has one for the batch
+_BATCHED = 3  # the number of axes from which the first one is taken for the batch
 
 _ITEMS = 4
-"""Items of a batch that are tried where rows depend on each other."""
+"""The number of items of a batch that are tried if rows depend on each other."""
 
 
 class SiteCall:
@@ -50,7 +50,7 @@ class SiteCall:
         self._all = (args, keywords, mask)
 
     def operand(self, name: str) -> Any:
-        """Return the operand as it was given, without padding."""
+        """Return the operand before rounding, without padding."""
         args, keywords, mask = self._all
         entry = next(entry for entry in self.site.operation.operands if entry.name == name)
         assert entry.index is not None
@@ -60,11 +60,11 @@ class SiteCall:
 
     @cached_property
     def expected(self) -> Tensor | None:
-        """Rows of the float output, float64; None where it is no tensor. Read it while nothing is rounded."""
+        """The rows of the float output, float64; None if it is no tensor. Read it before any quantizer is on."""
         return self._rows()
 
     def error(self) -> float:
-        """Return the relative error of the output with the site's quantizers as they are; ``expected`` is read."""
+        """Return the relative error of the output with the site's current quantizers; read ``expected`` first."""
         expected, rows = self.expected, self._rows()
         assert expected is not None
         assert rows is not None
@@ -89,14 +89,14 @@ class SiteCall:
 def replay(
     proxy: nn.Module, sites: Collection[Site], batches: Iterable[Batch], visit: Callable[[SiteCall], None], title: str
 ) -> None:
-    """Run batches through a proxy and show every call of ``sites`` to ``visit``.
+    """Run batches through a proxy and pass every call of ``sites`` to ``visit``.
 
     Args:
-        proxy: the proxy that was calibrated, its sites inactive and unobserved.
-        sites: the sites that are looked at.
+        proxy: the calibrated proxy, its sites inactive and unobserved.
+        sites: the sites whose calls are visited.
         batches: inputs of the proxy.
-        visit: may switch quantizers of the call's site on, and leaves them off.
-        title: what the progress bar says.
+        visit: a function that may switch on quantizers of the call's site, and switches them off again.
+        title: the text of the progress bar.
     """
     watcher = _Watcher(visit)
     try:
@@ -105,7 +105,7 @@ def replay(
         with torch.no_grad():
             for args, keywords in tqdm(list(batches), title, unit="batch", leave=False, disable=None):
                 watcher.mask = padding_mask(keywords, args)
-                # Not the module itself: its hooks belong to calibration.
+                # forward() instead of a call: the hooks of the proxy are for calibration.
                 with unmoved(proxy):
                     proxy.forward(*args, **keywords)
     finally:
@@ -114,10 +114,10 @@ def replay(
 
 
 class _Watcher:
-    """Stands in for the sites, and shows their calls.
+    """An override of the sites' calls, which passes each to ``visit`` and then computes the float result.
 
     Attributes:
-        mask: which tokens of the batch are real, [B, S]; None: all.
+        mask: the real tokens of the batch, [B, S]; None: all tokens are real.
     """
 
     def __init__(self, visit: Callable[[SiteCall], None]) -> None:
@@ -126,25 +126,25 @@ class _Watcher:
 
     def __call__(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
         self._visit(SiteCall(site, function, args, keywords, self.mask))
-        # In place where the text says so: other names for the tensor must see the result.
+        # A call in place writes into the tensor itself, since other code may hold the same tensor.
         return function(*args, **keywords)
 
 
 def _sample(
     site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None
 ) -> tuple[list[Any], dict[str, Any], Tensor | None]:
-    """Return a part of a call's operands that is enough to judge ranges by, and the mask [B, S] that goes with it."""
+    """Return a part of a call's operands that is enough to compare ranges, and the mask [B, S] of that part."""
     if site.operation.name == "linear" and args and isinstance(args[0], Tensor):
         rows = without_padding(args[0], mask, channels_last=True).reshape(-1, args[0].shape[-1])
         return [rows[:: max(1, len(rows) // _ROWS)], *args[1:]], keywords, None
     if site.operation.kind == "conv" and args and isinstance(args[0], Tensor):
         weight = args[1] if len(args) > 1 else keywords.get("weight")
-        # An image alone has no axis for the batch.
+        # A single image has no batch axis.
         batched = isinstance(weight, Tensor) and args[0].dim() == weight.dim()
         return [args[0][:_ITEMS] if batched else args[0], *args[1:]], keywords, None
     tensors = [value for value in (*args, *keywords.values()) if isinstance(value, Tensor)]
     alike = len({(tensor.dim(), tensor.shape[0] if tensor.dim() else 0) for tensor in tensors}) == 1
-    # Where the text says which axis is which, only the text knows whether the first one is the batch.
+    # In an einsum the equation names the axes, and the first need not be the batch.
     if not alike or tensors[0].dim() < _BATCHED or site.operation.equation:
         return args, keywords, mask
 

@@ -1,4 +1,4 @@
-"""One calibration of one model: the proxy that observes, and the plan that follows from what all processes saw."""
+"""A calibration session: the proxy that observes a model, and the plan from the statistics of all processes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ __all__ = ["CalibrationSession", "merge_across_ranks"]
 class CalibrationSession:
     """The statistics of all batches that went through ``proxy``, and the plan that they give.
 
-    Under ``torch.distributed`` every rank calibrates on data of its own. The first question about the outcome gathers
-    what all of them saw, so every rank must ask it; it is gathered again after ``resume()``, and when more data came to
-    every rank. Each rank then has the plan that one process would have made of all the data.
+    Under ``torch.distributed`` every rank calibrates on its own data. The first call that needs the result gathers the
+    statistics of all ranks, so every rank must make it. They are gathered again after ``resume()``, and after more data
+    on every rank. Each rank then has the plan that one process would have made of all the data.
 
     Attributes:
-        proxy: gives the float outputs and observes.
-        fingerprint: the weights that it observed with; None: nothing went through it yet.
+        proxy: the proxy, which returns float outputs and observes.
+        fingerprint: the checksum of the weights in calibration; None before the first batch.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class CalibrationSession:
     ) -> None:
         """
         Args:
-            config: of the quantizer.
+            config: the configuration of the quantizer.
             model: the float model.
-            earlier: what ``seen`` gave, to go on with.
-            anew: ranges that were chosen by running batches are chosen anew.
-            kept: the batches for that.
-            fingerprint: the weights that made ``earlier``.
+            earlier: the statistics with which to continue, as ``seen`` returns them.
+            anew: whether ranges that were chosen by running batches are chosen again.
+            kept: the batches for that choice.
+            fingerprint: the checksum of the weights with which ``earlier`` was observed.
 
         Raises:
             ConfigError: a rule matches nothing in the model.
@@ -79,7 +79,7 @@ class CalibrationSession:
         self.proxy.register_forward_pre_hook(LocalHook(self._look_at_weights))
         self.proxy.register_forward_hook(LocalHook(self._note_weights))
         self._observation = make_observation(self._proxied)
-        # Every rank has read the same folder: its contents count once.
+        # Every rank has read the same folder, whose statistics must count once.
         if earlier is not None and get_rank() == 0:
             self._observation.seen.add(_restored(earlier, self.proxy, self._observation))
         if anew:
@@ -87,7 +87,7 @@ class CalibrationSession:
             if kept is not None:
                 self._observation.seen.kept = kept.copy()
         self._began_with = self._observation.seen.batches
-        # Going on later, or while the model is trained, the proxy follows it.
+        # The model may be trained between batches: the proxy copies its current buffers.
         buffers = OwnBuffers(self.proxy, model)
         self._observation.attach(self.proxy, self._proxied.sites, buffers.refresh)
         self._gathered: tuple[int, Seen] | None = None
@@ -95,36 +95,36 @@ class CalibrationSession:
 
     @property
     def has_new(self) -> bool:
-        """True if a batch came since it began; of several ranks, if one may have come to any of them."""
+        """True if there may be a new batch since the session began, on this or on any other rank."""
         return get_world_size() > 1 or self._observation.seen.batches > self._began_with
 
     @property
     def has_any(self) -> bool:
-        """True if any rank has seen a batch, or took up what an earlier calibration saw."""
+        """True if there are statistics on any rank, of this calibration or of the earlier one that it continues."""
         return self.observation().batches > 0
 
     @property
     def has_begun(self) -> bool:
-        """True if this process has seen a batch, or took up what was seen; no other rank is asked."""
+        """True if this process has statistics, found without communication between ranks."""
         return self._gathered is not None or self._observation.seen.batches > 0
 
     def resume(self) -> None:
-        """More data is to come, for one rank or for all of them."""
+        """Prepare for more data, on one rank or on all of them."""
         self._gathered = None
         self._weights_noted = False
 
     def has_weights_of(self, model: nn.Module) -> bool:
-        """Return whether the proxy computes with the parameters that ``model`` has now, and not with former ones."""
+        """Return whether the proxy's parameters are those that ``model`` has now."""
         now = dict(model.named_parameters())
         return all(now.get(path) is parameter for path, parameter in self.proxy.named_parameters())
 
     def _look_at_weights(self, proxy: nn.Module, args: Any) -> None:
-        """At the first batch: later ones come with the same weights, and a checksum costs a pass over them."""
+        """Compute the checksum at the first batch only: it costs a pass over the weights, which stay the same."""
         if not self._weights_noted:
             self._pending = Fingerprint.of(proxy)
 
     def _note_weights(self, proxy: nn.Module, args: Any, result: Any) -> None:
-        """Take note of the weights once a batch went through as a whole."""
+        """Store the checksum of the weights after a complete batch, and warn if it differs from the earlier one."""
         if self._pending is None:
             return
         now, self._pending, self._weights_noted = self._pending, None, True
@@ -133,10 +133,10 @@ class CalibrationSession:
         self.fingerprint = now
 
     def _renew_weights(self, whole: Seen) -> None:
-        """Let the weights that were seen be those that the model has now: a parameter may have been replaced.
+        """Update the recorded weights to those that the model has now, as a parameter may have been replaced.
 
         Raises:
-            CalibrationError: the model has no such parameter, or one of another shape.
+            CalibrationError: the model lacks a recorded parameter, or has it in another shape.
         """
         model = self._model()
         if model is None:
@@ -158,11 +158,11 @@ class CalibrationSession:
                 seen.weight = replace(known, parameter=parameter)
 
     def decide(self) -> Plan:
-        """Return what becomes of every site.
+        """Return the plan for all sites.
 
         Raises:
-            CalibrationError: no rank has seen any data, the ranks have different configurations, or ranges are to be
-                chosen by running batches and none are here.
+            CalibrationError: no rank has any data, the ranks have different configurations, or ranges must be chosen by
+                running batches and none are kept.
         """
         whole = self.observation()
         if whole.batches == 0:
@@ -184,24 +184,24 @@ class CalibrationSession:
                 "resume=True) with a few batches"
             )
         self._renew_weights(whole)
-        # Choosing ranges runs the proxy again.
+        # The choice of ranges runs the proxy, which must not observe these passes.
         with self._observation.paused(self._proxied.sites):
             return make_plan(self._proxied, whole)
 
     def products(self) -> tuple[CountedProduct, ...]:
-        """Return what torch computed."""
+        """Return the products that torch computed."""
         return self.observation().counted()
 
     def regions(self) -> Float32Modules:
-        """Return which modules float16 cannot hold."""
+        """Return the modules whose values float16 cannot hold."""
         return self.observation().regions
 
     def seen(self) -> bytes:
-        """Everything that was seen, to be saved."""
+        """Return the statistics of all ranks as bytes, to be saved."""
         return snapshot(self.observation())
 
     def observation(self) -> Seen:
-        """Return what all ranks saw."""
+        """Return the statistics of all ranks."""
         batches = self._observation.seen.batches
         if self._gathered is None or self._gathered[0] != batches:
             whole = merge_across_ranks(self._proxied, self._observation)
@@ -210,7 +210,7 @@ class CalibrationSession:
 
 
 def merge_across_ranks(proxy: Proxied, observation: Observation) -> Seen:
-    """Return what every rank has observed, together; of one process, its own observation. All ranks must call this.
+    """Return the merged statistics of all ranks, all of which must call this; a single process gets its own.
 
     Raises:
         CalibrationError: the ranks have different configurations or models.

@@ -1,4 +1,4 @@
-"""Plain arguments of the stages, from a ``QuantizerConfig``: the config itself does not enter them."""
+"""Plain arguments for the stages, taken from a ``QuantizerConfig``, which the stages themselves do not know."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 def make_observation(proxy: Proxied) -> Observation:
     """Return an observation of a proxy, not attached yet."""
     config = proxy.config
-    # What a switch turns off need not be observed either.
+    # Kinds of sites that are switched off need no observation.
     off = [kind for kind, switch in config.sites.model_dump().items() if switch is False]
     return Observation(
         proxy.sites,
@@ -55,16 +55,16 @@ def make_observation(proxy: Proxied) -> Observation:
 
 
 def replays_batches(config: QuantizerConfig) -> bool:
-    """Return whether ranges are found by running the model again: a few batches are kept for that."""
+    """Return whether ranges are chosen by running the model again, for which a few batches are kept."""
     activations = config.activations
     several = activations.calibrator == "percentile" and len(activations.percentiles) > 1
     return several or activations.calibrator == "auto" or activations.smooth is not None
 
 
 def calibrator_of(config: QuantizerConfig, histogram: bool) -> Calibrator:
-    """Return a calibrator as the config wants it; ``histogram`` asks for a histogram in any case."""
+    """Return the calibrator that the configuration names; with ``histogram`` it has a histogram in any case."""
     activations = config.activations
-    # Until ranges are chosen: the estimate that needs nothing but the values.
+    # Before ``auto`` chooses ranges: an estimate that needs only the values.
     name = "mse" if activations.calibrator == "auto" else activations.calibrator
     options: dict[str, Any] = {}
     if name == "percentile":
@@ -75,13 +75,13 @@ def calibrator_of(config: QuantizerConfig, histogram: bool) -> Calibrator:
 
 
 def warn_of_float32(target: TargetProfile, regions: Float32Modules) -> None:
-    """Say which modules stay float32 in what is made for the target, where some do."""
+    """Warn of the modules that stay float32 on the target, if there are any."""
     if regions.applies_to(target.torch_dtype):
         warnings.warn(f"{regions.text()}; fallback_dtype: bfloat16 holds such values", stacklevel=3)
 
 
 def tell_where_nothing_is_quantized(plan: Plan) -> None:
-    """Say so where no site of a plan is quantized: what is made of it is the float model."""
+    """Log a warning if a plan quantizes no site, so that the result is the float model."""
     if any(entry.quantized for entry in plan.values()):
         return
     reasons = Counter(
@@ -93,10 +93,10 @@ def tell_where_nothing_is_quantized(plan: Plan) -> None:
 
 
 def plan_settings(proxy: Proxied) -> PlanSettings:
-    """Return the settings of a plan for ``proxy``: everything it depends on besides the data.
+    """Return the settings of a plan for ``proxy``: all that the plan depends on besides the data.
 
     Raises:
-        ConfigError: a rule of ``formats`` matches nothing in it, or asks for what the target cannot compute in.
+        ConfigError: a rule of ``formats`` matches nothing in the proxy, or names a format that the target lacks.
     """
     config = proxy.config
     return PlanSettings(

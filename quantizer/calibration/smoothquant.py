@@ -1,15 +1,15 @@
-"""Outliers of activations, moved into the weights: SmoothQuant (Xiao et al. 2023, arXiv:2211.10438).
+"""SmoothQuant, the migration of outliers from activations to weights (Xiao et al. 2023, arXiv:2211.10438).
 
 Legend: x [.., K] an activation, W the weights of the linears that read it, s [K] > 0; channel j is index j along K.
 
     (x / s) (W * s) = x W        s_j = max|x_j|**alpha / max|W_j|**(1 - alpha)        (equation 4 of the paper)
 
-An activation has one scale for all its channels, so a few channels with huge values cost all others their precision; a
-weight has values that INT8 holds with ease, and gives some of that away. All linears that read x must divide it by the
-same s, so max|W_j| is over all of them, and who else reads x must read it in float.
+An activation has one scale for all its channels, so a few channels with huge values cost the others their precision.
+Weights have few outliers and can take some of that range. All linears that read x must divide it by the same s, so
+max|W_j| is over all of them, and any other site that reads x must read it in float.
 
-The largest magnitude of each channel is kept through all of calibration and exact. The distribution of x / s comes from
-the kept batches, as s is known only in the end; so what calibration finds by ``max`` is exact here too.
+The largest magnitude of each channel is exact, over all of calibration. The distribution of x / s comes from the kept
+batches, because s is known only at the end; its bounds are exact again, and with them the range by ``max``.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from quantizer.plan.site_plan import Plan
 __all__ = ["ALPHAS", "migrate", "migration_factors"]
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-"""The shares that ``auto`` tries, beside no migration at all."""
+"""The shares that ``auto`` tries, besides no migration."""
 
 _LEAST = 1e-5
-"""Magnitudes below this share of the largest count as this share, so that channels of zeros have a finite factor."""
+"""The smallest magnitude, as a share of the largest, so that channels of zeros have a finite factor."""
 
 
 def migration_factors(activation: Tensor, weight: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
-    """s [K] of the formula above, float32.
+    """Return s [K] of the formula above, float32.
 
     Args:
         activation: max|x_j|, [K].
-        weight: max|W_j| over all weights that meet x, [K].
-        alpha: the activation's share, in (0, 1]: 1 moves all of its outliers.
-        dtype: the float type that holds 1 / s on the target; s is the inverse of what it holds.
+        weight: max|W_j| over all weights that multiply x, [K].
+        alpha: the share of the activation, in (0, 1]; 1 moves all of its outliers.
+        dtype: the float type of 1 / s on the target; the result is the inverse of 1 / s rounded to it.
     """
     if not bool(activation.any()) or not bool(weight.any()):
         return torch.ones_like(activation, dtype=torch.float32)
@@ -66,7 +66,16 @@ def migration_factors(activation: Tensor, weight: Tensor, alpha: float, dtype: t
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Readers:
-    """The linears that read one tensor: their names, the activation's record in each, and what the formula takes."""
+    """The linears that read one tensor.
+
+    Attributes:
+        sites: the names of the linears.
+        operands: the name of the activation in each, ``SITE.OPERAND``.
+        records: the record of the activation in each.
+        channels: the range of each channel of the activation.
+        weight: max|W_j| over all their weights, [K].
+        ranges: the range of x / s by alpha.
+    """
 
     sites: list[str]
     operands: list[str]
@@ -76,12 +85,12 @@ class _Readers:
     ranges: dict[float, RangeGroup] = field(default_factory=dict)
 
     def take(self, alpha: float | None) -> None:
-        """Use the range of one migration; None: of none."""
+        """Use the range with one migration; None: without any."""
         for record in self.records:
             record.smoothed = None if alpha is None else self.ranges[alpha]
 
     def leave(self, reason: str) -> None:
-        """Use the range of no migration, and say why."""
+        """Use the range without a migration, and record why."""
         self.take(None)
         for record in self.records:
             record.left = f"not smoothed: {reason}"
@@ -96,15 +105,15 @@ def migrate(
     make: Callable[[], Calibrator],
     scale_dtype: torch.dtype,
 ) -> None:
-    """Choose what is migrated: sets ``smoothed``, or ``left``, of the activations of linears.
+    """Choose the migration of each activation of linears: set ``smoothed`` of its record, or ``left``, the reason.
 
     Args:
-        proxy: the proxy that was calibrated, its sites inactive and unobserved.
-        observation: what was seen, with channels and kept batches.
-        decided: the plan for the records as they are.
-        alphas: the shares to choose from, by the error of the sites' outputs; one is taken as it is.
-        make: makes a calibrator for the range of x / s.
-        scale_dtype: the float type that holds 1 / s on the target.
+        proxy: the calibrated proxy, its sites inactive and unobserved.
+        observation: the statistics, with channels and kept batches.
+        decided: a function that returns the plan for the current records.
+        alphas: the shares to choose from by the error of the sites' outputs; a single one is used without a choice.
+        make: a function that makes a calibrator for the range of x / s.
+        scale_dtype: the float type of 1 / s on the target.
 
     Raises:
         CalibrationError: several processes calibrate together.
@@ -140,7 +149,7 @@ def migrate(
 
 
 def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
-    """Yield the tensors that linears alone read in low precision; the others are given their reason."""
+    """Yield the tensors that only linears read in low precision; record the reason for the other activations."""
     members: dict[RangeGroup, list[tuple[str, str, OperandRecord]]] = defaultdict(list)
     for path, entry in plan.items():
         for operand in entry.operands:
@@ -178,7 +187,7 @@ def _weight(observation: Seen, path: str) -> OperandRecord:
 
 
 def _magnitude(record: OperandRecord) -> Tensor:
-    """max|W_j|, [K]."""
+    """Return max|W_j|, [K]."""
     assert record.weight is not None
     assert record.inner is not None
     weight = record.weight.tensor().float().abs()
@@ -190,7 +199,7 @@ def _by_site(found: Sequence[_Readers]) -> dict[str, _Readers]:
 
 
 def _estimate(proxy: Proxied, found: Sequence[_Readers], observation: Seen) -> None:
-    """Show x / s on the kept batches to the calibrators, and the bounds that it has in all of calibration."""
+    """Pass x / s of the kept batches to the calibrators, and its bounds over all of calibration."""
     by_site = _by_site(found)
 
     def visit(call: SiteCall) -> None:
@@ -222,7 +231,7 @@ def _choose(
     decided: Callable[[], Plan],
     alphas: Sequence[float],
 ) -> None:
-    """Take for each tensor the migration, or none, with which its linears' outputs come out best, all rounded."""
+    """Choose for each tensor the migration, or none, that gives its linears, all rounded, the smallest error."""
     plans: dict[float | None, Plan] = {None: plan}
     for alpha in alphas:
         for readers in found:
@@ -247,7 +256,7 @@ def _choose(
     sites = [site for site in proxy.sites if site.path in by_site]
     replay(proxy.module, sites, observation.kept, visit, "choosing what to smooth")
     for readers, of_readers in errors.items():
-        # Of equal errors, the one that changes less.
+        # If errors are equal, the one that migrates less.
         best = min(of_readers, key=lambda alpha: (of_readers[alpha], alpha or 0))
         if best is None:
             readers.leave("its outputs come out best without")
