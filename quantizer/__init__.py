@@ -30,14 +30,14 @@ _HOMES = {
 find_old_paths()
 
 if "torch" in sys.modules:
-    # What torch.jit saved of a frozen model is loaded with our operators, which this registers.
+    # torch.jit can load a saved frozen model only if the operators of this package are registered.
     import_module("quantizer.numerics.torch_operators")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for.
+    """Import a public name at its first use.
 
-    torch takes seconds to import: ``quantizer --help`` does without, and so does a configuration that is wrong.
+    torch takes seconds to import; ``quantizer --help`` and the report of a wrong configuration do not need it.
     """
     if name == "functional":
         return import_module("quantizer.functional")

@@ -1,4 +1,4 @@
-"""``QATCalibrate``: quantizing in place the models that are built inside a ``with`` block."""
+"""``QATCalibrate``: in-place quantization of the models that are built inside a ``with`` block."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from quantizer.views.coverage import Coverage
 __all__ = ["QATCalibrate"]
 
 _METHODS = {"histogram": "percentile"}
-"""Names of NVIDIA's toolkit; others are those of our calibrators."""
+"""Names of NVIDIA's toolkit, with our calibrators; any other method is the name of a calibrator."""
 
 
 class QATCalibrate:
-    """Models built inside the block carry Q/DQ; their ranges are calibrated in the block and loaded when it closes.
+    """A block in which models are built with Q/DQ and calibrated; they round their operands when the block closes.
 
-    ``with QATCalibrate(method="histogram", percentile=99.99) as qat:`` - build a model, ``qat.setup_model_qat(model)``,
-    run data through it. Before ``setup_model_qat`` a model built inside behaves bit for bit as if it were built
-    outside. After the block it rounds its operands, with float weights, ready to be trained or exported with
-    ``Quantizer.export``. Unlike ``Quantizer.calib`` this changes the model itself; models built outside, or by other
-    threads, stay float.
+    Inside ``with QATCalibrate(method="histogram", percentile=99.99) as qat:`` build a model, call
+    ``qat.setup_model_qat(model)`` and run data through it. Before ``setup_model_qat`` the model behaves bit for bit as
+    if it were built outside. After the block it rounds its operands and keeps float weights, and can be trained or
+    exported with ``Quantizer.export``. Unlike ``Quantizer.calib`` this changes the model itself. Models that are built
+    outside the block, or by other threads, stay float.
 
     Args:
-        sources: the modelling modules whose models are meant: modules, their names, or one of their classes; none:
-            every imported module.
-        method: ``histogram`` (a percentile) or another calibrator.
-        percentile: percent of the absolute values that a range covers; used by ``histogram``.
+        sources: the Python modules whose models are instrumented, each as a module, its name, or one of its classes;
+            none: every imported module.
+        method: ``histogram`` (a percentile) or the name of a calibrator.
+        percentile: percent of the absolute values that a range covers; used by ``histogram`` and ``percentile``.
         settings: other fields of ``QuantizerConfig``, such as ``exclude``.
 
     Attributes:
@@ -92,7 +92,7 @@ class QATCalibrate:
                 f"no data went through the {type(empty[0]).__name__} after setup_model_qat(): run at least one batch "
                 "through it inside the block"
             )
-        # All are decided before the first one changes: where one fails, none rounds.
+        # All plans are made before any model changes: if one fails, no model rounds.
         decided = [_decided(*entry) for entry in calibrating]
         for proxy, plan, _ in decided:
             apply_plan(proxy.module, plan)
@@ -105,7 +105,7 @@ class QATCalibrate:
 
         Raises:
             ProxyError: no block is open, ``model`` is no module, or it was set up before.
-            ConfigError: a rule of the configuration matches nothing in it.
+            ConfigError: a rule of the configuration matches nothing in the model.
         """
         if not self._open:
             raise ProxyError("setup_model_qat() belongs inside the with block of its QATCalibrate")
@@ -114,7 +114,7 @@ class QATCalibrate:
         if any(known.module is model for known, _ in self._calibrating):
             raise ProxyError(f"this {type(model).__name__} is being calibrated already")
         if not is_proxy(model):
-            # Built before the block, or from parts that nobody named.
+            # Built before the block, or from modules that are not among the sources.
             instrument(model)
         proxy = proxied(self.config, model)
         use_eager_attention(model)
@@ -124,10 +124,10 @@ class QATCalibrate:
         self._calibrating.append((proxy, observation))
 
     def coverage(self, model: nn.Module) -> Coverage:
-        """Return every site of a model that was calibrated here: quantized, or why not.
+        """Return the coverage of a model that was calibrated in the block: every site, quantized or with the reason.
 
         Raises:
-            CalibrationError: its ranges were not loaded by this block.
+            CalibrationError: the model was not calibrated in the block, or the block is still open.
         """
         for proxy, plan, products in self._plans:
             if proxy.module is model:

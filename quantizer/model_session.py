@@ -1,4 +1,4 @@
-"""The model that a ``Quantizer`` serves: what was found in it, decided, measured and put back so far."""
+"""The state behind a ``Quantizer``: one model with its plan, sensitivity session, fallback and QAT session."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ __all__ = ["ModelSession"]
 
 
 class ModelSession:
-    """One model's way through the stages.
+    """The state of one model across the stages.
 
     Attributes:
-        decisions: what calibration decided.
-        amp: what measures; None: nothing yet.
-        fallback: what was put back; None: nothing.
-        trainable: what is trained; None: nothing.
+        decisions: the source of the plan, before any fallback.
+        amp: the sensitivity session; None before ``Quantizer.amp``.
+        fallback: the groups that fall back to float; None: no group does.
+        trainable: the QAT session; None before ``Quantizer.qat``.
     """
 
     def __init__(self, config: QuantizerConfig) -> None:
@@ -71,10 +71,10 @@ class ModelSession:
         self._chosen_in: Plan = {}  # the plan whose groups the fallback names
 
     def bind(self, model: nn.Module) -> None:
-        """Take a model on.
+        """Bind the session to a model.
 
         Raises:
-            ProxyError: it is a proxy, or the session is bound to another model.
+            ProxyError: the model is a proxy, or the session is bound to another model.
         """
         if isinstance(model, nn.Module) and is_proxy(model):
             raise ProxyError("this is a proxy already; pass the float model that it was made from")
@@ -91,15 +91,20 @@ class ModelSession:
             self.put_back(fallback_for_target(*self._carried, plan), plan)
 
     def scan_source(self, model: nn.Module) -> None:
-        """Note what of a model's source, or a proxy's, the coverage tells."""
+        """Store the unrewritten sources and the operator patches of a model or proxy, for the coverage."""
         self._skipped = list(skipped_sources(model))
         self._patches = applied_patches(model)
 
     def inherit_from(self, other: ModelSession, backend: str) -> None:
-        """Serve another backend's model from one calibration: ``other`` is where it ran, for ``backend``.
+        """Take the calibration, the fallback and the model of another session.
+
+        Args:
+            other: the session that was calibrated.
+            backend: the backend of ``other``.
 
         Raises:
-            CalibrationError: nothing was calibrated, it goes by other scales, or see ``PlanSource.inherit_from``.
+            CalibrationError: nothing was calibrated, the scales of ``other`` were loaded or trained, or it has no
+                statistics.
         """
         decided = other.decided()
         if other.scales_replaced:
@@ -115,7 +120,7 @@ class ModelSession:
             self.bind(model)
 
     def calibration_proxy(self, model: nn.Module, *, resume: bool) -> nn.Module:
-        """Return the proxy of a calibration, a new one or one that goes on; see ``Quantizer.calib``."""
+        """Return the proxy of a new calibration, or of one that is resumed; see ``Quantizer.calib``."""
         self.bind(model)
         if resume:
             return self.decisions.resume(model)
@@ -126,25 +131,25 @@ class ModelSession:
 
     @contextmanager
     def replaced_as_a_whole(self) -> Iterator[None]:
-        """Let what counts now go on to count where the calibration inside the block fails or is interrupted."""
+        """Restore the earlier calibration if the one inside the block fails or is interrupted."""
         before, state = vars(self).copy(), self.decisions.state
         counts = self.decisions.counts
         try:
             yield
         except BaseException:
-            # Of a first calibration the batches that went through stay, to be resumed.
+            # A first calibration keeps its complete batches, so that it can be resumed.
             if counts:
                 vars(self).update(before)
                 self.decisions.state = state
             raise
 
     def train(self, model: nn.Module, scales: Scales, *, own: bool) -> nn.Module:
-        """Return the proxy that is trained; see ``Quantizer.qat``."""
+        """Return the proxy to train; see ``Quantizer.qat``."""
         self.bind(model)
         if self.trainable is not None or self.decisions.decided:
             groups = {} if self.fallback is None else self.fallback.reasons()
-            # Not from the scales of an earlier training, whose weights may have been those of a copy.
-            # Nor is anybody told that the weights changed, where that training changed them.
+            # The scales of an earlier training may belong to the weights of a copy: start from those of calibration.
+            # After such a training changed weights are expected, and need no warning.
             plan = self._scaled_for(model, self.decisions.plan(), told=self.trainable is not None)
             self.trainable = QatSession(model, plan, groups, scales, self._target.torch_dtype, own=own)
             return self.trainable.proxy
@@ -165,13 +170,13 @@ class ModelSession:
         return frozen_proxy(self.trained(model), plan)
 
     def fitted(self, model: nn.Module, plan: Plan) -> Plan:
-        """Return a plan of the calibration with the scales of the weights that ``model`` has now.
+        """Return the plan with scales of weights computed from the weights that ``model`` has now.
 
-        The scales of a training belong to the weights that it trained, and stay.
+        After a training the plan stays as it is: its scales belong to the trained weights.
 
         Raises:
             CalibrationError: the calibration is of another model.
-            TrainingError: the model has no longer the parameters that were trained.
+            TrainingError: parameters of the model were replaced after the training.
         """
         if self.trainable is None:
             return self._scaled_for(model, plan, told=False)
@@ -179,7 +184,7 @@ class ModelSession:
         return plan
 
     def _scaled_for(self, model: nn.Module, plan: Plan, *, told: bool) -> Plan:
-        """Return the plan with the scales of a model's weights; ``told``: it is known that they changed since."""
+        """Return the plan with scales from the model's weights; warn unless ``told`` if these have changed."""
         before = self.decisions.fingerprint
         if before is not None:
             now = Fingerprint.of(model)
@@ -189,13 +194,13 @@ class ModelSession:
         return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_steps)
 
     def decided(self) -> Plan:
-        """Return what calibration decided or training learned, with what was put back."""
+        """Return the plan of calibration, with trained scales after a training, before any fallback."""
         if self.trainable is None:
             return self.decisions.plan()
         return self.trainable.learned_plan()
 
     def replace(self, plan: Plan) -> None:
-        """Go by a plan with other scales from now on; what was trained stays what is quantized."""
+        """Use a plan with other scales from now on; a trained model stays the one that is quantized."""
         self.decisions.replace(plan)
         if self.trainable is not None:
             self.trainable.replace(plan)
@@ -203,25 +208,25 @@ class ModelSession:
 
     @property
     def scales_replaced(self) -> bool:
-        """True if scales from elsewhere count, or those that the weights had before a training."""
+        """True if scales were loaded or ``qat`` was called, so that scales may differ from those of calibration."""
         return self.trainable is not None or self.decisions.scales_replaced
 
     def effective_plan(self) -> Plan:
-        """Return what was decided, less what was put back."""
+        """Return the plan after the fallback."""
         plan = self.decided()
         if self.fallback is None:
             return plan
         if not set(self.fallback.groups) <= set(operands_of(plan)):
-            # More data came since, and showed that operands share a range.
+            # After more data other operands may share a range, which changes the groups.
             self.put_back(fallback_for_target(self.fallback, self._chosen_in, None, plan), plan)
         return without_groups(plan, self.fallback.reasons())
 
     def put_back(self, fallback: Fallback, plan: Plan) -> None:
-        """Let groups of a plan be float from now on."""
+        """Use a fallback of ``plan`` from now on."""
         self.fallback, self._chosen_in = fallback, plan
 
     def is_working_proxy(self, proxy: nn.Module) -> bool:
-        """Return whether it is one of those that calibrate, measure and train."""
+        """Return whether ``proxy`` is the session's proxy of ``calib``, ``amp`` or ``qat``."""
         return any(
             proxy is stage.proxy
             for stage in (self.decisions.calibration, self.amp, self.trainable)
@@ -257,7 +262,7 @@ class ModelSession:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return what is saved beside plan and products, as plain values."""
+        """Return the state that is saved beside the plan and the products, as plain values."""
         return {
             "config": self._config.model_dump(mode="json"),
             "scales_replaced": self.scales_replaced,
@@ -267,7 +272,7 @@ class ModelSession:
         }
 
     def _fingerprint(self) -> Fingerprint | None:
-        """Return the weights that the plan is for: those of calibration, or of the training after it."""
+        """Return the checksum of the weights in calibration, or of the trained weights after a training."""
         return self.decisions.fingerprint if self.trainable is None else Fingerprint.of(self.trainable.model)
 
     def load(
@@ -277,7 +282,7 @@ class ModelSession:
         document: Mapping[str, Any],
         observed: bytes | None = None,
     ) -> None:
-        """Take over what was saved."""
+        """Restore a saved state; see ``document`` for the plain values."""
         self.decisions.state = Held(
             plan=plan,
             products=products,
@@ -290,7 +295,7 @@ class ModelSession:
             self.put_back(Fallback.from_document(document["fallback"]), plan)
 
     def coverage(self) -> Coverage:
-        """Return every site found, and every product that calibration saw."""
+        """Return the coverage: all sites, and the products that torch computed in calibration."""
         decided, final = self.decided(), self.effective_plan()
         back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
         regions = self.decisions.regions()

@@ -1,4 +1,4 @@
-"""``Quantizer``: one object over the stages, configured by YAML."""
+"""``Quantizer``: the facade of all stages for one model, configured by YAML."""
 
 from __future__ import annotations
 
@@ -62,21 +62,21 @@ class Quantizer(QuantizerViews):
         self._session = ModelSession(self.config)
 
     def proxy(self, model: nn.Module) -> nn.Module:
-        """Return a proxy with every quantizer off: bit for bit the model, in the model's own train or eval mode."""
+        """Return a proxy with every quantizer off: it equals the model bit for bit, and has its train or eval mode."""
         return build_proxy(model, eager_attention=False)
 
     def calib(self, model: nn.Module, *, resume: bool = False) -> nn.Module:
-        """Return a proxy that gives the float outputs (with eager attention) and observes what goes through it.
+        """Return a proxy that returns the float outputs (with eager attention) and observes all batches.
 
-        It is in eval mode; the model keeps its own. A second call starts afresh; ``resume=True`` goes on with what was
-        seen so far, also with what the folder that this quantizer was loaded from had seen.
+        It is in eval mode; the mode of the model does not change. A second call starts a new calibration;
+        ``resume=True`` continues the last one, also that of the folder from which this quantizer was loaded.
 
-        Under ``torch.distributed`` each rank calibrates on its own data, and all must ask for the outcome alike.
+        Under ``torch.distributed`` each rank calibrates on its own data, and all ranks must make the same later calls.
 
         Raises:
-            ProxyError: this quantizer serves another model already.
+            ProxyError: this quantizer is bound to another model.
             ConfigError: a rule of ``include`` or ``exclude`` matches nothing in the model.
-            CalibrationError: ``resume=True`` and there is nothing to go on with, or it is of another model.
+            CalibrationError: ``resume=True`` without an earlier calibration, or with that of another model.
         """
         return self._session.calibration_proxy(model, resume=resume)
 
@@ -85,20 +85,20 @@ class Quantizer(QuantizerViews):
     ) -> nn.Module:
         """Run all of ``batches`` through ``calib(model)``, without gradients.
 
-        A batch counts as a whole or not at all. Where one fails, or this is interrupted, an earlier calibration goes on
-        to count; of a first one, and with ``resume=True``, the batches before stay, and ``resume=True`` goes on.
+        A batch counts as a whole or not at all. If a batch fails, or the call is interrupted, an earlier calibration
+        stays in use. A first calibration, or one with ``resume=True``, keeps its complete batches and can be resumed.
 
         Args:
             batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor.
             resume: as in ``calib``.
-            progress: show a progress bar; None: only in a terminal.
+            progress: whether to show a progress bar; None: only in a terminal.
 
         Raises:
-            CalibrationError: there is no data, a batch does not run through the model, or it has NaN.
+            CalibrationError: there is no data, a batch does not run through the model, or values are NaN.
         """
         with nullcontext() if resume else self._session.replaced_as_a_whole():
             proxy = self.calib(model, resume=resume)
-            # Of several ranks, one may be left without data.
+            # With several ranks, a rank may have no data.
             if run_batches(proxy, batches, progress) == 0 and get_world_size() == 1:
                 raise CalibrationError("the calibration data is empty: at least one batch is needed")
         return proxy
@@ -113,20 +113,20 @@ class Quantizer(QuantizerViews):
         metric: Score | None = None,
         higher_is_better: bool = True,
     ) -> nn.Module:
-        """Return a proxy that gives the float outputs and measures, at each call, what every group of sites costs.
+        """Return a proxy that returns the float outputs and measures, at each call, the error of each group of sites.
 
         Args:
             measure: ``gradient`` (a second-order estimate of the output's divergence: one backward pass for all
-                groups), ``output`` (that divergence itself: a pass for each), ``local`` (the relative error at the
-                sites) or ``metric`` (how much worse the metric is, on its own data: an evaluation for each).
-            granularity: ``group`` (the smallest thing that may change precision), ``layer`` or ``block``.
-            loss: for ``gradient``: takes the model's output and gives a scalar; None: the divergence of the output.
-            metric: for ``metric``: takes a model and gives its score.
-            higher_is_better: which way the metric is better.
+                groups), ``output`` (the divergence itself: a pass for each group), ``local`` (the relative error at the
+                sites) or ``metric`` (the drop of the metric on its own data: an evaluation for each group).
+            granularity: ``group`` (the smallest unit that can change precision), ``layer`` or ``block``.
+            loss: for ``gradient``: a function of the output that gives a scalar; None: the output's divergence.
+            metric: for ``metric``: a function of a model that gives its score.
+            higher_is_better: whether a higher score is better.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
-            SensitivityError: there is no such measure or granularity, or an argument belongs to another measure.
+            SensitivityError: the measure or granularity is unknown, or an argument belongs to another measure.
         """
         self._session.bind(model)
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
@@ -148,22 +148,22 @@ class Quantizer(QuantizerViews):
         costs: str | Mapping[str, float] | None = None,
         cache: str | os.PathLike[str] | None = None,
     ) -> Fallback:
-        """Put groups back to float: one of ``num``, ``ratio``, ``names`` and ``max_drop`` says which.
+        """Let groups fall back to float, chosen by exactly one of ``num``, ``ratio``, ``names`` and ``max_drop``.
 
         A second call replaces the first.
 
         Args:
             amp: the proxy that ``amp()`` returned.
-            num: this many of the most sensitive groups.
-            ratio: this share of all groups.
+            num: how many of the most sensitive groups fall back.
+            ratio: the share of all groups that fall back.
             names: groups, or patterns of modules, sites and operands (``encoder.layer.0``, ``**.forward.add_0``).
-            max_drop: as few groups as let ``metric`` be at most so much worse than the float model's.
-            metric: for ``max_drop``: takes a model and gives its score.
-            higher_is_better: which way the metric is better.
-            max_evaluations: how often the metric is called at most.
-            costs: what a group costs in float, by name, or ``multiply_adds``; those that win most for their cost are
-                put back first. None: all cost the same.
-            cache: for ``max_drop``: a JSON file that keeps each score, so that a search that was interrupted goes on.
+            max_drop: how much worse than the float model's the score may be; as few groups as possible fall back.
+            metric: for ``max_drop``: a function of a model that gives its score.
+            higher_is_better: whether a higher score is better.
+            max_evaluations: the largest number of calls of the metric.
+            costs: the cost of each group in float, by name, or ``multiply_adds``; the groups with the highest error per
+                cost fall back first. None: all groups cost the same.
+            cache: for ``max_drop``: a JSON file of scores, with which an interrupted search continues.
 
         Raises:
             SensitivityError: no data went through ``amp`` yet, an argument is out of bounds, or the metric gives no
@@ -188,32 +188,32 @@ class Quantizer(QuantizerViews):
         return chosen
 
     def clear_fallback(self) -> None:
-        """Undo ``fallback``: every group is quantized again as calibration decided."""
+        """Undo ``fallback``: all groups of the plan are quantized again."""
         self._session.fallback = None
 
     def qat(self, model: nn.Module, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
         """Return a proxy to train: it rounds as the engine will, and gradients pass through the rounding.
 
-        It shares its parameters with the model: training it trains the model, which nothing else here does. What
-        ``fallback`` put back is trained in float. ``quantize(model)`` then takes what was learned. A second call starts
-        from the ranges of calibration again, and from the model's weights as they are.
+        It shares its parameters with the model, so that training changes the model; no other method does. Groups that
+        fall back are trained in float. Afterwards ``quantize(model)`` uses the trained weights and scales. A second
+        call starts from the ranges of calibration again, with the model's current weights.
 
         Args:
             model: the float model; the proxy is in its train or eval mode.
-            scales: ``fixed`` (those of calibration; where there was none, of the first batches that come),
-                ``average`` (they follow what goes through, at each ``Schedule.at``) or ``learned`` (parameters of the
-                proxy, trained with the weights); or a mapping of such by pattern of a site's or operand's name.
-            copy: train a copy; ``quantize(model)`` gives what the copy learned, and the model stays as it is.
+            scales: ``fixed`` (those of calibration, or of the first training batches if nothing was calibrated),
+                ``average`` (they follow the values in training, at each ``Schedule.at``) or ``learned`` (parameters of
+                the proxy, trained with the weights); or a mapping from patterns of sites and operands to these.
+            copy: train a copy; ``quantize(model)`` then returns the trained copy, and the model does not change.
 
         Raises:
-            ProxyError: ``model`` is a proxy, such as a frozen one: train what this gives, and quantize afterwards.
-            CalibrationError: scales are to move, and nothing was calibrated yet.
-            ConfigError: there is no such kind of scales, or a pattern matches nothing.
+            ProxyError: ``model`` is a proxy, such as a frozen one: train first, and quantize afterwards.
+            CalibrationError: scales are to change in training, and nothing was calibrated yet.
+            ConfigError: a kind of scales is unknown, or a pattern matches nothing.
         """
         return self._session.train(model, scales, own=copy)
 
     def quantize(self, model: nn.Module) -> nn.Module:
-        """Return the frozen proxy: ranges fixed, weights held as integers, in eval mode.
+        """Return the frozen proxy, in eval mode, with fixed ranges and weights stored as integers.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
@@ -223,15 +223,15 @@ class Quantizer(QuantizerViews):
     def for_backend(self, name: str) -> Quantizer:
         """Return a quantizer for the backend ``name``, from this one's calibration: no data is needed again.
 
-        It decides as one that was configured for that backend and calibrated on the same data, bit for bit. What
-        ``fallback`` put back stays float there, with the groups of that backend that it belongs to; what ``amp``
-        measured is not carried over. This quantizer stays as it is, and neither sees what is calibrated in the other
-        later on. Of one that was loaded, call ``quantize(model)`` before anything else.
+        Its plan equals, bit for bit, that of a quantizer which was configured for that backend and calibrated on the
+        same data. Operands that fell back are float there too, with their groups of that backend; the errors that
+        ``amp`` measured are not copied. Later calibrations of one quantizer do not affect the other. If this quantizer
+        was loaded, call ``quantize(model)`` of the new one before anything else.
 
         Raises:
-            ConfigError: there is no such backend, or it cannot compute in a format of the configuration.
-            CalibrationError: nothing was calibrated yet, the folder it was loaded from holds nothing of what
-                calibration saw, or scales were loaded.
+            ConfigError: the backend is unknown, or cannot compute in a format of the configuration.
+            CalibrationError: nothing was calibrated yet, the folder from which this quantizer was loaded has no
+                statistics, or scales were loaded or trained.
         """
         other = Quantizer(self.config, backend=name)
         check_formats(other.config)
@@ -239,10 +239,10 @@ class Quantizer(QuantizerViews):
         return other
 
     def simulate(self, model: nn.Module) -> nn.Module:
-        """Return the frozen proxy as the target runs it: its float rest in half precision, where the target wants that.
+        """Return the frozen proxy as the target runs it: its float part in half precision if the target's is.
 
-        Scores of it foresee the engine's. It takes and gives what ``quantize()``'s does; it is not for ``export``.
-        Where the target's floats are float32 it is the same model.
+        Its scores predict those of the engine. Inputs and outputs are those of the frozen proxy; it cannot be exported.
+        If the target computes floats in float32, it is the frozen proxy.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
@@ -250,16 +250,16 @@ class Quantizer(QuantizerViews):
         return simulate(self.quantize(model), self.config.target.torch_dtype, self._session.decisions.regions())
 
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
-        """Put scales from anywhere in the place of those that calibration found, until the next ``calib``.
+        """Replace the scales of calibration by other ones, until the next ``calib``.
 
-        What is quantized does not change, nor what ``fallback`` put back; what ``amp`` measured is forgotten.
+        The quantized operands and the fallback stay the same; the errors that ``amp`` measured are dropped.
 
         Args:
-            scales: by ``SITE.OPERAND``, as ``scales()`` gives them: [], or [C] for a weight with a scale for each
+            scales: by ``SITE.OPERAND``, as ``scales()`` returns them: [], or [C] for a weight with a scale for each
                 output channel. Operands that are not named keep their scales; operands that read one tensor share one.
 
         Raises:
-            CalibrationError: nothing was calibrated yet, or scales cannot be taken: all of them are listed.
+            CalibrationError: nothing was calibrated yet, or scales are invalid: all of these are listed.
         """
         self._session.replace(with_scales(self._session.decided(), scales, self.config.target.torch_dtype))
 
@@ -275,13 +275,13 @@ class Quantizer(QuantizerViews):
         """Write the frozen proxy as Q/DQ ONNX for ``config.backend``.
 
         Args:
-            quant_model: what ``quantize()`` returned.
+            quant_model: the frozen proxy that ``quantize()`` returned.
             path: the ``.onnx`` file.
             example: one batch, as for ``calibrate``; its values do not matter.
-            opset: the ONNX opset; None: what the target wants, or later where a format needs it.
+            opset: the ONNX opset; None: the target's, or a later one if a format needs it.
             dynamic_axes: input name to {axis: dimension name}; None: axis 0 of every input is ``batch``, and axis 1 of
-                every integer input is ``sequence``, or ``NAME_sequence`` where it has another length in the example.
-                Fixed are an axis 1 of length 1, and an axis 0 of another length than that of the first input.
+                every integer input is ``sequence``, or ``NAME_sequence`` if it has another length in the example. An
+                axis 1 of length 1 is fixed, and so is an axis 0 whose length is not that of the first input.
 
         Raises:
             ProxyError: ``quant_model`` is the float model, or the proxy of ``calib()``, ``amp()`` or ``qat()``.
@@ -301,13 +301,13 @@ class Quantizer(QuantizerViews):
 
         Args:
             onnx: the file that ``export`` wrote.
-            engine: the engine's file.
-            dynamic: (least, best, most) of each dimension by name, for TensorRT; None: batch 1, 8, 32 and sequence
-                16, 128, 512.
+            engine: the engine file to write.
+            dynamic: (minimum, optimum, maximum) of each dimension by name, for TensorRT; None: batch 1, 8, 32 and
+                sequence 16, 128, 512.
             compute_capability: the GPU to build for ahead of time (``sm89``), or several; TensorRT-RTX only.
 
         Raises:
-            EngineError: the engine does not build.
+            EngineError: the engine cannot be built.
             MissingDependencyError: the engine's library is not installed.
         """
         from quantizer.engines import BuildOptions
@@ -319,26 +319,26 @@ class Quantizer(QuantizerViews):
         return backend(self.config.backend).build(Path(onnx), Path(engine), options)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write config, decisions, ranges, histograms and fallback to a folder: YAML and safetensors.
+        """Write configuration, plan, ranges, histograms and fallback to a folder: YAML and safetensors.
 
-        A folder that stands there is replaced where ``save`` wrote it and nothing else lies in it, and kept otherwise.
+        An existing folder is replaced only if ``save`` wrote it and it holds nothing else.
 
         Raises:
-            CalibrationError: there is nothing to save yet.
-            QuantizerError: the folder cannot be written, or is kept.
+            CalibrationError: nothing was calibrated yet.
+            QuantizerError: the folder cannot be written, or must not be replaced.
         """
         plan, decisions = self._session.decided(), self._session.decisions
         return save_state(folder, plan, decisions.products(), self._session.document(), decisions.seen())
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Quantizer:
-        """Return the quantizer that ``save`` wrote; ``quantize()`` then gives the same model, bit for bit.
+        """Return the quantizer that ``save`` wrote; its ``quantize()`` returns the same model, bit for bit.
 
-        ``calib(model, resume=True)`` goes on with the calibration, exactly; batches on which ranges are chosen are
-        those that come then.
+        ``calib(model, resume=True)`` continues the calibration exactly, except that ranges which are chosen by running
+        batches are chosen on the new batches: the folder holds none.
 
         Raises:
-            QuantizerError: the folder is none of ours or damaged.
+            QuantizerError: the folder was not written by ``save``, or is damaged.
         """
         plan, products, document, observed = load_state(folder)
         try:
