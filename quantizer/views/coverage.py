@@ -32,7 +32,7 @@ __all__ = ["Coverage", "UnquantizedProducts", "RangeRow", "Ranges"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangeRow:
-    """The range of one operand; of several scales, ``amax`` and ``scale`` are the largest.
+    """The range of one operand; with several scales, ``amax`` and ``scale`` are the largest.
 
     ``format`` and ``granularity`` are text; ``estimate`` is the calibrator that was chosen among several.
     """
@@ -53,25 +53,25 @@ class RangeRow:
 
     @property
     def shown_format(self) -> str:
-        """The format that it is held in, and what of it was migrated."""
+        """The format of the operand, with the migration of its outliers if there was one; ``float`` if unquantized."""
         if not self.quantized:
             return "float"
         return self.format if self.smoothing is None else f"{self.format}, {self.smoothing}"
 
 
 class Coverage(View[Site]):
-    """Every site found: quantized, or why not; and the proof that no product was missed.
+    """All sites, quantized or with the reason, and all products that torch computed in float.
 
-    Iterating gives all rows; the table leaves out additions that are no candidates, which it counts, and embeddings
-    that nobody asked to quantize (``row.quiet``).
+    Iteration yields all rows. The table leaves out ``quiet`` rows: additions that are no candidates, which its title
+    counts, and embeddings whose quantization is switched off.
 
     Attributes:
-        share: how much of the multiply-adds of all matrix products and convolutions, as torch executed them in
-            calibration, is in low precision: 0 to 1; None where nothing was counted.
-        multiply_adds: all of them.
-        escaped: those that are not, by module and operation, each with its reason.
-        patches: operator patches that the rewritten source holds.
-        regions: the modules whose values float16 cannot hold: in a target with floats in it they stay float32.
+        share: the share in low precision of the multiply-adds of all matrix products and convolutions that torch
+            executed in calibration: 0 to 1; None if none were counted.
+        multiply_adds: the number of all these multiply-adds.
+        escaped: the products that are not in low precision, by module and operation, each with its reason.
+        patches: the operator patches that the rewritten source contains.
+        regions: the modules whose values float16 cannot hold; on a float16 target they stay float32.
     """
 
     columns = (
@@ -103,11 +103,11 @@ class Coverage(View[Site]):
         """Return the coverage of a plan.
 
         Args:
-            plan: what becomes of each site.
-            skipped: what could not be rewritten.
-            products: what calibration counted, site or none.
-            put_back: the sites that fallback moved.
-            patches: operator patches that were applied.
+            plan: the decision for each site.
+            skipped: calls and functions that could not be rewritten.
+            products: the products that calibration counted, in sites and outside of them.
+            put_back: the sites that fell back to float.
+            patches: the operator patches that were applied.
             regions: the modules whose values float16 cannot hold.
         """
         rows = [*map(_site, plan.values()), *map(_unrewritten_site, skipped)]
@@ -125,11 +125,11 @@ class Coverage(View[Site]):
 
     @property
     def skipped(self) -> tuple[Site, ...]:
-        """The sites that are not."""
+        """The sites that are not quantized."""
         return tuple(row for row in self.rows if not row.quantized)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Quantized and all sites of each kind, additions that are no candidates left out."""
+        """Return the numbers of quantized and of all sites of each kind, without ``quiet`` rows."""
         shown = [row for row in self.rows if not row.quiet]
         total, held = Counter(row.kind for row in shown), Counter(row.kind for row in shown if row.quantized)
         return {kind: (held[kind], total[kind]) for kind in sorted(total)}
@@ -148,7 +148,7 @@ class Coverage(View[Site]):
         return f"sites quantized: {', '.join(parts) or 'none found'}{tail}{patched}"
 
     def text(self, limit: int | None = None) -> str:
-        """Return the table as plain text, then the products that are not in low precision."""
+        """Return the table as plain text, followed by the products that are not in low precision."""
         wide = [f"in a rest of float16, {self.regions.text()}"] if self.regions.wide else []
         return "\n\n".join([super().text(limit), *wide, *([self.escaped.text(limit)] if len(self.escaped) else [])])
 
@@ -156,7 +156,7 @@ class Coverage(View[Site]):
         return super()._repr_html_() + (self.escaped._repr_html_() if len(self.escaped) else "")
 
     def cells(self) -> list[list[Any]]:
-        """Return the cells, what is not quantized first: a table cut short loses the rows that say least."""
+        """Return the cells, unquantized sites first, so that a table with a limit leaves out quantized ones."""
         return [
             [row.name, row.kind, row.line, "yes" if row.quantized else "no", _why(row)]
             for row in sorted(self.rows, key=lambda row: row.quantized)
@@ -207,7 +207,7 @@ class Ranges(View[RangeRow]):
     def __init__(self, rows: Sequence[RangeRow]) -> None:
         super().__init__(rows)
         if not any(row.estimate for row in self.rows):
-            # Nothing was chosen among several: the config says how ranges were estimated.
+            # Without a choice all ranges have the calibrator of the configuration.
             self.columns = Ranges.columns[:-1]
 
     @classmethod
@@ -238,7 +238,7 @@ class Ranges(View[RangeRow]):
 
 
 def _percent(share: float) -> str:
-    """Return a share in percent; one that is not whole never reads as if it were."""
+    """Return a share in percent; a share below 1 never reads as 100%, nor one above 0 as 0%."""
     if 0.9995 <= share < 1:
         return f"{share:.4%}" if share < 0.999999 else "just under 100%"
     return f"{share:.1%}" if share == 0 or share >= 0.001 else f"{100 * share:.2g}%"

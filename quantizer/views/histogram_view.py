@@ -1,4 +1,4 @@
-"""The histogram of one operand: as text in a terminal, as a picture in a notebook, its candidates as data."""
+"""The histogram of one operand with its candidate ranges: text in a terminal, a picture in a notebook."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BAR = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistogramBin:
-    """The values whose magnitudes lie between ``low`` and ``high``, and the candidates that cut them off there."""
+    """The number of values with magnitudes from ``low`` to ``high``, and the candidates with an amax in that range."""
 
     low: float
     high: float
@@ -38,10 +38,10 @@ class HistogramView:
     """The histogram of one operand in calibration, with candidates for its range.
 
     Attributes:
-        data: the histogram, as a report holds it.
-        bins: about 20 of them, from 0 to the largest magnitude.
-        candidates: ranges by name, each with amax, the share of values it clips and the SQNR in dB, the largest first;
-            ``chosen`` marks the range that the operand has.
+        data: the histogram as a record of a report.
+        bins: about 20 bins, from 0 to the largest magnitude.
+        candidates: the candidate ranges, largest first, each with its name, amax, the share of values that it clips and
+            the SQNR in dB; ``chosen`` marks the range of the operand.
     """
 
     def __init__(self, data: Histogram) -> None:
@@ -50,7 +50,7 @@ class HistogramView:
         self.candidates = data.candidates
 
     def plot(self) -> Picture:
-        """Return the picture that a notebook shows; ``.save(path)`` writes SVG."""
+        """Return the histogram as a picture for a notebook; ``.save(path)`` writes it as SVG."""
         return Picture(histogram_svg(self.data))
 
     def __repr__(self) -> str:
@@ -111,7 +111,7 @@ def _bins(data: Histogram) -> tuple[HistogramBin, ...]:
     together = math.ceil(len(data.counts) / _ROWS)
     width = together * data.width
     starts = range(0, len(data.counts), together)
-    # An amax on the border of two bins still holds the values of the lower one.
+    # An amax on the border of two bins belongs to the lower one, whose values it does not clip.
     places = [min(max(math.ceil(entry.amax / width) - 1, 0), len(starts) - 1) for entry in data.candidates]
     return tuple(
         HistogramBin(

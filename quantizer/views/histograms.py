@@ -1,4 +1,4 @@
-"""Histograms of operands in calibration, with the ranges that each might have."""
+"""Histograms of operands in calibration, with candidates for their ranges."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from quantizer.report.record import RangeCandidate
 __all__ = ["histogram_of", "noisiest"]
 
 _BINS = 128
-"""Bins to be shown: more than a picture of a histogram needs, and few enough for a report."""
+"""The largest number of bins in a record: more than a picture needs, and few enough for a report."""
 
 
 def histogram_of(name: str, plan: Plan, observation: Seen | None) -> Histogram:
-    """Return the histogram of the operand ``name`` (``SITE.OPERAND``), and its candidates.
+    """Return the histogram of an operand, with its candidate ranges.
 
     Args:
-        name: the operand.
-        plan: what becomes of each site.
-        observation: what calibration saw; None for a plan that was loaded.
+        name: the operand, as ``SITE.OPERAND``.
+        plan: the decision for each site.
+        observation: the statistics of calibration; None for a loaded plan.
 
     Raises:
-        QuantizerError: there is no such operand, or no histogram of it; the message says why.
+        QuantizerError: the operand is unknown, or has no histogram; the message says why.
     """
     operands = {f"{path}.{operand.name}": (path, operand) for path, site in plan.items() for operand in site.operands}
     if name not in operands:
@@ -64,7 +64,7 @@ def histogram_of(name: str, plan: Plan, observation: Seen | None) -> Histogram:
 
 
 def noisiest(plan: Plan, number: int) -> list[str]:
-    """Return the quantized activations with the lowest SQNR, the lowest first; of those that read one tensor, one."""
+    """Return the quantized activations with the lowest SQNR, lowest first; those that share a range count once."""
     found: dict[str | None, tuple[float, str]] = {}
     for path, site in plan.items():
         for operand in site.operands:
@@ -90,10 +90,10 @@ def _record(name: str, operand: OperandPlan, calibrator: Calibrator, histogram: 
 def _candidates(
     operand: OperandPlan, calibrator: Calibrator, histogram: Counts, dtype: QType
 ) -> tuple[RangeCandidate, ...]:
-    """Return what each estimate gives, and the range of the operand where none of them gives that."""
+    """Return the range of each estimate, and that of the operand if no estimate equals it."""
     taken = operand.largest_amax
     found = list(estimates(calibrator, dtype))
-    # The plan keeps amax in float32.
+    # The amax of the plan is rounded to float32.
     if taken is not None and not any(math.isclose(amax, taken, rel_tol=1e-6) for _, amax in found):
         found.append((operand.estimate or "chosen", taken))
     return tuple(
@@ -109,13 +109,13 @@ def _candidates(
 
 
 def _few_bins(histogram: Counts) -> tuple[float, Tensor]:
-    """Return width and counts of at most ``_BINS`` bins up to the last that is not empty, zeros in the first."""
+    """Return width and counts of at most ``_BINS`` bins, up to the last that is not empty; zeros are in the first."""
     counts = histogram.counts.clone()
     counts[0] += histogram.total - counts.sum()
     used = int(counts.nonzero().max()) + 1
     merged = 1
     while used > _BINS * merged:
         merged *= 2
-    # Where all values are zero there is no width: any will do.
+    # If all values are zero there is no exponent, and any width will do.
     width = 2.0 ** (histogram.exponent or 0) * merged
     return width, counts.reshape(-1, merged).sum(1)[: math.ceil(used / merged)]

@@ -1,4 +1,4 @@
-"""Views of a ``Quantizer``: of a model, and of what was decided for it."""
+"""The views of a ``Quantizer``: coverage, ranges, histograms and sensitivity of its model."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["QuantizerViews"]
 
 
 class QuantizerViews:
-    """The part of ``Quantizer`` that reads: nothing here changes what was calibrated or decided."""
+    """The read-only part of ``Quantizer``, which changes neither the statistics nor the plan."""
 
     config: QuantizerConfig
     _session: ModelSession
 
     def inspect(self, model: nn.Module) -> Coverage:
-        """Return the coverage of a model before calibration: what would be rewritten, and what rules leave out."""
+        """Return the coverage of a model before calibration: its sites, and which of them rules leave out."""
         proxy = proxied_copy(self.config, model)
         plan = make_plan(proxy, make_observation(proxy).seen)
         return Coverage.from_plan(plan, proxy.skipped, patches=proxy.patches)
 
     def diff(self, model: nn.Module) -> str:
-        """Return the rewritten source as a unified diff."""
+        """Return the changes of the model's source by the rewriting, as a unified diff."""
         return source_diff(model)
 
     def scales(self) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ class QuantizerViews:
 
     @property
     def coverage(self) -> Coverage:
-        """Every site found: quantized, or why not; and every matrix product that calibration saw torch compute."""
+        """All sites, quantized or with the reason, and all matrix products that torch computed in calibration."""
         return self._session.coverage()
 
     @property
@@ -62,12 +62,12 @@ class QuantizerViews:
         return Ranges.from_plan(self._session.effective_plan())
 
     def histogram(self, operand: str) -> HistogramView:
-        """Return the values that calibration saw of one operand (``SITE.OPERAND``), and what ranges it might have.
+        """Return the histogram of an operand (``SITE.OPERAND``) in calibration, with candidates for its range.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
-            QuantizerError: there is no such operand, or no histogram of it: it is a weight, it was calibrated with
-                ``max``, or this quantizer was loaded.
+            QuantizerError: the operand is unknown or has no histogram: it is a weight, it was calibrated with ``max``,
+                or this quantizer was loaded.
         """
         calibration = self._session.decisions.calibration
         seen = calibration.observation() if calibration is not None else None
@@ -75,19 +75,19 @@ class QuantizerViews:
 
     @property
     def sensitivity(self) -> Sensitivity:
-        """The groups, ranked by what they cost.
+        """The groups, ranked by their errors.
 
         Raises:
-            SensitivityError: ``amp()`` was not used yet.
+            SensitivityError: nothing was measured yet.
         """
         return self._session.sensitivity()
 
     @property
     def chosen_fallback(self) -> Fallback | None:
-        """The fallback that was chosen; None before it, and after ``clear_fallback``."""
+        """The current fallback; None before ``fallback`` and after ``clear_fallback``."""
         return self._session.fallback
 
     @property
     def plan(self) -> Plan:
-        """The decisions as data, by site name, fallback included."""
+        """The plan after the fallback: the decision for each site, by its name."""
         return self._session.effective_plan()

@@ -1,4 +1,4 @@
-"""The scores that a search for the groups to put back took, to look at."""
+"""The view of the scores in a search for a fallback."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Search"]
 
 
 class Search(View[Evaluation]):
-    """Each score in order; a notebook shows the picture above the table.
+    """The scores of a search, in order; a notebook shows the picture above the table.
 
     Attributes:
-        fallback: what was chosen, as a report holds it.
+        fallback: the chosen fallback as a record of a report.
     """
 
     columns: Sequence[Column | str] = EVALUATION_COLUMNS
@@ -38,7 +38,7 @@ class Search(View[Evaluation]):
         return evaluation_cells(self.fallback)
 
     def plot(self) -> Picture:
-        """Drop against cost, with the front, the budget and what was chosen; ``.save(path)`` writes SVG."""
+        """Return a plot of drop against cost, with the Pareto front, the budget and the chosen fallback."""
         return Picture(pareto_svg(self.fallback))
 
     def _repr_html_(self) -> str:

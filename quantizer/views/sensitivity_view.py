@@ -1,4 +1,4 @@
-"""The view of what each group costs."""
+"""The view of the sensitivity ranking."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["Sensitivity"]
 
 
 class Sensitivity(View[SensitivityRow]):
-    """The groups, ranked by what quantizing one alone costs.
+    """The groups, ranked by the error of quantizing one group alone.
 
     Args:
-        rows: the ranking, as a report holds it.
-        fallback: what was put back; None: nothing.
-        measure: what the errors are, as a report names it.
+        rows: the ranking as records of a report.
+        fallback: the current fallback; None: there is none.
+        measure: the measure of the errors, as a report names it.
     """
 
     tight = True
@@ -52,14 +52,14 @@ class Sensitivity(View[SensitivityRow]):
 
     @classmethod
     def from_ranking(cls, ranking: Sequence[GroupSensitivity], fallback: Fallback | None, measure: str) -> Sensitivity:
-        """Return the groups of a ranking by ``measure``, and which of them are put back."""
+        """Return the view of a ranking by ``measure``, in which the groups of ``fallback`` are marked."""
         back = set(fallback.groups) if fallback is not None else set()
         rows = [SensitivityRow(**asdict(entry), fallback=back.issuperset(entry.parts)) for entry in ranking]
         return cls(rows, fallback, measure)
 
     @property
     def search(self) -> Search:
-        """The scores that ``fallback(max_drop=...)`` took, as a table, in a notebook with the picture.
+        """The scores that ``fallback(max_drop=...)`` measured: a table, in a notebook with a picture.
 
         Raises:
             SensitivityError: there was no search.
@@ -87,15 +87,15 @@ class Sensitivity(View[SensitivityRow]):
         ]
 
     def plot(self, limit: int = 30) -> Picture:
-        """Horizontal bars of the worst ``limit`` groups; shows itself in a notebook, ``.save(path)`` writes SVG."""
+        """Return horizontal bars of the ``limit`` groups with the highest errors; ``.save(path)`` writes SVG."""
         return Picture(sensitivity_bars(self.rows, measure=self.measure, limit=limit))
 
     def heatmap(self) -> Picture:
-        """Return where in the model, and in what kind of site, the errors are; ``.save(path)`` writes SVG."""
+        """Return a heat map of the errors by block and kind of site; ``.save(path)`` writes SVG."""
         return Picture(sensitivity_heatmap(self.rows, measure=self.measure))
 
     def pareto(self) -> Picture:
-        """Return a picture of all scores of a search: the metric by groups in float; ``.save(path)`` writes SVG.
+        """Return a plot of all scores of a search, drop against cost; ``.save(path)`` writes SVG.
 
         Raises:
             SensitivityError: there was no search.

@@ -1,4 +1,4 @@
-"""A list of rows that shows itself as a table: in a terminal, and as HTML in a notebook."""
+"""The base of all views: a list of rows that is shown as a table in a terminal, and as HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["View"]
 Row = TypeVar("Row")
 
 _ROWS = 40
-"""Rows that ``repr`` shows; ``text()`` gives all."""
+"""The largest number of rows in ``repr``; ``text()`` returns all."""
 _HTML_ROWS = 300
 _WIDTH = 120
 _NAME_WIDTH = 76
@@ -34,9 +34,9 @@ class View(Generic[Row]):
     """A read-only list of rows with a title.
 
     Attributes:
-        columns: one for each cell of a row.
-        grouped: in a terminal, the first column is a line of its own above the rows that share its value.
-        tight: in a terminal, long names are broken at a dot and titles at each blank: the columns need all the width.
+        columns: the columns, one for each cell of a row.
+        grouped: whether a terminal shows the first column as a line of its own above the rows with the same value.
+        tight: whether a terminal breaks long names at a dot and titles at each blank, to leave more width to columns.
     """
 
     columns: Sequence[Column | str]
@@ -56,15 +56,15 @@ class View(Generic[Row]):
         return self.rows[index]
 
     def title(self) -> str:
-        """Return what the table says in one line."""
+        """Return the title of the table, a summary in one line."""
         raise NotImplementedError
 
     def cells(self) -> list[list[Any]]:
-        """Return the table's rows as shown."""
+        """Return the cells of the table, a list for each row that is shown."""
         raise NotImplementedError
 
     def text(self, limit: int | None = None) -> str:
-        """Return the table as plain text, for a terminal of 120 columns; ``limit`` rows at most, None shows all."""
+        """Return the table as plain text, 120 columns wide, with at most ``limit`` rows; None: all rows."""
         cells = self.cells()
         if self.grouped:
             return self._grouped_text(cells, limit)
@@ -78,7 +78,7 @@ class View(Generic[Row]):
         if self.tight:
             for column in table.columns:
                 column.header = Text("\n".join(str(column.header).split()))
-        # A name is one word, which would be cut anywhere: it gets its own width, and the other columns share the rest.
+        # rich would cut a name anywhere, as it is one word: it gets its full width, and other columns share the rest.
         pieces = [piece for row in cells[:limit] for at in self._names() for piece in row[at].split("\n")]
         for at in self._names():
             table.columns[at].no_wrap = all(len(piece) <= _NAME_WIDTH for piece in pieces)
@@ -87,7 +87,7 @@ class View(Generic[Row]):
     def _grouped_text(self, cells: list[list[Any]], limit: int | None) -> str:
         table = self._table(self.columns[1:], [row[1:] for row in cells], limit)
         for column in table.columns:
-            column.no_wrap = True  # one line a row, so that each is known again below
+            column.no_wrap = True  # one line for each row, which the loop below relies on
         heading, rule, *lines = _lines(table)
         parts = [self.title(), f"  {heading}", rule[:1] * 2 + rule]
         above = None
@@ -119,7 +119,7 @@ class View(Generic[Row]):
 
 
 def _broken(name: str, width: int) -> str:
-    """Return a name in lines that end at a dot, where it is wider than ``width`` and has a dot there."""
+    """Return a name, broken after dots into lines of at most ``width`` characters as far as it has dots there."""
     end = name.rfind(".", 0, width) + 1
     return name if len(name) <= width or end == 0 else f"{name[:end]}\n{_broken(name[end:], width)}"
 

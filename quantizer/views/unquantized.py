@@ -1,4 +1,4 @@
-"""The counted products that no plan covers, each with its reason."""
+"""The counted products that a plan leaves in float, each with its reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BY_REASON = {ReasonCode.FROM_PARAMETERS: Reason.PARAMETERS, ReasonCode.PARAMETE
 
 
 def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | None:
-    """Share of the multiply-adds that run in sites which the plan quantizes; None where nothing was counted."""
+    """Return the share of the multiply-adds in sites that the plan quantizes; None if none were counted."""
     total = sum(product.multiply_adds for product in products)
     covered = sum(product.multiply_adds for product in products if _covered(product, plan))
     return covered / total if total else None
@@ -28,7 +28,7 @@ def covered_share(products: Sequence[CountedProduct], plan: Plan) -> float | Non
 def unquantized_products(
     products: Sequence[CountedProduct], plan: Plan, put_back: Collection[str] = ()
 ) -> tuple[UnquantizedProduct, ...]:
-    """Return the products that the plan does not cover, the largest first; ``put_back`` are the sites of fallback."""
+    """Return the products that the plan leaves in float, largest first; ``put_back`` are the sites of fallback."""
     total = sum(product.multiply_adds for product in products)
     rows = []
     for product in products:
