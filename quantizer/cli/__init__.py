@@ -1,4 +1,4 @@
-"""Command line: one small class per verb, and the function that picks one."""
+"""Command line: one small class per verb, and the entry point that runs one."""
 
 from __future__ import annotations
 

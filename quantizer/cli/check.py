@@ -20,7 +20,7 @@ _SHOWN = 3
 
 
 class Check:
-    """Verb that reports what a target would refuse, or run slower or less exactly than it could, and what to change."""
+    """Verb that reports what a target refuses, or runs slower or less exactly than it could, and what to change."""
 
     name = "check"
     help = "hold a quantized ONNX file, of any tool, to a target's rules"
@@ -59,7 +59,7 @@ The exit code is 1 where there is an error, and 0 where there are warnings at mo
 
 
 def _print(findings: list[Finding], every: bool, console: Console) -> None:
-    """Print one rule: its name, and the places where it is broken."""
+    """Print the findings of one rule: its name, and the places that break it."""
     first = findings[0]
     style = "red" if first.severity == "error" else "yellow"
     head = f"{first.severity} [{first.rule}] {_counted(len(findings), 'place')}"
@@ -80,7 +80,7 @@ def _print(findings: list[Finding], every: bool, console: Console) -> None:
 
 
 def _say(text: str, indent: int, console: Console) -> None:
-    """Print lines of the terminal's width; a name longer than a line stays whole, so that it can be copied."""
+    """Print a text in lines of the terminal's width; a longer word is not broken, so that it can be copied."""
     space = " " * indent
     lines = textwrap.wrap(
         text,

@@ -1,4 +1,4 @@
-"""``quantizer convert``: from a checkpoint to checked engines, in folders that a server reads."""
+"""``quantizer convert``: from a checkpoint to checked engines, in folders that an inference server can load."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ complete when the command ends well, and absent otherwise."""
         parser.add_argument("--force", action="store_true", help="replace the folder of a conversion that stands there")
 
     def __call__(self, args: Namespace, console: Console) -> int:
-        # Imported here: a wrong word on the command line is reported before the seconds that these imports take.
+        # Imported here, so that a wrong argument is reported before the seconds that these imports take.
         from quantizer.runs.convert import ConversionRequest
         from quantizer.runs.convert import convert
         from quantizer.runs.convert import data_source

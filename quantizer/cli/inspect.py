@@ -14,7 +14,7 @@ __all__ = ["Inspect"]
 
 
 class Inspect:
-    """Verb that loads the model of a run and shows its sites."""
+    """Verb that loads the model of a run file and shows its sites."""
 
     name = "inspect"
     help = "show which sites of the model a YAML file would quantize, and why not the others"

@@ -1,7 +1,7 @@
 """Entry point of the command line.
 
-Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 interrupted; 143 ended by SIGTERM; 129 by
-SIGHUP. Both signals clean up as Ctrl-C does.
+Exit codes: 0 success; 1 an error that the message explains; 2 wrong usage; 130 ended by Ctrl-C, 143 by SIGTERM, 129 by
+SIGHUP, all with the same cleanup.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the words after the program's name; None takes them from the process.
+        argv: the arguments after the program's name; None: those of the process.
 
     Returns:
         The exit code.
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt as stop:
         name, number = ("terminated", stop.number) if isinstance(stop, Terminated) else ("interrupted", signal.SIGINT)
-        # A terminal that is gone cannot show the message.
+        # Printing fails if the terminal is gone.
         with suppress(OSError):
             what = stop.args[0] if stop.args else "nothing was written"
             print(f"{name}: {what}", file=sys.stderr)
@@ -92,7 +92,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Verb, Namespace]:
         below.set_defaults(verb=verb, parser=below)
     args, more = parser.parse_known_args(argv)
     chosen: Verb = args.verb
-    # argparse closes a list of words at the first option; words after the option belong to the list all the same.
+    # argparse ends a list of arguments at the first option; arguments after the option belong to the list too.
     if more and (chosen.rest is None or any(word.startswith("-") for word in more)):
         args.parser.error(f"unrecognized arguments: {' '.join(more)}")
     if more and chosen.rest is not None:

@@ -15,7 +15,7 @@ __all__ = ["Run"]
 
 
 class Run:
-    """Verb that calibrates, quantizes, exports, builds, measures and reports, as the file says."""
+    """Verb that calibrates, quantizes, exports, builds, measures and reports, as a YAML file says."""
 
     name = "run"
     help = "make the engine and the report that a YAML file describes"

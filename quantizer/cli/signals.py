@@ -1,4 +1,4 @@
-"""Signals that end the process, handled as Ctrl-C is, with the same cleanup."""
+"""Signals that end the process, handled like Ctrl-C with the same cleanup."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["HungUp", "Terminated", "end_as_on_ctrl_c"]
 
 
 class Terminated(KeyboardInterrupt):
-    """Request to end the process, from a supervisor or a shutdown."""
+    """SIGTERM: a supervisor or a shutdown ends the process."""
 
     number = signal.SIGTERM
 
 
 class HungUp(Terminated):
-    """Loss of the terminal of the process."""
+    """SIGHUP: the process lost its terminal."""
 
     number = signal.SIGHUP
 
@@ -29,16 +29,16 @@ _KINDS = {kind.number: kind for kind in (Terminated, HungUp)}
 
 @contextmanager
 def end_as_on_ctrl_c() -> Iterator[None]:
-    """Raise ``Terminated`` on the first signal to end; ignore later ones, which would stop the cleanup.
+    """Raise ``Terminated`` on the first SIGTERM or SIGHUP, and ignore later ones, which would stop the cleanup.
 
-    Signals that have another handler, or are ignored, as under ``nohup``, stay as they are.
+    A signal that has another handler, or is ignored as under ``nohup``, keeps its handling.
     """
     process, told = os.getpid(), False
 
     def end(number: int, _: FrameType | None) -> None:
         nonlocal told
         if os.getpid() != process:
-            # In a forked worker the signal keeps its default action: its sender expects the process to end.
+            # A forked worker inherits this handler; its sender expects the default action, which ends the process.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not told:

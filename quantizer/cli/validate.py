@@ -1,4 +1,4 @@
-"""``quantizer validate``: every problem of one or more YAML files."""
+"""``quantizer validate``: all problems of YAML files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Validate"]
 
 
 class Validate:
-    """Verb that checks files without running anything: keys, types, names, and values that do not fit together."""
+    """Verb that checks run files without running them: keys, types, names, and values that contradict each other."""
 
     name = "validate"
     help = "check YAML files; lists every problem with its line"

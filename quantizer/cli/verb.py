@@ -1,4 +1,4 @@
-"""Interface of a verb of the command line."""
+"""The interface of a verb of the command line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ OVERRIDES_HELP = (
 
 
 class Verb(Protocol):
-    """Verb: ``quantizer NAME ...``."""
+    """A verb of the command line: ``quantizer NAME ...``."""
 
     name: str
-    """The word on the command line."""
+    """The verb's name on the command line."""
 
     help: str
-    """One line for the list of verbs; the verb's own help starts with it."""
+    """A line for the list of verbs, with which the verb's own help starts too."""
 
     epilog: str
-    """A command that works, and what it prints."""
+    """Working examples, and further notes, at the end of the verb's help."""
 
     rest: str | None
-    """The argument that also takes words after an option, which argparse would refuse; None: there is none."""
+    """The list argument that also takes arguments after an option, which argparse would refuse; None: there is none."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the arguments of the verb."""
@@ -44,5 +44,5 @@ class Verb(Protocol):
             The exit code.
 
         Raises:
-            QuantizerError: what the user has to change.
+            QuantizerError: an error that the user can correct; its message is printed.
         """
