@@ -1,4 +1,4 @@
-"""Between records and plain JSON values, with every value checked against its annotation.
+"""The conversion of records to plain JSON values and back, which checks every value against its annotation.
 
 JSON has no infinity and no NaN: they are written as the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
 """
@@ -23,25 +23,25 @@ _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def mapping_from_record(record: RunRecord) -> dict[str, Any]:
-    """``record`` as JSON values only.
+    """Return ``record`` as JSON values.
 
     Raises:
-        QuantizerError: a value that JSON cannot hold, or that is not of the type its field declares.
+        QuantizerError: a value cannot be written as JSON, or has not the type that its field declares.
     """
     mapping = {item.name: _encode(getattr(record, item.name), item.name) for item in dataclasses.fields(record)}
-    record_from_mapping(mapping)  # what is written can be read: a wrong type is found here, not by the reader
+    record_from_mapping(mapping)  # raises on a wrong type now, not when the report is read
     return mapping
 
 
 def record_from_mapping(mapping: Any, where: str = "report") -> RunRecord:
-    """Return the record that :func:`mapping_from_record` gave.
+    """Return the record of which :func:`mapping_from_record` made the mapping.
 
     Args:
         mapping: JSON values.
-        where: what is being read, for messages.
+        where: the name of the source, for messages.
 
     Raises:
-        QuantizerError: another version, a missing or unknown field, or a value of the wrong type.
+        QuantizerError: the version is another one, a field is missing or unknown, or a value has the wrong type.
     """
     if not isinstance(mapping, Mapping):
         raise QuantizerError(f"{where}: expected an object with the fields of a run record, got {_name(mapping)}")

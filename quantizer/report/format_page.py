@@ -1,6 +1,6 @@
-"""The documentation of ``report.json``, made from the records themselves.
+"""The documentation of ``report.json``, generated from the records.
 
-``python -m quantizer.report.format_page > docs/report-format.md`` writes the page; a test holds the two together.
+``python -m quantizer.report.format_page > docs/report-format.md`` writes the page; a test compares the two.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Read it with `quantizer.report.read_record(path)`, which gives the same objects 
 
 
 def field_documentation(cls: type) -> dict[str, str]:
-    """Return the text under each field of the dataclass ``cls``, by its name; empty for a field without one."""
+    """Return the text under each field of the dataclass ``cls``, by the field's name; empty if there is none."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
     documentation = {}
@@ -64,7 +64,7 @@ def _section(cls: Any) -> str:
         "\n| field | type | meaning |\n|---|---|---|\n",
     ]
     for item in dataclasses.fields(cls):
-        # One line: a row of a table ends with its line.
+        # A row of a Markdown table is one line.
         text = " ".join(_markdown(documentation[item.name]).replace("|", "\\|").split())
         if item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING:
             text += f" Default: `{_default(item)}`."
@@ -83,7 +83,7 @@ def _default(item: dataclasses.Field[Any]) -> str:
 
 
 def _json_type(annotation: str) -> str:
-    """Return a Python annotation in JSON's words: ``float | None`` is ``number or null``."""
+    """Return a Python annotation in terms of JSON: ``float | None`` is ``number or null``."""
     optional = annotation.removesuffix(" | None")
     if optional != annotation:
         return f"{_json_type(optional)} or null"

@@ -1,4 +1,4 @@
-"""Reading and writing ``report.json``: a file is complete or absent."""
+"""Reading and atomic writing of ``report.json``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["read_record", "write_record", "write_text_atomic"]
 
 
 def write_text_atomic(path: Path | str, text: str) -> Path:
-    """Write ``text`` as UTF-8 to a temporary file beside ``path``, then put it in its place in one step.
+    """Write ``text`` as UTF-8 to a temporary file beside ``path``, then rename it to ``path``.
 
-    A failure or an interruption leaves what stood at ``path`` before, and no temporary file.
+    After a failure or an interruption the former file is unchanged, and no temporary file is left.
 
     Raises:
         QuantizerError: the folder is missing or cannot be written.
@@ -32,17 +32,17 @@ def write_record(record: RunRecord, path: Path | str) -> Path:
     """Write ``record`` as JSON to ``path``.
 
     Raises:
-        QuantizerError: a value that cannot be written, or a folder that cannot be written.
+        QuantizerError: a value or the folder cannot be written.
     """
     text = json.dumps(mapping_from_record(record), indent=2, ensure_ascii=False, allow_nan=False)
     return write_text_atomic(path, text + "\n")
 
 
 def read_record(path: Path | str) -> RunRecord:
-    """Read what :func:`write_record` wrote.
+    """Return the record in a file of :func:`write_record`.
 
     Raises:
-        QuantizerError: the file is missing, is not JSON, is of another version, or a field is wrong.
+        QuantizerError: the file is missing, is not JSON, or has another version or a wrong field.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""The circumstances of a figure: installed versions and the machine."""
+"""The conditions of a measurement: installed versions and the machine."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ PACKAGES = (
     "onnx-ir",
     "onnxscript",
 )
-"""Distributions whose version can change a figure of a run, besides those of the backends."""
+"""Distributions whose version can change the figures of a run, besides those of the backends."""
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm", "sve")
-"""CPU flags that decide how fast INT8 is, in /proc/cpuinfo's spelling."""
+"""CPU flags that decide the speed of INT8, as /proc/cpuinfo spells them."""
 
 
 def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
     """Return the version of each package that is installed, in the given order.
 
-    Of torch it is the version with its build (``2.13.0+cu130``), which the index of packages leaves out of some wheels.
+    The version of torch includes its build (``2.13.0+cu130``), which the metadata of some wheels leaves out.
 
     Args:
         packages: names of distributions; None: all that matter to a run.
@@ -51,16 +51,16 @@ def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    # Whoever has figures to report has imported torch; importing it for its version alone would take seconds.
+    # A process with figures to report has imported torch; an import for its version alone would take seconds.
     if "torch" in versions and "torch" in sys.modules:
         versions["torch"] = str(sys.modules["torch"].__version__)
     return versions
 
 
 def collect_machine() -> dict[str, str | int | float | None]:
-    """``cpu``, ``instructions``, ``cores`` (usable by this process), ``memory_gib``, ``os`` and ``python``.
+    """Return ``cpu``, ``instructions``, ``cores`` (usable by this process), ``memory_gib``, ``os`` and ``python``.
 
-    ``memory_gib`` is the machine's memory, None where the system does not tell.
+    ``memory_gib`` is the memory of the machine, None if the system does not report it.
     """
     flags = cpu_flags()
     return {

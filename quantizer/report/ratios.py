@@ -1,4 +1,4 @@
-"""Entries with their ratios, from raw measurements: the division is done here and nowhere else."""
+"""Entries of raw measurements with their ratios, which only this file computes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Entry = TypeVar("Entry", LatencyEntry, SizeEntry, MemoryEntry)
 
 
 def latency_entries(times_ms: Mapping[str, Sequence[float]], reference: str = "float") -> tuple[LatencyEntry, ...]:
-    """Median, extremes and speed-up of each engine.
+    """Return median, extremes and speed-up of each engine.
 
     Args:
-        times_ms: milliseconds of each batch, by engine.
-        reference: the engine that ratios are taken to.
+        times_ms: the times of all batches in milliseconds, by engine.
+        reference: the engine to which the ratios are.
 
     Raises:
         QuantizerError: the reference is missing, or an engine has no times.
@@ -45,25 +45,25 @@ def latency_entries(times_ms: Mapping[str, Sequence[float]], reference: str = "f
 
 
 def size_entries(sizes_bytes: Mapping[str, int], reference: str = "float") -> tuple[SizeEntry, ...]:
-    """Size and ratio of each form; arguments and errors as :func:`latency_entries`."""
+    """Return size and ratio of each form; arguments and errors are those of :func:`latency_entries`."""
     ratios = _ratios(sizes_bytes, reference, "size")
     return tuple(SizeEntry(name=name, bytes=int(size), ratio=ratios[name]) for name, size in sizes_bytes.items())
 
 
 def memory_entries(peaks_mib: Mapping[str, float], reference: str = "float") -> tuple[MemoryEntry, ...]:
-    """Peak memory and ratio of each form; arguments and errors as :func:`latency_entries`."""
+    """Return peak memory and ratio of each form; arguments and errors are those of :func:`latency_entries`."""
     ratios = _ratios(peaks_mib, reference, "memory")
     return tuple(MemoryEntry(name=name, peak_mib=float(peak), ratio=ratios[name]) for name, peak in peaks_mib.items())
 
 
 def reference_entry(entries: Sequence[Entry]) -> Entry | None:
-    """Return the float entry: the one named ``float``, else the first; None where there is none."""
+    """Return the entry named ``float``, else the first one; None if there is none."""
     named = [entry for entry in entries if entry.name == "float"]
     return next(iter(named or entries), None)
 
 
 def quantized_entry(entries: Sequence[Entry]) -> Entry | None:
-    """Return the entry that the headline is about: the one named ``engine``, else the last but the reference."""
+    """Return the entry of the headline: that named ``engine``, else the last one that is not the reference."""
     named = [entry for entry in entries if entry.name == "engine"]
     reference = reference_entry(entries)
     others = [entry for entry in entries if entry is not reference]

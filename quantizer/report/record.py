@@ -1,8 +1,8 @@
-"""The record of a run: what was done, what it cost and what it won, as frozen data.
+"""The record of a run as frozen data: its configuration, its measurements and its results.
 
-Every dataclass here is one object of ``report.json``; the text under a field is its documentation, from which
-``docs/report-format.md`` is made. All ratios read the same way: float divided by this, so larger is better.
-A field added, removed or changed in meaning needs a new :data:`VERSION`.
+Every dataclass here is one object of ``report.json``. The text under a field documents it, and
+``docs/report-format.md`` is generated from these texts. All ratios are float divided by this, so larger is better.
+A field that is added, removed or changed in meaning needs a new :data:`VERSION`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ModelInfo(Record):
     source: str
     """Where the model came from: a folder, a hub name, or ``package:NAME/FOLDER``."""
     task: str
-    """The task it was run as, such as ``sentence-similarity``."""
+    """The task of the model, such as ``sentence-similarity``."""
     parameters: int
     """Number of parameters of the float model."""
 
@@ -69,22 +69,22 @@ class Score(Record):
 
     which: str
     """Which form: ``float`` (the reference), ``proxy`` (the quantized PyTorch model), ``engine`` (the built engine), or
-    ``simulation`` (the proxy with a half rest, as the engine has it, where nothing could run the engine). Of a run that
-    trained, ``ptq`` (the proxy before training) and ``qat`` (the proxy after it) stand in place of ``proxy``."""
+    ``simulation`` (the proxy with its float part in half precision, if the engine could not run). A run with training
+    has ``ptq`` (the proxy before training) and ``qat`` (the proxy after it) in place of ``proxy``."""
     value: float
     """The metric's value."""
     metric: str
     """Name of the metric, such as ``spearman`` or ``accuracy``."""
     paired: Mapping[str, float | None] = field(default_factory=dict)
-    """Figures against the float model on the same inputs, by name: ``label_flips`` (a share), ``mean_cosine``."""
+    """Comparisons with the float model on the same inputs, by name: ``label_flips`` (a share), ``mean_cosine``."""
     difference: float | None = None
     """This value minus the float value; null for float itself."""
     interval: tuple[float, float] | None = None
-    """95% bootstrap interval [low, high] of the difference; null where it was not computed."""
+    """95% bootstrap interval [low, high] of the difference; null if it was not computed."""
     rows: int | None = None
     """Number of evaluation examples."""
     higher_is_better: bool = True
-    """Whether a larger value is a better one."""
+    """Whether a higher value is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,98 +136,98 @@ class MemoryEntry(Record):
     name: str
     """The form; ``float`` names the reference and ``engine`` the quantized one."""
     peak_mib: float
-    """Peak resident memory in MiB while the engine loads and runs in a process of its own, above what that process held
-    before."""
+    """Peak resident memory in MiB while the engine loads and runs in a process of its own, less the memory of that
+    process before."""
     ratio: float
     """The float peak divided by this peak; above 1 is less memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SensitivityRow(Record):
-    """The cost of quantizing one group alone."""
+    """The error of quantizing one group alone."""
 
     group: str
     """Name of the group."""
     kind: str
     """Kind of the group's sites; several are separated by commas."""
     block: str = ""
-    """The block that it stands in: the path of a module up to its first number, such as ``encoder.layer.3``."""
+    """The block of the group: the path of a module up to its first number, such as ``encoder.layer.3``."""
     position: int = 0
     """Its place in the model's order, from 0."""
     sites: tuple[str, ...] = ()
     """Names of the sites in the group."""
     parts: tuple[str, ...] = ()
-    """The precision groups that it is made of: itself, where nothing coarser was measured."""
+    """The precision groups that it consists of: itself, unless coarser groups were measured."""
     activations: int = 0
-    """How many activations it quantizes."""
+    """How many of its operands are activations."""
     multiply_adds: int = 0
     """Multiply-adds of its sites in calibration."""
     error: float
-    """What quantizing this group alone costs, in the run's ``measure``; 0 is no change."""
+    """The error of quantizing this group alone, by the run's ``measure``; 0 is no change."""
     rank: int
-    """Place in the ranking, from 1, the most sensitive."""
+    """Place in the ranking; 1 is the highest error."""
     fallback: bool = False
-    """Whether the group was put back to float."""
+    """Whether the group fell back to float."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Record):
-    """One score that a search for the groups to put back took."""
+    """One score in a search for the groups that fall back to float."""
 
     groups: tuple[str, ...]
-    """What was float in it."""
+    """Names of the groups that were float."""
     score: float
     """The metric."""
     drop: float
-    """How much worse that is than the float model's score; negative where it is better."""
+    """How much worse the score is than the float model's; negative if it is better."""
     cost: float
-    """The sum of the costs of what was put back; the number of groups, where no costs were given."""
+    """The sum of the costs of the groups; their number, if no costs were given."""
     front: bool = False
     """Whether no other evaluation beats it in both cost and drop."""
     chosen: bool = False
-    """Whether this is what was put back in the end."""
+    """Whether the search chose these groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fallback(Record):
-    """The groups that were put back to float."""
+    """The groups that fell back to float."""
 
     groups: tuple[str, ...]
     """Names of the groups."""
     reason: str
-    """Why these: the budget that was given, such as ``num=4``."""
+    """Why these groups: the arguments of the choice, such as ``num=4``, and the result of a search."""
     evaluations: tuple[Evaluation, ...] = ()
-    """The scores that a search took, in order; empty where there was none."""
+    """The scores that a search measured, in order; empty if there was none."""
     float_score: float | None = None
-    """The float model's score in that search; null where there was none."""
+    """The float model's score in that search; null if there was none."""
     max_drop: float | None = None
-    """How much worse than that the score may be; null where there was no search."""
+    """How much worse than the float score the score may be; null if there was no search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingScore(Record):
-    """A score on the tuning rows in the course of a training."""
+    """A score on the tuning rows before or during training."""
 
     step: int
-    """After how many steps it was taken; 0: before training, which is the score of PTQ."""
+    """The number of steps before this score; 0 is the score of PTQ."""
     score: float
     """The metric."""
     best: bool = False
-    """Whether this is the state that was kept."""
+    """Whether the model of this score was kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun(Record):
-    """The training with rounded operands."""
+    """The quantization-aware training."""
 
     metric: str
     """Name of the metric."""
     higher_is_better: bool
-    """Whether a larger value is a better one."""
+    """Whether a higher value is better."""
     planned: int
-    """How many steps were planned."""
+    """The number of steps that were planned."""
     losses: tuple[float, ...]
-    """What was minimised at each step: how far the outputs of its batch were from the float model's."""
+    """The loss of each step: the distance of the outputs of its batch from those of the float model."""
     learning_rates: tuple[float, ...]
     """The learning rate of each step."""
     scores: tuple[TrainingScore, ...]
@@ -235,7 +235,7 @@ class TrainingRun(Record):
     float_score: float
     """The float model's score on the tuning rows."""
     stopped: str | None = None
-    """Why it ended before all steps were made; null where it did not."""
+    """Why training ended before the planned steps; null if it did not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ class EngineFile(Record):
     build_seconds: float
     """Time to build it, in seconds."""
     verified: str
-    """What was checked on it, and the outcome."""
+    """What was checked on the engine, and the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,38 +277,38 @@ class RunRecord(Record):
     model: ModelInfo
     """The model that the run started from."""
     scores: tuple[Score, ...] = ()
-    """Scores of float, proxy and engine or simulation; empty where nothing was evaluated."""
+    """Scores of float, proxy and engine or simulation; empty if nothing was evaluated."""
     latency: Latency | None = None
-    """Latencies; null where they were not measured."""
+    """Latencies; null if they were not measured."""
     size: tuple[SizeEntry, ...] = ()
-    """Sizes on disk; empty where they were not measured."""
+    """Sizes on disk; empty if they were not measured."""
     memory: tuple[MemoryEntry, ...] = ()
-    """Peak memory; empty where it was not measured."""
+    """Peak memory; empty if it was not measured."""
     coverage: tuple[Site, ...] = ()
-    """Every site found, quantized or not."""
+    """All sites, quantized or not."""
     covered_share: float | None = None
-    """Share of the multiply-adds of all matrix products and convolutions that torch executed in calibration, whether a
-    site was found for them or not, that run in low precision: 0 to 1; null where nothing was counted."""
+    """Share in low precision of the multiply-adds of all matrix products and convolutions that torch executed in
+    calibration, in sites and outside of them: 0 to 1; null if none were counted."""
     escaped: tuple[UnquantizedProduct, ...] = ()
     """The products that do not run in low precision, the largest first, each with its reason."""
     histograms: tuple[Histogram, ...] = ()
-    """Histograms of the quantized activations with the lowest SQNR, the lowest first; empty where none were kept."""
+    """Histograms of the quantized activations with the lowest SQNR, the lowest first; empty if none were kept."""
     sensitivity: tuple[SensitivityRow, ...] = ()
-    """The ranking of groups; empty where it was not measured."""
+    """The ranking of groups; empty if it was not measured."""
     measure: str | None = None
-    """What the ranking's errors are: ``gradient`` (the divergence of the output, estimated from gradients), ``loss``
-    (the effect on a loss that was given, estimated likewise), ``output`` (the divergence of the output), ``local`` (the
-    relative error at the sites), ``metric`` (the drop of the metric). The divergence is the Kullback-Leibler divergence
-    of logits, the relative error of any other output; null where nothing was measured."""
+    """The measure of the ranking's errors: ``gradient`` (the divergence of the output, estimated from gradients),
+    ``loss`` (the effect on the user's loss, estimated from gradients), ``output`` (the divergence of the output),
+    ``local`` (the relative error at the sites), ``metric`` (the drop of the metric). The divergence is the
+    Kullback-Leibler divergence of logits, or the relative error of any other output. Null if nothing was measured."""
     fallback: Fallback | None = None
-    """The groups put back to float; null where none were."""
+    """The groups that fell back to float; null if none did."""
     training: TrainingRun | None = None
-    """The training with rounded operands; null where there was none."""
+    """The quantization-aware training; null if there was none."""
     engine: EngineFile | None = None
-    """The engine; null where none was built."""
+    """The engine; null if none was built."""
     inspection: Inspection | None = None
-    """What the engine runs in which precision, or what its graph asks for where it could not be observed; null where
-    none was built."""
+    """The precision of each layer of the engine, or what the ONNX file asks for if the engine could not be observed;
+    null if none was built."""
     diff: str = ""
     """The rewritten source as a unified diff; may be long."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -8,7 +8,7 @@ __all__ = ["Record"]
 
 
 class Record:
-    """Base: lists given to a constructor become tuples, so that a record is hashable in parts and compares by value."""
+    """The base of a record: lists among the arguments become tuples, so that records compare by value."""
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass

@@ -1,4 +1,4 @@
-"""A fallback and the search that found it, as records."""
+"""The records of a fallback and of the search for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["fallback_reason", "fallback_record"]
 
 
 def fallback_record(chosen: Chosen) -> Fallback:
-    """Return the groups with the reason for them, and every score of the search, if there was one."""
+    """Return the record of a fallback: its groups, the reason, and all scores of the search if there was one."""
     front = chosen.pareto_front()
     return Fallback(
         groups=chosen.groups,
@@ -32,11 +32,11 @@ def fallback_record(chosen: Chosen) -> Fallback:
 
 
 def fallback_reason(chosen: Chosen) -> str:
-    """Return why these groups: what was asked, and what a search found."""
+    """Return the reason for the groups: the arguments of ``fallback()``, and the result of a search."""
     if chosen.float_score is None:
         return f"chosen by fallback({chosen.asked})"
     scores = {frozenset(evaluation.groups): evaluation.score for evaluation in chosen.evaluations}
-    # Only all groups together may have no score: they are the float model.
+    # Only the fallback of all groups may lack a score: it is the float model.
     reached = scores.get(frozenset(chosen.groups), chosen.float_score)
     return (
         f"found by fallback({chosen.asked}) in {1 + len(chosen.evaluations)} evaluations: {reached:.5f} on the "

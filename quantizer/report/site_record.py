@@ -1,4 +1,4 @@
-"""The records of sites: what became of each, the values that its operands took, and the products without one."""
+"""The records of sites: the decision for each, its operands, their histograms, and the products in float."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quantizer.report.record_base import Record
 
 __all__ = ["Histogram", "Operand", "RangeCandidate", "Site", "UnquantizedProduct"]
 
-# An add of integers, tuples or broadcasts is found like any other, but tells a reader nothing.
+# Additions of integers, tuples or broadcasts are sites like all others, but of no interest to a reader.
 _QUIET = (
     ReasonCode.NOT_TENSORS,
     ReasonCode.ADD_BROADCASTS,
@@ -31,29 +31,29 @@ class Operand(Record):
     quantized: bool
     """Whether this operand is in low precision."""
     dtype: str = "int8"
-    """The format that it is held in where it is quantized: ``int8``, ``uint8``, ``fp8``, ``int4``."""
+    """Its number format if it is quantized: ``int8``, ``uint8``, ``fp8``, ``int4``."""
     block_size: int | None = None
-    """How many neighbours along the input channels of a weight share a scale; null where there are no blocks."""
+    """How many neighbours along the input channels of a weight share a scale; null without blocks."""
     zero_point: int | None = None
-    """The step of 0.0 in an asymmetric format; null in a symmetric one."""
+    """The code of 0.0 in an asymmetric format; null in a symmetric one."""
     minimum: float | None = None
-    """Lowest value seen; null where none was."""
+    """Lowest value in calibration; null if there was none."""
     maximum: float | None = None
-    """Highest value seen; null where none was."""
+    """Highest value in calibration; null if there was none."""
     amax: float | None = None
-    """Largest absolute value that is represented (of all channels); null where there is no range."""
+    """Largest absolute value that the format represents (over all channels); null if there is no range."""
     scale: float | None = None
-    """Step between two neighbouring values (the largest of all channels); null where there is no range."""
+    """Scale, the value of one step of the format (the largest of all channels); null if there is no range."""
     channels: int = 1
-    """Number of ranges: 1 is per tensor, more is one for each output channel, or for each block."""
+    """Number of scales: 1 is per tensor, more are one for each output channel, or for each block."""
     sqnr_db: float | None = None
-    """Signal to quantization noise of this operand in calibration, in dB; null where it was not measured."""
+    """Signal to quantization noise of this operand in calibration, in dB; null if it was not measured."""
     clipped: float | None = None
-    """Share of the values beyond the range in calibration, 0 to 1; null where it was not measured."""
+    """Share of the values beyond the range in calibration, 0 to 1; null if it was not measured."""
     estimate: str | None = None
-    """The calibrator that was chosen for the range among several; null where there was no choice."""
+    """The calibrator that was chosen for the range among several; null if there was no choice."""
     group: str | None = None
-    """The precision group: what goes back to float together; null where there is none."""
+    """The precision group, whose operands fall back to float together; null if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +75,15 @@ class Site(Record):
     reason: str
     """Why it is quantized, or why not."""
     rule: str | None = None
-    """The rule of the configuration that decided, such as ``exclude.names: classifier``; null where none did."""
+    """The rule of the configuration that decided, such as ``exclude.names: classifier``; null if none did."""
     multiply_adds: int | None = None
-    """Multiply-adds of one call in calibration; null where they were not counted."""
+    """Multiply-adds of all its calls in calibration; null if they were not counted."""
     operands: tuple[Operand, ...] = ()
     """The operands that can be quantized."""
 
     @property
     def quiet(self) -> bool:
-        """True for an addition that is no candidate, or a table that nobody asked to quantize: no view shows it."""
+        """True for an addition that is no candidate and an embedding whose kind is switched off: tables omit both."""
         if self.kind == "embedding":
             return self.rule == RuleKind.SWITCH.text(key="embedding", value="false")
         return self.kind == "residual_add" and not self.quantized and ReasonCode.of(self.reason) in _QUIET
@@ -91,11 +91,11 @@ class Site(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RangeCandidate(Record):
-    """A range that an operand might have."""
+    """A candidate for the range of an operand."""
 
     name: str
-    """How it is estimated: ``max``, ``percentile 99.9``, ``mse``, ``entropy``; ``chosen`` for a range that none of
-    them gives."""
+    """The estimate: ``max``, ``percentile 99.9``, ``mse``, ``entropy``, ``0.81 of max``; ``chosen`` for any other
+    range."""
     amax: float
     """Largest absolute value that it represents."""
     clipped: float
@@ -108,22 +108,22 @@ class RangeCandidate(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram(Record):
-    """The absolute values that an operand took in calibration, and what ranges would make of them."""
+    """The absolute values of an operand in calibration, with candidates for its range."""
 
     name: str
     """The operand, as ``SITE.OPERAND``."""
     dtype: str
-    """The format that the candidates are judged by."""
+    """The format for which the candidates are judged."""
     minimum: float
-    """Lowest value seen."""
+    """Lowest value in calibration."""
     maximum: float
-    """Highest value seen."""
+    """Highest value in calibration."""
     width: float
     """Width of a bin."""
     counts: tuple[int, ...]
     """Number of values in each bin: bin i holds absolute values from i times the width up to the next bin."""
     candidates: tuple[RangeCandidate, ...]
-    """Ranges to choose from, the largest first."""
+    """The candidate ranges, the largest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +131,9 @@ class UnquantizedProduct(Record):
     """Matrix products or convolutions of one operation in one place that do not run in low precision."""
 
     path: str
-    """Path of the innermost module that was running; empty for the model itself."""
+    """Path of the innermost module that computed the product; empty for the model itself."""
     site: str | None = None
-    """Name of the site; null where the product ran outside of any site."""
+    """Name of the site; null if the product ran outside of any site."""
     operation: str
     """The operation as torch executed it, such as ``addmm``."""
     multiply_adds: int
@@ -143,4 +143,4 @@ class UnquantizedProduct(Record):
     reason: str
     """Why; one of a closed list, such as ``excluded by rule``."""
     detail: str = ""
-    """The evidence: the calling function and line, the type of the operands, or what the site says."""
+    """The evidence: the calling function and line, the type of the operands, or the reason of the site."""

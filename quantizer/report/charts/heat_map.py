@@ -1,7 +1,7 @@
-"""The sensitivity ranking as a heat map: where in the model, and in what, the errors are.
+"""The sensitivity ranking as a heat map of the errors by block and kind of site.
 
-Cells are one hue, the more of it the larger the sum of the errors, on a log scale: so the order is seen with any kind
-of colour vision, and on a light page as on a dark one. At most 0.8 of the hue keeps the text on it readable on both.
+All cells have one hue, whose opacity grows with the log of the sum of errors, so that the order is visible with any
+kind of colour vision, on light and on dark pages. An opacity of at most 0.8 keeps the text on it readable on both.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["sensitivity_heatmap"]
 _HUE = "#d55e00"
 _FAINT, _FULL = 0.06, 0.8
 _DECADES = 3
-"""Smaller sums than this below the largest look alike: one group without any error must not cost all the others their
-contrast."""
+"""Decades that the colour scale spans; smaller sums have its lowest colour, so that a group with almost no error does
+not take the contrast from all others."""
 _STEPS = 5
 _KINDS = ("embedding", "conv", "linear", "matmul", "residual_add")
 _SEVERAL = "several kinds"
 _NAMED = 8
-"""Groups that a cell's tooltip names."""
+"""The largest number of groups that the tooltip of a cell names."""
 
 # In percent of the width, and in pixels.
 _LEFT, _RIGHT = 22, 80
@@ -47,13 +47,13 @@ _Cells = Mapping[tuple[str, str], Sequence[RankedRow]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scale:
-    """The scale from sums to shares of the hue."""
+    """The colour scale, which maps sums of errors to opacities."""
 
     low: float
     high: float
 
     def strength(self, value: float) -> float:
-        if not value > 0:  # NaN and what is no worse than float
+        if not value > 0:  # NaN, or no worse than float
             return 0.0
         span = math.log(self.high / self.low)
         share = math.log(min(max(value, self.low), self.high) / self.low) / span if span > 0 else 1.0
@@ -66,14 +66,16 @@ class _Scale:
 
 
 def sensitivity_heatmap(rows: Sequence[RankedRow], *, measure: str | None) -> str:
-    """Return a row for each block and a column for each kind of site; the operands of residual adds have a column each.
+    """Return a heat map with a row for each block and a column for each kind of site.
+
+    Residual adds have a column for each operand.
 
     Args:
         rows: the groups, in any order.
-        measure: what their errors are; None: not known.
+        measure: the measure of their errors; None: unknown.
 
     Returns:
-        One ``<svg>`` element that fills the width it is given; a sentence in it if ``rows`` is empty.
+        An ``<svg>`` element as wide as its container; it shows a sentence if ``rows`` is empty.
     """
     if not rows:
         return svg_note("Sensitivity was not measured.")
@@ -107,7 +109,7 @@ def sensitivity_heatmap(rows: Sequence[RankedRow], *, measure: str | None) -> st
 
 
 def _column(row: RankedRow) -> str:
-    """Return the kind; of an operand of a residual add also which one, as each is a group of its own."""
+    """Return the column of a group: its kind, for residual adds with the operand, as each is a group of its own."""
     if "," in row.kind:
         return _SEVERAL
     operand = row.group.removeprefix(f"{row.sites[0]}.") if len(row.sites) == 1 else row.group
@@ -115,7 +117,7 @@ def _column(row: RankedRow) -> str:
 
 
 def _place(column: str) -> tuple[int, str]:
-    """Known kinds first, in one order for all models."""
+    """Return a sort key: known kinds come first, in one order for all models."""
     kind = column.split(" ")[0]
     return _KINDS.index(kind) if kind in _KINDS else len(_KINDS), column
 
@@ -127,7 +129,7 @@ def _sum(rows: Sequence[RankedRow]) -> float:
 
 
 def _scale(sums: Sequence[float]) -> tuple[_Scale, bool]:
-    """Return the scale of all cells, and whether smaller sums than its least are among them."""
+    """Return the colour scale of all cells, and whether any sum is below it."""
     positive = [value for value in sums if 0 < value < math.inf]
     high = max(positive, default=1.0)
     least = min(positive, default=1.0)
@@ -138,7 +140,7 @@ def _scale(sums: Sequence[float]) -> tuple[_Scale, bool]:
 def _heading(column: str, middle: float, columns: int) -> str:
     first, _, second = column.partition(" ")
     parts = []
-    # As many characters as fit at the narrowest of each kind of page: 700 and 320 pixels.
+    # The number of characters that fit at the smallest widths of the two layouts: 700 and 320 pixels.
     for css, length in (("qz-wide", 62 // columns), ("qz-narrow", 26 // columns)):
         short = first if len(first) <= length else f"{first[: max(length - 1, 3)]}."
         parts.append(svg_text(f"{middle:.2f}%", _HEAD - (21 if second else 8), short, f"qz-value {css}", "middle"))
@@ -148,7 +150,7 @@ def _heading(column: str, middle: float, columns: int) -> str:
 
 
 def _short(blocks: Sequence[str], length: int) -> list[str]:
-    """Names of at most ``length`` characters: their last segments, or both ends where these do not tell them apart."""
+    """Return names of at most ``length`` characters: the last segments, or both ends if these are not unique."""
     tails = [_tail(block, length) for block in blocks]
     return tails if len(set(tails)) == len(blocks) else [shorten(block, length) for block in blocks]
 
@@ -183,13 +185,13 @@ def _cell(rows: Sequence[RankedRow], column: str, left: float, top: float, width
 
 
 def _mark(back: int, groups: int) -> str:
-    """Return the outline of a cell of which groups were put back: broken where it is not all of them."""
+    """Return the outline of a cell with ``back`` groups in float: solid if all are, dashed if some are."""
     broken = ' stroke-dasharray="4 3"' if back < groups else ""
     return f' stroke="currentColor" stroke-width="2"{broken}' if back else ""
 
 
 def _marks(cells: _Cells) -> list[tuple[str, str]]:
-    """Return the outlines that there are, with their meaning."""
+    """Return the entries of the legend for the outlines in use."""
     back = [(sum(row.fallback for row in rows), len(rows)) for rows in cells.values()]
     square = '<rect x="1" y="3" width="12" height="11" rx="2" fill="none"'
     found = []
@@ -203,7 +205,7 @@ def _marks(cells: _Cells) -> list[tuple[str, str]]:
 def _shares(
     sums: Mapping[tuple[str, str], float], blocks: Sequence[str], columns: Sequence[str], width: float
 ) -> list[str]:
-    """Return what each block and each column has of all errors: bars on the right, figures below."""
+    """Return the share of each block (bars on the right) and of each column (figures below) in all errors."""
     everything = math.fsum(value for value in sums.values() if 0 < value < math.inf)
     if everything == 0:
         return []
@@ -232,14 +234,14 @@ def _shares(
 
 
 def _whole(share: float | None) -> str:
-    """Return a share in whole percent: there is no room for more."""
+    """Return a share in whole percent, as there is no room for more digits."""
     if share is None:
         return MISSING
     return f"{100 * share:.0f}%" if share >= 0.01 or share == 0 else "<1%"
 
 
 def _colour_scale(scale: _Scale, clipped: bool, top: float) -> list[str]:
-    """Return what the strengths mean: swatches with the sums that they stand for."""
+    """Return the legend of the colour scale: swatches with their sums."""
     steps = scale.steps()
     width = (_RIGHT - _LEFT) / _STEPS
     parts = [svg_text(0, top + 11, "log scale", "qz-value")]

@@ -1,4 +1,4 @@
-"""A histogram as a picture: log counts, a line at each cut-off, and below it what each candidate would cost."""
+"""A histogram as a picture: log counts, a line at each candidate's amax, and below them the candidates' figures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quantizer.report.tables.text import significant
 
 __all__ = ["histogram_figure", "histogram_svg"]
 
-# Both at least 3:1 against a white and against a near-black page (WCAG 1.4.11), and apart for the common forms of
-# colour blindness.
+# Both colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
+# forms of colour blindness.
 _KEPT, _CLIPPED = "#2f7fd6", "#c26a12"
 _HEIGHT = 110
 _AXIS = 22
@@ -38,7 +38,7 @@ def histogram_figure(histogram: Histogram) -> str:
 
 
 def histogram_svg(histogram: Histogram) -> str:
-    """Return one ``<svg>`` element that fills the width it is given."""
+    """Return an ``<svg>`` element as wide as its container."""
     end = histogram.width * len(histogram.counts)
     cut = next((entry.amax for entry in histogram.candidates if entry.chosen), end)
     lines = [_line(entry, end) for entry in histogram.candidates]
@@ -50,7 +50,7 @@ def histogram_svg(histogram: Histogram) -> str:
 
 
 def _bars(histogram: Histogram, cut: float) -> str:
-    """Return one path for what is kept and one for what lies beyond the range, in units of bins."""
+    """Return one path for the bars within the range and one for those beyond it, in units of bins."""
     largest = math.log1p(max(histogram.counts))
     kept: list[str] = []
     clipped: list[str] = []

@@ -1,6 +1,6 @@
-"""A search as a picture: the drop of the metric against the cost of what was put back.
+"""A search for a fallback as a picture: the drop of the metric against the cost of the groups in float.
 
-Drops span decades around a budget that is small, and may be negative: the axis is asinh of the drop over the budget,
+Drops may be negative, and span decades around a small budget. The axis is therefore asinh(drop / budget), which is
 about linear up to the budget and about logarithmic beyond.
 """
 
@@ -25,13 +25,13 @@ from quantizer.report.tables.text import significant
 
 __all__ = ["pareto_svg"]
 
-# At least 3:1 against a white and against a near-black page (WCAG 1.4.11), and apart for the common forms of colour
-# blindness.
+# Both colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
+# forms of colour blindness.
 _FRONT, _BUDGET = "#2f7fd6", "#c26a12"
 _HEIGHT, _MARGIN = 220, 14
 _LEFT, _RIGHT = 17, 97
 _LABEL = 15
-"""Pixels between two labels of the axis, at least."""
+"""The smallest distance in pixels between two labels of the axis."""
 
 
 class _Axes:
@@ -52,7 +52,7 @@ class _Axes:
         return round(_MARGIN + (_HEIGHT - 2 * _MARGIN) * (1 - share), 1)
 
     def ticks(self, budget: float) -> list[float]:
-        """Return drops to label: the budget, 0, and powers of ten where there is room."""
+        """Return the drops to label: the budget, 0, and the powers of ten for which there is room."""
         found: list[float] = []
         sizes = [10.0**power for power in range(-9, 10)]
         for drop in (budget, 0.0, *reversed(sizes), *(-size for size in reversed(sizes))):
@@ -65,10 +65,10 @@ class _Axes:
 
 
 def pareto_svg(fallback: Fallback) -> str:
-    """Return all scores that a search took, those that no other beats as a line, the budget, and what was chosen.
+    """Return all scores of a search, the Pareto front as a line, the budget, and the chosen fallback.
 
     Returns:
-        One ``<svg>`` element that fills the width it is given; a sentence in it if there was no search.
+        An ``<svg>`` element as wide as its container; it shows a sentence if there was no search.
     """
     points = [point for point in fallback.evaluations if math.isfinite(point.drop) and math.isfinite(point.cost)]
     if not points:
@@ -76,7 +76,7 @@ def pareto_svg(fallback: Fallback) -> str:
     budget = fallback.max_drop if fallback.max_drop is not None else 0.0
     axes = _Axes(points, budget)
     legend, top = svg_legend(list(_legend(fallback)))
-    # What was chosen comes last, so that no other point lies on it.
+    # The chosen point comes last, so that no other point covers it.
     drawn = sorted(points, key=lambda point: (point.chosen, point.front))
     inner = [*_grid(axes, budget), *_line(points, axes), *(_point(point, axes) for point in drawn)]
     end = top + _HEIGHT + 10
@@ -105,7 +105,7 @@ def _grid(axes: _Axes, budget: float) -> Iterator[str]:
 
 
 def _round_costs(largest: float) -> list[float]:
-    """0 and up to five round numbers, to the largest cost at most."""
+    """Return 0 and up to five round numbers, none above the largest cost."""
     size = 10.0 ** math.floor(math.log10(largest))
     step = next(size * share for share in (0.2, 0.5, 1, 2) if largest / (size * share) <= 5)
     return [step * number for number in range(math.floor(largest / step) + 1)]

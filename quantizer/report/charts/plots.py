@@ -1,4 +1,4 @@
-"""The sensitivity ranking as bars: the colour is the kind, and a lane beside them shows where each block stands."""
+"""The sensitivity ranking as bars, coloured by kind, with a lane beside them that shows the block of each group."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from quantizer.report.tables.text import shorten
 
 __all__ = ["sensitivity_bars"]
 
-# Each is at least 3:1 against a white and against a near-black page (WCAG 1.4.11), and they differ for the
-# common forms of colour blindness; a wide picture also writes the kind beside each bar.
+# Each has a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and they differ for the common
+# forms of colour blindness; a wide picture also writes the kind beside each bar.
 _COLOURS = {"linear": "#2f7fd6", "matmul": "#c26a12", "residual_add": "#a35bd0", "conv": "#1f8f6a"}
 _OTHER = "#7d8590"
 _ROW = 31
 _LANE, _GAP = 9, 2
-"""Percent of the width that the lane takes, and that lie between it and the bars."""
+"""The width of the lane, and of the gap between it and the bars, in percent."""
 
 
 def sensitivity_bars(rows: Sequence[RankedRow], *, measure: str | None, limit: int = 30) -> str:
-    """Horizontal bars, the largest error first, coloured by kind; a hollow bar was put back to float.
+    """Return horizontal bars, highest error first, coloured by kind; a hollow bar is a group that fell back to float.
 
     Args:
         rows: the groups, in any order.
-        measure: what their errors are; None: not known.
-        limit: bars to draw at most.
+        measure: the measure of their errors; None: unknown.
+        limit: the largest number of bars.
 
     Returns:
-        One ``<svg>`` element that fills the width it is given; a sentence in it if ``rows`` is empty.
+        An ``<svg>`` element as wide as its container; it shows a sentence if ``rows`` is empty.
     """
-    # A NaN compares with nothing: it goes last, so that the order is the same for every order of the rows.
+    # NaN has no order: it comes last, so that the result does not depend on the order of the rows.
     ranked = sorted(rows, key=lambda row: (row.error != row.error, -row.error, row.group))[:limit]
     if not ranked:
         return svg_note("Sensitivity was not measured.")
@@ -77,7 +77,7 @@ def _title(row: RankedRow) -> str:
 
 
 def _name(row: RankedRow, y: float, length: int, css: str) -> str:
-    """Return the group's name with its block in bold; each is cut by itself, so that both can be told."""
+    """Return the group's name with its block in bold; each part is shortened by itself, so that both are legible."""
     rest = row.group.removeprefix(row.block)
     if not row.block or rest == row.group:
         return svg_text(0, y, shorten(row.group, length), css)
@@ -87,7 +87,7 @@ def _name(row: RankedRow, y: float, length: int, css: str) -> str:
 
 
 def _lane(ranked: Sequence[RankedRow], blocks: Sequence[str], top: float) -> str:
-    """Return a column for each block and a mark for each bar: where the worst groups stand is seen down the rows."""
+    """Return the lane: for each bar a mark whose place shows the block of the group in the order of the model."""
     height, width = len(ranked) * _ROW, 100 / len(blocks)
     marks = [
         f'<rect x="{blocks.index(row.block) * width:.2f}%" y="{index * _ROW + 2}" width="{width:.2f}%" height="22" '
@@ -103,7 +103,7 @@ def _colour(kind: str) -> str:
 
 
 def _look(kind: str, hollow: bool) -> str:
-    """Fill of a bar or swatch of ``kind``."""
+    """Return the fill of a bar or swatch of ``kind``."""
     colour = _colour(kind)
     return f'fill="{colour}"' + (f' fill-opacity="0.15" stroke="{colour}" stroke-width="1.5"' if hollow else "")
 

@@ -1,7 +1,7 @@
 """The frame, the text and the legend of a picture.
 
-Pictures are written here rather than by a plotting library: their bars are in percent of the width and their text is in
-pixels, so that they stay readable from a phone to a wide notebook, and they take their text colour from the page.
+The package writes its own SVG instead of using a plotting library: bars are in percent of the width and text is in
+pixels, so that pictures are readable from a phone to a wide notebook, and text has the colour of the page.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ _LEGEND_ROW = 20
 
 
 def svg_text(x: float | str, y: float, content: str, css: str, anchor: str = "start") -> str:
-    """Return a line of text; its class is ``qz-name`` or ``qz-value``, with ``qz-wide`` or ``qz-narrow`` besides."""
+    """Return a line of text; ``css`` is ``qz-name`` or ``qz-value``, optionally with ``qz-wide`` or ``qz-narrow``."""
     return f'<text class="{css}" x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(content)}</text>'
 
 
 def svg_legend(entries: Sequence[tuple[str, str]], top: float = 0) -> tuple[list[str], float]:
-    """Return what a sign means, two entries in a row.
+    """Return a legend with two entries in a row.
 
     Args:
-        entries: each the markup of a sign, drawn in a square of 14 pixels, and its meaning.
-        top: where it begins.
+        entries: for each entry the markup of its sign, within a square of 14 pixels, and its meaning.
+        top: the top of the legend, in pixels.
 
     Returns:
-        The parts of the picture, and where they end.
+        The elements of the legend, and its bottom in pixels.
     """
     parts = []
     for index, (sign, meaning) in enumerate(entries):
@@ -39,12 +39,12 @@ def svg_legend(entries: Sequence[tuple[str, str]], top: float = 0) -> tuple[list
 
 
 def svg_note(sentence: str) -> str:
-    """Return a picture that is only a sentence, where there is nothing to draw."""
+    """Return a picture that shows only a sentence, for when there is nothing to draw."""
     return svg_picture(sentence, 24, [svg_text(0, 16, sentence, "qz-name")])
 
 
 def svg_picture(label: str, height: float, parts: Sequence[str]) -> str:
-    """Return one ``<svg>`` element as wide as where it stands; ``label`` is what a screen reader says."""
+    """Return an ``<svg>`` element as wide as its container; ``label`` is for screen readers."""
     style = (
         f".qz-bars{{display:block;width:100%;max-width:1100px;font-family:{_FONT}}}"
         ".qz-bars text{fill:currentColor;font-size:12px}"

@@ -1,4 +1,4 @@
-"""A training as two pictures over its steps: the loss, and the score beside those of the float model and of PTQ."""
+"""A training as two pictures over its steps: the loss, and the score with lines for the float model and for PTQ."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from quantizer.report.tables.text import plain
 
 __all__ = ["loss_svg", "score_svg", "training_caption"]
 
-# At least 3:1 against a white and against a near-black page (WCAG 1.4.11), and apart for the common forms of colour
-# blindness.
+# All colours have a contrast of at least 3:1 to white and to near-black pages (WCAG 1.4.11), and differ for the common
+# forms of colour blindness.
 _LINE, _FLOAT, _PTQ = "#2f7fd6", "#1f8f6a", "#c26a12"
 _HEIGHT, _MARGIN, _LEFT, _RIGHT = 180, 12, 14, 98
 _POINTS = 200
-"""A longer curve is drawn as means of neighbouring steps."""
+"""The largest number of points of a curve; a longer one is drawn as means of neighbouring steps."""
 _LARGEST = 1e300
-"""What is beyond it is drawn there: the distance of two values has to be a number."""
+"""The largest magnitude that is drawn: the difference of two values must be finite."""
 
 
 class _Axes:
@@ -46,7 +46,7 @@ class _Axes:
         return round(_MARGIN + (_HEIGHT - 2 * _MARGIN) * (1 - share), 1)
 
     def grid(self) -> Iterator[str]:
-        """Round values as lines, and the first and the last step."""
+        """Yield lines at round values, with their labels, and the labels of the first and the last step."""
         size = 10.0 ** math.floor(math.log10(self.high - self.low))
         unit = next(size * share for share in (0.1, 0.2, 0.5, 1, 2) if (self.high - self.low) / (size * share) <= 5)
         for number in range(math.ceil(self.low / unit), math.floor(self.high / unit) + 1):
@@ -58,15 +58,15 @@ class _Axes:
 
 
 def _drawable(value: float) -> float:
-    """Return the value, within what distances between values can be computed for; NaN is drawn as 0."""
+    """Return the value, limited so that differences of values are finite; NaN becomes 0."""
     return 0.0 if math.isnan(value) else max(-_LARGEST, min(_LARGEST, value))
 
 
 def loss_svg(training: TrainingRun) -> str:
-    """Return the loss of each step.
+    """Return the curve of the loss over the steps.
 
     Returns:
-        One ``<svg>`` element that fills the width it is given; a sentence in it if no step was made.
+        An ``<svg>`` element as wide as its container; it shows a sentence if no step was made.
     """
     if not training.losses:
         return svg_note("No step was made.")
@@ -79,10 +79,10 @@ def loss_svg(training: TrainingRun) -> str:
 
 
 def score_svg(training: TrainingRun) -> str:
-    """Return the scores on the tuning rows, with lines at that of the float model and that of PTQ.
+    """Return the scores on the tuning rows, with lines at those of the float model and of PTQ.
 
     Returns:
-        One ``<svg>`` element that fills the width it is given.
+        An ``<svg>`` element as wide as its container.
     """
     points = [(float(entry.step), entry.score) for entry in training.scores]
     axes = _Axes(training.planned, [training.float_score, *(score for _, score in points)])
@@ -118,7 +118,7 @@ def score_svg(training: TrainingRun) -> str:
 
 
 def training_caption(training: TrainingRun) -> str:
-    """Return what the training did, in a line."""
+    """Return a summary of the training in a line."""
     made = f"{len(training.losses):,} of {counted(training.planned, 'step')}"
     ended = f", stopped: {training.stopped}" if training.stopped else ""
     best = next((entry for entry in training.scores if entry.best), None)

@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs nothing but itself.
+"""The report as a self-contained HTML file.
 
-The page holds its own style and its own small script (sorting and filtering of tables); a content security policy
-forbids everything else, the network included, and admits that one script by its hash.
+The page contains its style and a small script (sorting and filtering of tables). A content security policy admits this
+script by its hash and forbids everything else, the network included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def html_from_record(record: RunRecord) -> str:
 
 
 def write_html(record: RunRecord, path: Path | str) -> Path:
-    """Write the page to ``path``: complete, or not at all.
+    """Write the page to ``path`` atomically.
 
     Raises:
         MissingDependencyError: jinja2 is not installed.
@@ -45,7 +45,7 @@ def write_html(record: RunRecord, path: Path | str) -> Path:
 
 
 def require_html() -> None:
-    """Look for what a page needs.
+    """Check that the library for the page is installed.
 
     Raises:
         MissingDependencyError: jinja2 is not installed.

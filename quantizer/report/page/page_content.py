@@ -1,4 +1,4 @@
-"""The content of the page, as text and ready tables; the template only puts them in their places."""
+"""The content of the page as text and finished tables, which the template only arranges."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Tile:
     """One figure of the header."""
 
     title: str
-    """What it is."""
+    """Name of the figure."""
     value: str
     """The figure."""
     note: str
-    """What it is made of."""
+    """The values behind the figure."""
     measured: bool = True
-    """False where there is no figure."""
+    """Whether there is a figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ def _tile(title: str, value: str | None, note: str = "") -> Tile:
 
 
 def diff_files(diff: str) -> tuple[DiffFile, ...]:
-    """Return a unified diff taken apart by file; text before the first ``---`` is a file without a name."""
+    """Return a unified diff, split by file; text before the first ``---`` becomes a file named ``diff``."""
     blocks: list[list[str]] = []
     lines = diff.splitlines()
     for index, line in enumerate(lines):
@@ -238,7 +238,7 @@ def _stages(stages: Sequence[tuple[str, float]]) -> str:
 
 
 def _safe(markup: str) -> Markup:
-    """Markup that this package's tables and pictures made, where every value is already escaped."""
+    """Return markup of this package's tables and pictures, which have escaped all values, as safe for jinja2."""
     try:
         from markupsafe import Markup
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The tables of the report, each from its part of a record; an empty string where there is nothing to show."""
+"""The tables of the page, each from its part of a record; an empty string if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ += ["escaped_table", "ranges_table", "score_table", "sensitivity_table"]
 
 
 def score_table(record: RunRecord) -> str:
-    """Return one row per form of the model: metric, difference, interval and the paired figures."""
+    """Return a table with a row for each form of the model: metric, difference, interval and paired figures."""
     if not record.scores:
         return ""
     paired = list(dict.fromkeys(name for entry in record.scores for name in entry.paired))
@@ -54,7 +54,7 @@ def score_table(record: RunRecord) -> str:
 
 
 def cost_table(record: RunRecord) -> str:
-    """Return one row per engine or form: latency, size and peak memory, each with its ratio to float."""
+    """Return a table with a row for each engine or form: latency, size and peak memory, with ratios to float."""
     latency = {entry.name: entry for entry in record.latency.engines} if record.latency else {}
     size = {entry.name: entry for entry in record.size}
     memory = {entry.name: entry for entry in record.memory}
@@ -91,7 +91,7 @@ _COST_COLUMNS = {
 
 
 def coverage_by_kind(sites: Sequence[Site]) -> str:
-    """Sites, quantized sites and the share of multiply-adds, by kind."""
+    """Return the numbers of sites and quantized sites and the share of multiply-adds, by kind."""
     if not sites:
         return ""
     rows = []
@@ -105,13 +105,13 @@ def coverage_by_kind(sites: Sequence[Site]) -> str:
 
 
 def coverage_by_reason(sites: Sequence[Site]) -> str:
-    """Return why sites are not quantized; empty where all of them are."""
+    """Return the reasons of the sites that are not quantized; empty if all are."""
     rows = counted(site.reason for site in sites if not site.quantized)
     return html_table(["Why not", "Sites"], rows, label="Sites left in float, by reason", style=False) if rows else ""
 
 
 def escaped_table(products: Sequence[UnquantizedProduct]) -> str:
-    """Return every product that is not in low precision; empty where all are."""
+    """Return all products that are not in low precision; empty if there are none."""
     columns = [
         Column(title="Module", mono=True),
         Column(title="Operation", mono=True),
@@ -135,7 +135,7 @@ def escaped_table(products: Sequence[UnquantizedProduct]) -> str:
 
 
 def coverage_table(sites: Sequence[Site]) -> str:
-    """Return every site."""
+    """Return all sites with their reasons."""
     if not sites:
         return ""
     columns = [
@@ -165,7 +165,7 @@ def coverage_table(sites: Sequence[Site]) -> str:
 
 
 def ranges_table(sites: Sequence[Site]) -> str:
-    """Format, range, scale and noise of every operand that has a range; empty where none has."""
+    """Return format, range, scale and SQNR of every operand that has a range; empty if none has."""
     rows = [
         (
             site.name,
@@ -203,7 +203,7 @@ def ranges_table(sites: Sequence[Site]) -> str:
 
 
 def evaluations_table(fallback: Fallback | None) -> str:
-    """Return every score that a search took; empty where there was none."""
+    """Return all scores of a search; empty if there was none."""
     if fallback is None or not fallback.evaluations:
         return ""
     return html_table(EVALUATION_COLUMNS, evaluation_cells(fallback), label="Evaluations of the search", style=False)

@@ -1,4 +1,4 @@
-"""The precisions of what an engine runs: as a table and lines, for a terminal and a page."""
+"""The precisions of an engine's layers as tables and sentences, for a terminal and a page."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _LAYERS = (
 
 
 def verified_words(inspection: Inspection) -> str:
-    """Return whether it was observed, and how or why not: ``verified: seen in a run ...``."""
+    """Return whether the engine was observed, and how, or why not: ``verified: seen in a run ...``."""
     return f"{'verified' if inspection.verified else 'not verified'}: {inspection.note}"
 
 
 def engine_facts(inspection: Inspection) -> list[str]:
-    """Return what the shares do not say: attention, conversions, float outputs, and the reasons in words."""
+    """Return the facts besides the shares: attention, conversions, float outputs, and reasons in words."""
     lines = []
     if inspection.attention_fused or inspection.attention_apart:
         apart = f", {inspection.attention_apart} taken apart" if inspection.attention_apart else ""
@@ -64,19 +64,19 @@ def engine_facts(inspection: Inspection) -> list[str]:
 
 
 def engine_table(inspection: Inspection) -> str:
-    """Return the shares by precision, as HTML; empty where there are no layers."""
+    """Return the shares by precision, as HTML; empty if there are no layers."""
     rows = _share_rows(inspection)
     return html_table(_SHARES, rows, label="Precision in the engine", style=False) if rows else ""
 
 
 def layers_table(inspection: Inspection) -> str:
-    """Return every layer, as HTML; empty where there are none."""
+    """Return every layer, as HTML; empty if there are none."""
     rows = [_layer_row(layer) for layer in inspection.layers]
     return html_table(_LAYERS, rows, label="Layers of the engine", style=False) if rows else ""
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:
-    """Print whether it was verified, the shares, the facts, and the layers that take longest."""
+    """Print whether the engine was observed, the shares, the facts, and the slowest layers."""
     style = "bold" if inspection.verified else "bold yellow"
     console.print(Text(verified_words(inspection), style=style), soft_wrap=True)
     if not inspection.shares:

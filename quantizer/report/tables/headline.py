@@ -17,30 +17,30 @@ from quantizer.report.tables.text import signed
 
 __all__ = ["covered_share", "multiply_add_share", "quantized_score", "verdict"]
 
-# A speed or size within this share of the float model's is called the same: timings vary by about as much.
+# A ratio within this share of 1 counts as no change: timings vary by about as much.
 _SAME = 0.05
 
 
 def verdict(record: RunRecord) -> str:
-    """Return one paragraph: speed, size, memory, score and coverage; what was not measured is said too."""
+    """Return a paragraph on speed, size, memory, score and coverage, which also names what was not measured."""
     return " ".join([*_speed(record), *_size(record), *_memory(record), *_score(record), *_coverage(record)])
 
 
 def quantized_score(scores: Sequence[Score]) -> Score | None:
-    """Return the score that the headline is about: the nearest to the engine's, else the last that is not float."""
+    """Return the score of the headline: that of the form nearest to the engine, else the last that is not float."""
     by_name = {entry.which: entry for entry in scores if entry.which != "float"}
     nearest = (by_name[which] for which in ("engine", "simulation", "qat", "proxy") if which in by_name)
     return next(nearest, next(reversed(by_name.values()), None))
 
 
 def multiply_add_share(sites: Sequence[Site]) -> float | None:
-    """Share of the counted multiply-adds that run in low precision, 0 to 1; None where none were counted."""
+    """Return the share of the sites' multiply-adds in low precision, 0 to 1; None if none were counted."""
     total = sum(site.multiply_adds or 0 for site in sites)
     return sum(site.multiply_adds or 0 for site in sites if site.quantized) / total if total else None
 
 
 def covered_share(record: RunRecord) -> float | None:
-    """Share of the multiply-adds in low precision: of all that torch executed, else of those that sites counted."""
+    """Return the share in low precision of all multiply-adds that torch executed, or else of the sites' ones."""
     return multiply_add_share(record.coverage) if record.covered_share is None else record.covered_share
 
 

@@ -1,4 +1,4 @@
-"""Words for the errors of a ranking: each measure has its own."""
+"""The words for the errors of a ranking, by measure."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ __all__ = ["ErrorWords", "error_words"]
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorWords:
-    """The words for an error."""
+    """The words for the error of a measure."""
 
     column: str
     """Title of its column."""
     phrase: str
-    """The same in a sentence, without its first capital."""
+    """The name of the error within a sentence, without a capital first letter."""
 
     @property
     def caption(self) -> str:
-        """One line above a picture."""
+        """The line above a picture."""
         return f"{self.column[:1].upper()}{self.column[1:]}, one group quantized at a time"
 
     @property
     def heading(self) -> str:
-        """The phrase, with its first capital."""
+        """The phrase with a capital first letter."""
         return self.phrase[:1].upper() + self.phrase[1:]
 
 

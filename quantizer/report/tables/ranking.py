@@ -1,4 +1,4 @@
-"""The fields that pictures of a ranking read, and the order in which they show blocks."""
+"""The fields of a ranking that pictures read, and the order of blocks in pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RankedRow(Protocol):
 
     @property
     def block(self) -> str:
-        """The block that it stands in."""
+        """The block of its first site."""
 
     @property
     def position(self) -> int:
@@ -33,11 +33,11 @@ class RankedRow(Protocol):
 
     @property
     def error(self) -> float:
-        """The cost of quantizing it alone."""
+        """The error of quantizing it alone."""
 
     @property
     def fallback(self) -> bool:
-        """True if it was put back to float."""
+        """True if it fell back to float."""
 
 
 def blocks_in_order(rows: Iterable[RankedRow]) -> list[str]:

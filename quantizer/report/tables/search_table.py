@@ -1,4 +1,4 @@
-"""The scores that a search took, as the cells of a table: for a terminal, a notebook and the page."""
+"""The scores of a search as the cells of a table, for a terminal, a notebook and the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVALUATION_COLUMNS = (
 
 
 def evaluation_cells(fallback: Fallback) -> list[list[Any]]:
-    """Return one row for each evaluation, in order."""
+    """Return the cells of one row for each evaluation, in order."""
     return [
         [
             number,
@@ -40,7 +40,7 @@ def evaluation_cells(fallback: Fallback) -> list[list[Any]]:
 
 
 def evaluation_caption(fallback: Fallback) -> str:
-    """Return what the search was to find, and what it found."""
+    """Return the budget and the result of the search, in a line."""
     words = [text.counted(len(fallback.evaluations), "evaluation")]
     if fallback.float_score is not None:
         words.append(f"the float model scores {text.plain(fallback.float_score)}")

@@ -1,4 +1,4 @@
-"""The short table that ends a run and that ``show`` prints."""
+"""The short table that a run prints at its end, and ``quantizer show`` later."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def print_summary(folder: Path | str, console: Console) -> None:
     """Print the table of the run in ``folder``.
 
     Raises:
-        QuantizerError: the folder holds no report.json that can be read.
+        QuantizerError: the folder has no readable report.json.
     """
     folder = Path(folder)
     print_record(read_record(folder / "report.json"), folder, console)
 
 
 def print_record(record: RunRecord, folder: Path | str, console: Console) -> None:
-    """Print score, speed and size of float, proxy and engine, what the engine runs, and where it is."""
+    """Print score, speed and size of float, proxy and engine, the engine's precisions, and the paths of the files."""
     folder = Path(folder)
     console.print(_table(record))
     if record.inspection is not None:
@@ -65,7 +65,7 @@ def _table(record: RunRecord) -> Table:
 
 
 def _costs(record: RunRecord) -> dict[str, tuple[str, str]]:
-    """Speed and size of float and of the engine."""
+    """Return speed and size, as text, of the float model and of the engine."""
     engines = record.latency.engines if record.latency else ()
     costs = {}
     for name, speed, size in (

@@ -1,4 +1,4 @@
-"""Tables: one description of the columns, as HTML for notebooks and reports and as text for terminals."""
+"""Tables from one description of their columns: HTML for notebooks and reports, text for terminals."""
 
 from __future__ import annotations
 
@@ -34,21 +34,18 @@ _ALIGN = {True: ' class="qz-num"', False: ""}
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """The look of one column.
-
-    Only ``title`` is needed; a bare string stands for a column with that title.
-    """
+    """The title and the format of a column; a plain string stands for a column with only a title."""
 
     title: str
     """Heading."""
     numeric: bool | None = None
-    """Align right; None decides by the values: all of them numbers or None."""
+    """Whether to align right; None: if all values are numbers or None."""
     mono: bool = False
-    """Set in a fixed-width face: names and paths."""
+    """Whether to use a fixed-width font, as for names and paths."""
     show: Callable[[Any], str] = plain
-    """Text of a value other than None; None is always a dash."""
+    """The function that gives the text of a value; None is always a dash."""
     tone: Callable[[Any], str] | None = None
-    """CSS class of a value; HTML only."""
+    """The function that gives the CSS class of a value; HTML only."""
 
 
 def html_table(
@@ -60,18 +57,18 @@ def html_table(
     limit: int | None = None,
     style: bool = True,
 ) -> str:
-    """Return a table in a container that scrolls sideways by itself; every value is escaped.
+    """Return a table in a container that scrolls sideways; every value is escaped.
 
     Args:
-        columns: one per cell of a row.
-        rows: cells; None is a dash.
-        caption: heading of the table.
-        label: what a screen reader calls the container; the default is the caption.
-        limit: rows to show, followed by how many were left out; None shows all.
-        style: put the style in front, as notebooks need it.
+        columns: the columns, one for each cell of a row.
+        rows: the cells of each row; None is a dash.
+        caption: the heading of the table.
+        label: the name of the container for screen readers; None: the caption.
+        limit: the largest number of rows, followed by the number of the others; None: all rows.
+        style: whether to put the style sheet in front, as notebooks need it.
 
     Raises:
-        ValueError: a row with more or fewer cells than there are columns.
+        ValueError: a row has more or fewer cells than there are columns.
     """
     described = _described(columns, rows)
     shown = rows if limit is None else rows[:limit]
@@ -98,9 +95,9 @@ def text_table(
     title: str | None = None,
     limit: int | None = None,
 ) -> Table:
-    """Return the same table for a terminal; ``[brackets]`` in a value are text, not markup.
+    """Return the table for a terminal; ``[brackets]`` in a value are text, not markup.
 
-    Arguments as :func:`html_table`.
+    Arguments and errors are those of :func:`html_table`.
     """
     described = _described(columns, rows)
     shown = rows if limit is None else rows[:limit]
@@ -116,7 +113,7 @@ def text_table(
 
 
 def string_from_table(table: Table, width: int = 120) -> str:
-    """``table`` as plain text of at most ``width`` columns, for ``__repr__``."""
+    """Return ``table`` as plain text of at most ``width`` columns."""
     stream = io.StringIO()
     # In a notebook rich would display the table instead of writing it to the stream.
     Console(file=stream, width=width, no_color=True, force_terminal=False, force_jupyter=False).print(table)
@@ -124,7 +121,7 @@ def string_from_table(table: Table, width: int = 120) -> str:
 
 
 def _described(columns: Sequence[Column | str], rows: Sequence[Sequence[Any]]) -> list[Column]:
-    """``columns`` with the alignment of each decided."""
+    """Return the columns with the alignment of each decided."""
     for number, row in enumerate(rows):
         if len(row) != len(columns):
             raise ValueError(f"row {number} has {len(row)} cells, but there are {len(columns)} columns")

@@ -1,4 +1,4 @@
-"""Numbers as text, in ASCII so that every terminal can show them; :func:`typeset` makes them ready for a page."""
+"""Numbers as text, in ASCII so that every terminal can show them; :func:`typeset` converts them for a page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 __all__ += ["shorten", "significant", "signed", "times", "typeset"]
 
 MISSING = "\N{EN DASH}"
-"""What a page shows where there is no value."""
+"""The text of a missing value on a page."""
 
 
 def score(value: float) -> str:
@@ -34,7 +34,7 @@ def score(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    """Return a difference with its sign: ``+0.0012``; no sign where it rounds to zero."""
+    """Return a difference with its sign: ``+0.0012``; without a sign if it rounds to zero."""
     text = f"{value:+.4f}"
     return text[1:] if float(text) == 0 else text
 
@@ -50,7 +50,7 @@ def times(value: float) -> str:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """Return a number with ``digits`` significant digits, without an exponent where that stays short."""
+    """Return a number with ``digits`` significant digits, without an exponent for magnitudes from 1e-5 to 1e9."""
     if not math.isfinite(value):
         return {math.inf: "infinite", -math.inf: "-infinite"}.get(value, "not a number")
     if value == 0:
@@ -74,17 +74,17 @@ def error(value: float) -> str:
 
 
 def decibels(value: float) -> str:
-    """``31.4``; the unit stands in the column's title."""
+    """Return decibels without the unit, which is in the column's title: ``31.4``."""
     return f"{value:.1f}" if math.isfinite(value) else significant(value)
 
 
 def milliseconds(value: float) -> str:
-    """``12.3 ms``."""
+    """Return a time: ``12.3 ms``."""
     return f"{significant(value, 3)} ms"
 
 
 def seconds(value: float) -> str:
-    """``0.42 s``, ``12.3 s`` or ``2 min 05 s``."""
+    """Return a time: ``0.42 s``, ``12.3 s`` or ``2 min 05 s``."""
     if value < 100:
         return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
@@ -92,7 +92,7 @@ def seconds(value: float) -> str:
 
 
 def mebibytes(size_bytes: float) -> str:
-    """Bytes as ``22.9 MiB``."""
+    """Return a size in bytes as ``22.9 MiB``."""
     return f"{size_bytes / 2**20:,.1f} MiB"
 
 
@@ -102,7 +102,7 @@ def count(value: int) -> str:
 
 
 def compact(value: int) -> str:
-    """Return a whole number in three digits: ``1.00 G``, ``17.4 M``; small ones as they are."""
+    """Return a whole number in three digits: ``1.00 G``, ``17.4 M``; numbers below a million as :func:`count`."""
     for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
         if value >= size:
             return f"{significant(value / size, 3)} {unit}"
@@ -110,30 +110,30 @@ def compact(value: int) -> str:
 
 
 def amount(value: float) -> str:
-    """Return a cost of any unit: a whole number as :func:`compact` has it, any other in three digits."""
+    """Return a cost in any unit: a whole number as :func:`compact`, any other number in three digits."""
     return compact(int(value)) if float(value).is_integer() else significant(value, 3)
 
 
 def counted(number: int, what: str) -> str:
-    """``1 group``, ``2 groups``."""
+    """Return a number with its noun: ``1 group``, ``2 groups``."""
     return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 
 def format_name(dtype: str, block_size: int | None = None, zero_point: int | None = None) -> str:
-    """Return a number format with what belongs to it: ``int8``, ``int4 /128`` in blocks of 128, ``uint8 zp 113``."""
+    """Return a format with block size and zero point: ``int8``, ``int4 /128`` in blocks of 128, ``uint8 zp 113``."""
     blocks = "" if block_size is None else f" /{block_size}"
     return dtype + blocks + ("" if zero_point is None else f" zp {zero_point}")
 
 
 def granularity(scales: int, block_size: int | None = None) -> str:
-    """Return what shares a scale, by how many there are: ``tensor``, ``384 channels``, ``1,152 blocks``."""
+    """Return the granularity by the number of scales: ``tensor``, ``384 channels``, ``1,152 blocks``."""
     if scales == 1:
         return "tensor"
     return f"{count(scales)} {'channels' if block_size is None else 'blocks'}"
 
 
 def plain(value: object) -> str:
-    """Any cell value: what is missing is ``-``, numbers get four significant digits."""
+    """Return any value of a cell: None is ``-``, floats have four significant digits."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -146,7 +146,7 @@ def plain(value: object) -> str:
 
 
 def shorten(name: str, length: int) -> str:
-    """``name`` cut in the middle to at most ``length`` characters: both ends of a site's name tell it apart."""
+    """Return ``name`` with at most ``length`` characters, cut in the middle: both ends identify a site."""
     if len(name) <= length:
         return name
     left = (length - 1) // 2
@@ -154,7 +154,7 @@ def shorten(name: str, length: int) -> str:
 
 
 def typeset(line: str) -> str:
-    """``line`` with minus and multiplication signs in place of the ASCII that terminals get."""
+    """Return ``line`` with minus and multiplication signs in place of ``-`` and ``x``."""
     words = []
     for word in line.split(" "):
         bare = word.lstrip("([")
