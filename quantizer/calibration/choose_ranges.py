@@ -73,7 +73,7 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
 
 
 def _trials(proxy: Proxied, plan: Plan, observation: Seen, settings: PlanSettings) -> Iterator[Trial]:
-    """Yield the activations that have a scale: the quantized ones, and those that only a poor range kept in float."""
+    """Yield the activations that have a scale: quantized ones, and float ones that a better range may let quantize."""
     for site in proxy.sites:
         for operand in plan[site.path].operands:
             seen = observation.records[site.path].operands[operand.name]

@@ -153,7 +153,7 @@ class PlanSource:
                 )
         return session.proxy
 
-    # -- what a state tells ----------------------------------------------------------------------------------------
+    # -- facts of a state -----------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """Return the plan.
@@ -187,7 +187,7 @@ class PlanSource:
                 return ()
 
     def regions(self) -> Float32Modules:
-        """Return the modules whose values float16 cannot hold; none without a calibration (a model made in place)."""
+        """Return the modules whose values float16 cannot hold; none for a model that was quantized in place."""
         match self._deciding:
             case Held(regions=regions):
                 return regions

@@ -33,7 +33,7 @@ class Proxied:
         sites: all sites of ``module``, in the order of its modules.
         excluded: the rule that leaves out a site or operand, by ``SITE`` or ``SITE.OPERAND``.
         skipped: calls and functions whose source could not be rewritten.
-        patches: the operator patches that the rewritten source holds, by name.
+        patches: the operator patches in the rewritten source, by name.
     """
 
     config: QuantizerConfig
@@ -45,7 +45,7 @@ class Proxied:
 
 
 def proxied(config: QuantizerConfig, module: nn.Module, source: nn.Module | None = None) -> Proxied:
-    """Return the record of a proxy.
+    """Return the ``Proxied`` of a proxy.
 
     Args:
         config: the configuration.

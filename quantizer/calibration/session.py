@@ -36,7 +36,7 @@ __all__ = ["CalibrationSession", "merge_across_ranks"]
 
 
 class CalibrationSession:
-    """The statistics of all batches that went through ``proxy``, and the plan that they give.
+    """The statistics of all batches that went through ``proxy``, and the plan from them.
 
     Under ``torch.distributed`` every rank calibrates on its own data. The first call that needs the result gathers the
     statistics of all ranks, so every rank must make it. They are gathered again after ``resume()``, and after more data

@@ -4,9 +4,9 @@ Legend: x [.., K] an activation, W the weights of the linears that read it, s [K
 
     (x / s) (W * s) = x W        s_j = max|x_j|**alpha / max|W_j|**(1 - alpha)        (equation 4 of the paper)
 
-An activation has one scale for all its channels, so a few channels with huge values cost the others their precision.
-Weights have few outliers and can take some of that range. All linears that read x must divide it by the same s, so
-max|W_j| is over all of them, and any other site that reads x must read it in float.
+An activation has one scale for all its channels, so a few channels with huge values reduce the precision of all others.
+Weights have few outliers, and precision to spare. All linears that read x must divide it by the same s, so max|W_j| is
+over all of them, and any other site that reads x must read it in float.
 
 The largest magnitude of each channel is exact, over all of calibration. The distribution of x / s comes from the kept
 batches, because s is known only at the end; its bounds are exact again, and with them the range by ``max``.

@@ -124,7 +124,7 @@ def _place(column: str) -> tuple[int, str]:
 
 def _sum(rows: Sequence[RankedRow]) -> float:
     errors = [row.error for row in rows]
-    # fsum does not depend on the order, but raises where inf meets -inf.
+    # fsum does not depend on the order, but raises if there are both inf and -inf.
     return math.fsum(errors) if all(map(math.isfinite, errors)) else sum(errors)
 
 

@@ -73,7 +73,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffFile:
-    """One file of a unified diff."""
+    """A file of a unified diff."""
 
     name: str
     """Name of the file."""

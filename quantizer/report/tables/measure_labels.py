@@ -44,5 +44,5 @@ _UNKNOWN = ErrorWords(column="error", phrase="error")
 
 
 def error_words(measure: str | None) -> ErrorWords:
-    """Return the words for a measure's errors; ``error`` where the measure is not known."""
+    """Return the words for a measure's errors; ``error`` if the measure is unknown."""
     return _UNKNOWN if measure is None else _WORDS.get(measure, _UNKNOWN)
