@@ -89,10 +89,10 @@ def dequantize(
     """
     kind = qtype(dtype)
     if q.dtype != kind.storage:
-        raise TypeError(f"q is {q.dtype}; the steps of {dtype} are {kind.storage}")
+        raise TypeError(f"q is {q.dtype}; the codes of {dtype} are {kind.storage}")
     _check_parameters(q, scale, kind, axis, block_size, zero_point)
     if kind.is_packed and _reads_values() and not bool(((q >= kind.qmin) & (q <= kind.qmax)).all()):
-        raise ValueError(f"q has steps outside of {dtype}'s range, {kind.qmin} to {kind.qmax}")
+        raise ValueError(f"q has codes outside of {dtype}'s range, {kind.qmin} to {kind.qmax}")
     result: Tensor = ops.dequantize(q, scale, dtype, axis, block_size, zero_point)
     return result
 

@@ -191,7 +191,7 @@ class ModelSession:
             refuse_other_shapes(before, now)
             if not told:
                 warn_of_other_weights(before, now)
-        return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_steps)
+        return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_qmax)
 
     def decided(self) -> Plan:
         """Return the plan of calibration, with trained scales after a training, before any fallback."""

@@ -79,5 +79,5 @@ def exact_byte_products() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not BYTE_PRODUCTS_ARE_EXACT:
             for name in profiles.names():
-                patch.setitem(profiles._entries, name, replace(profiles[name], weight_steps=64))
+                patch.setitem(profiles._entries, name, replace(profiles[name], weight_qmax=64))
         yield

@@ -128,13 +128,13 @@ def test_x_is_floating(function: Callable[..., Tensor], element: torch.dtype) ->
 
 @pytest.mark.parametrize(("dtype", "wrong"), [("int8", torch.uint8), ("uint8", torch.int8), ("fp8", torch.float32)])
 def test_steps_are_of_the_storage_type(dtype: str, wrong: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=f"q is {wrong}; the steps of {dtype} are {QTYPES[dtype].storage}"):
+    with pytest.raises(TypeError, match=f"q is {wrong}; the codes of {dtype} are {QTYPES[dtype].storage}"):
         dequantize(torch.zeros(3).to(wrong), S, dtype)
 
 
 def test_steps_of_int4_are_in_its_range() -> None:
     for value in (-9, 8):
-        with pytest.raises(ValueError, match="q has steps outside of int4's range, -8 to 7"):
+        with pytest.raises(ValueError, match="q has codes outside of int4's range, -8 to 7"):
             dequantize(torch.tensor([0, value], dtype=torch.int8), S, "int4")
 
 

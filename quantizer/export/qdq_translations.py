@@ -38,8 +38,8 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         kind, where = spelling.format(dtype, axis, block_size)
         wide, wide_scale = spelling.in_one_type(x, scale)
         zero = spelling.zeros(scale, kind) if zero_point is None else zero_point
-        steps = spelling.op.QuantizeLinear(wide, wide_scale, zero, **where)
-        return spelling.like(x, spelling.op.DequantizeLinear(steps, wide_scale, zero_point, **where), wide)
+        codes = spelling.op.QuantizeLinear(wide, wide_scale, zero, **where)
+        return spelling.like(x, spelling.op.DequantizeLinear(codes, wide_scale, zero_point, **where), wide)
 
     def quantize(
         x: Any,
@@ -51,8 +51,8 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
     ) -> Any:
         kind, where = spelling.format(dtype, axis, block_size)
         zero = spelling.zeros(scale, kind) if zero_point is None else zero_point
-        steps = spelling.op.QuantizeLinear(*spelling.in_one_type(x, scale), zero, **where)
-        return spelling.op.Cast(steps, to=_element(INT8)) if kind.is_packed else steps
+        codes = spelling.op.QuantizeLinear(*spelling.in_one_type(x, scale), zero, **where)
+        return spelling.op.Cast(codes, to=_element(INT8)) if kind.is_packed else codes
 
     def dequantize(
         q: Any,
@@ -63,9 +63,9 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         zero_point: Any = None,
     ) -> Any:
         kind, where = spelling.format(dtype, axis, block_size)
-        steps = spelling.op.Cast(q, to=_element(kind)) if kind.is_packed else q
+        codes = spelling.op.Cast(q, to=_element(kind)) if kind.is_packed else q
         wide, _ = spelling.in_one_type(scale, scale)
-        return spelling.like(scale, spelling.op.DequantizeLinear(steps, wide, zero_point, **where), wide)
+        return spelling.like(scale, spelling.op.DequantizeLinear(codes, wide, zero_point, **where), wide)
 
     operators = torch.ops.quantizer
     return {

@@ -18,9 +18,9 @@ def packed_size(count: int) -> int:
     return (count + 1) // 2
 
 
-def pack_pairs(steps: Tensor) -> Tensor:
+def pack_pairs(codes: Tensor) -> Tensor:
     """Return codes int8 [*] from -8 to 7 as uint8 [packed_size(*)], the first of two in the lower half of a byte."""
-    flat = torch.nn.functional.pad(steps.flatten(), (0, steps.numel() % 2)).view(torch.uint8) & _LOW
+    flat = torch.nn.functional.pad(codes.flatten(), (0, codes.numel() % 2)).view(torch.uint8) & _LOW
     return flat[0::2] | (flat[1::2] << _LOW.bit_length())
 
 
@@ -28,5 +28,5 @@ def unpack_pairs(packed: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the codes that ``pack_pairs`` packed, int8 of the given shape."""
     halves = torch.stack([packed & _LOW, packed >> _LOW.bit_length()], dim=1).flatten()
     # Two's complement of 4 bits: the highest bit has the weight -8.
-    steps = (halves ^ _SIGN).view(torch.int8) - _SIGN
-    return steps[: torch.Size(shape).numel()].reshape(shape).clone()
+    codes = (halves ^ _SIGN).view(torch.int8) - _SIGN
+    return codes[: torch.Size(shape).numel()].reshape(shape).clone()

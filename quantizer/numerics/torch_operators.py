@@ -38,7 +38,7 @@ from quantizer.numerics.rounding import nearest
 __all__ = ["dequantize", "fake_quantize", "quantize"]
 
 
-def _steps(
+def _codes(
     x: Tensor, scale: Tensor, dtype: str, axis: int | None, block_size: int | None, zero_point: Tensor | None
 ) -> Tensor:
     """Return q [*] in float32, with the memory layout of ``empty_like(x)``, as the fake kernels promise.
@@ -47,21 +47,21 @@ def _steps(
     """
     kind = qtype(dtype)
     result = torch.empty_like(x, dtype=torch.float32)
-    steps = in_blocks(result, axis, block_size)
-    torch.div(in_blocks(x.float(), axis, block_size), beside(scale, x.dim(), axis, block_size), out=steps)
-    nearest(steps, kind, None if zero_point is None else beside(zero_point, x.dim(), axis, block_size))
+    codes = in_blocks(result, axis, block_size)
+    torch.div(in_blocks(x.float(), axis, block_size), beside(scale, x.dim(), axis, block_size), out=codes)
+    nearest(codes, kind, None if zero_point is None else beside(zero_point, x.dim(), axis, block_size))
     return as_stored(result.clamp_(kind.qmin, kind.qmax), kind)
 
 
 def _to_values(
-    steps: Tensor, scale: Tensor, axis: int | None, block_size: int | None, zero_point: Tensor | None
+    codes: Tensor, scale: Tensor, axis: int | None, block_size: int | None, zero_point: Tensor | None
 ) -> Tensor:
     """Turn q [*] in float32 into x' [*], in place, and return it."""
-    blocks = in_blocks(steps, axis, block_size)
+    blocks = in_blocks(codes, axis, block_size)
     if zero_point is not None:
-        blocks.sub_(beside(zero_point, steps.dim(), axis, block_size))
-    blocks.mul_(beside(scale, steps.dim(), axis, block_size))
-    return steps
+        blocks.sub_(beside(zero_point, codes.dim(), axis, block_size))
+    blocks.mul_(beside(scale, codes.dim(), axis, block_size))
+    return codes
 
 
 @torch.library.custom_op("quantizer::quantize", mutates_args=())
@@ -74,7 +74,7 @@ def quantize(
     zero_point: Tensor | None = None,
 ) -> Tensor:
     """Return the codes q [*] of x [*], in the storage type of ``dtype``."""
-    return _steps(x, scale, dtype, axis, block_size, zero_point).to(qtype(dtype).storage)
+    return _codes(x, scale, dtype, axis, block_size, zero_point).to(qtype(dtype).storage)
 
 
 @torch.library.custom_op("quantizer::dequantize", mutates_args=())
@@ -100,8 +100,8 @@ def fake_quantize(
     zero_point: Tensor | None = None,
 ) -> Tensor:
     """Return dequantize(quantize(x)) [*] in the type of x."""
-    steps = _steps(x, scale, dtype, axis, block_size, zero_point)
-    return _to_values(steps, scale, axis, block_size, zero_point).to(x.dtype)
+    codes = _codes(x, scale, dtype, axis, block_size, zero_point)
+    return _to_values(codes, scale, axis, block_size, zero_point).to(x.dtype)
 
 
 @quantize.register_fake

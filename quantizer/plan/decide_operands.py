@@ -134,7 +134,7 @@ def _weight(
         smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
         note=ONE_SCALE if site.operation.kind == "conv" and settings.per_channel and axis is None else None,
     )
-    scaled = scaled_for(plan, seen.weight.tensor(), settings.scale_dtype, settings.profile.weight_steps)
+    scaled = scaled_for(plan, seen.weight.tensor(), settings.scale_dtype, settings.profile.weight_qmax)
     return scaled if scaled.reason is None else refused(scaled.reason)
 
 

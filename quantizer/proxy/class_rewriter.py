@@ -69,15 +69,15 @@ class _Choice:
         qualified: functions whose sites are named with their class.
         left_out: functions that stay as they are, because the names of their sites are taken even with their class.
         unused: functions that stay as they are, because they are overridden and nothing mentions them.
-        lent: static and class methods that need a host argument, by name.
-        lends: the names of those that get one.
+        host_targets: static and class methods that need a host argument, by name.
+        hands_host_to: the names of those that get one.
     """
 
     qualified: frozenset[_Place] = frozenset()
     left_out: frozenset[_Place] = frozenset()
     unused: frozenset[_Place] = frozenset()
-    lent: tuple[tuple[str, tuple[types.FunctionType, ...]], ...] = ()
-    lends: frozenset[str] = frozenset()
+    host_targets: tuple[tuple[str, tuple[types.FunctionType, ...]], ...] = ()
+    hands_host_to: frozenset[str] = frozenset()
 
     def within(self, cls: type) -> _Choice:
         """Return the part of the choice for ``cls`` and its bases."""
@@ -197,41 +197,43 @@ class ClassRewriter:
         return cls, relevant, tuple(attribute for *_, attribute in places if isinstance(attribute, FUNCTIONS))
 
     def _choose(self, cls: type, reachable: frozenset[str]) -> _Choice:
-        lent = self._lent(cls, reachable)
+        host_targets = self._host_targets(cls, reachable)
         taken: dict[str, SiteSource] = {}
         qualified: set[_Place] = set()
         left_out: set[_Place] = set()
         unused: set[_Place] = set()
-        lends: set[str] = set()
+        hands_host_to: set[str] = set()
         for owner, name, attribute in reachable_attributes(cls, reachable):
-            rebuilt = self.rebuilder.rebuild(attribute, name, dict(lent))
+            rebuilt = self.rebuilder.rebuild(attribute, name, dict(host_targets))
             if _clash(rebuilt, taken):
                 if not self._is_mentioned(cls, owner, name):
                     unused.add((owner, name))
                     continue
-                rebuilt = self.qualified.rebuild(attribute, name, dict(lent))
+                rebuilt = self.qualified.rebuild(attribute, name, dict(host_targets))
                 if _clash(rebuilt, taken):
                     left_out.add((owner, name))
                     continue
                 qualified.add((owner, name))
-            lends |= rebuilt.lends
+            hands_host_to |= rebuilt.hands_host_to
             taken.update({site.attribute: site for site in rebuilt.sites if site.reason is None})
-        self._share(lent, qualified)
+        self._share(host_targets, qualified)
         return _Choice(
             qualified=frozenset(qualified),
             left_out=frozenset(left_out),
             unused=frozenset(unused),
-            lent=lent,
-            lends=frozenset(lends),
+            host_targets=host_targets,
+            hands_host_to=frozenset(hands_host_to),
         )
 
-    def _share(self, lent: tuple[tuple[str, tuple[types.FunctionType, ...]], ...], qualified: set[_Place]) -> None:
+    def _share(
+        self, host_targets: tuple[tuple[str, tuple[types.FunctionType, ...]], ...], qualified: set[_Place]
+    ) -> None:
         """Make the functions of a class pass their host to the chosen variants of its static and class methods."""
         places = {(name, getattr(vars(owner)[name], "__func__", None)) for owner, name in qualified}
-        for name, functions in lent:
+        for name, functions in host_targets:
             for function in functions:
                 rebuilder = self.qualified if (name, function) in places else self.rebuilder
-                rebuilt = rebuilder.rebuild(function, name, dict(lent))
+                rebuilt = rebuilder.rebuild(function, name, dict(host_targets))
                 self.rebuilder.modules.add_variant(function, rebuilt)
                 self.qualified.modules.add_variant(function, rebuilt)
 
@@ -242,7 +244,9 @@ class ClassRewriter:
             return True
         return any(name in self._names_read(own) for base in above for own in own_functions(base).values())
 
-    def _lent(self, cls: type, reachable: frozenset[str]) -> tuple[tuple[str, tuple[types.FunctionType, ...]], ...]:
+    def _host_targets(
+        self, cls: type, reachable: frozenset[str]
+    ) -> tuple[tuple[str, tuple[types.FunctionType, ...]], ...]:
         candidates: dict[str, tuple[types.FunctionType, ...]] = {}
         for _, name, attribute in reachable_attributes(cls, reachable):
             function = attribute.__func__ if isinstance(attribute, staticmethod | classmethod) else None
@@ -279,8 +283,8 @@ class ClassRewriter:
             sites.update(dict.fromkeys(rebuilt.sites))
             keys |= rebuilt.keys
             problems.update(dict.fromkeys(rebuilt.problems))
-            refused.update(dict.fromkeys(rebuilt.refusals))
-            if rebuilt.function is not None and not rebuilt.borrows:
+            refused.update(dict.fromkeys(rebuilt.refused_patches))
+            if rebuilt.function is not None and not rebuilt.host_is_argument:
                 namespace[name] = rebuilt.function
         parents = [self._rewrite(base, reachable, choice) for base in cls.__bases__]
         for parent in parents:
@@ -310,9 +314,9 @@ class ClassRewriter:
             what = f"{name} of {cls.__qualname__} has sites of the same names as other functions of this module"
             return Rebuilt(problem=f"{what}, so it stays as it is")
         rebuilder = self.qualified if (cls, name) in choice.qualified else self.rebuilder
-        rebuilt = rebuilder.rebuild(attribute, name, dict(choice.lent))
-        if rebuilt.borrows and name not in choice.lends:
-            return Rebuilt(passed_on=[rebuilt], borrows=True)
+        rebuilt = rebuilder.rebuild(attribute, name, dict(choice.host_targets))
+        if rebuilt.host_is_argument and name not in choice.hands_host_to:
+            return Rebuilt(passed_on=[rebuilt], host_is_argument=True)
         return rebuilt
 
 

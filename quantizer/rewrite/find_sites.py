@@ -14,7 +14,7 @@ from quantizer.operations.catalogue import OPERATORS
 from quantizer.operations.catalogue import Operation
 from quantizer.operations.catalogue import is_fast_path_switch
 from quantizer.operations.catalogue import operation_of
-from quantizer.rewrite.host_argument import LEND
+from quantizer.rewrite.host_argument import PASS_HOST
 from quantizer.rewrite.host_argument import TAKES_APART
 from quantizer.rewrite.host_argument import VISIBLE
 from quantizer.rewrite.host_argument import WRITTEN_CLASS
@@ -248,7 +248,7 @@ class _Finder(ast.NodeVisitor):
         if self.blocked is not None or self.source.host is None:
             return
         self.known.add(id(named))
-        edits = self.index.around(node, f"{LEND}(", f", {self.source.host})", depth)
+        edits = self.index.around(node, f"{PASS_HOST}(", f", {self.source.host})", depth)
         self.source.calls.append(HelperCall(edits=edits, **what))
 
     def _wrap_view(self, node: ast.expr, before: str, behind: str = ")") -> None:

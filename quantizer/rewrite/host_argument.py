@@ -28,14 +28,14 @@ __all__ = [
     "EAGER",
     "HOST",
     "HOSTS",
-    "LEND",
+    "PASS_HOST",
     "PADDED",
     "RECORDED",
     "TAKES_APART",
     "VISIBLE",
     "WRITTEN",
     "WRITTEN_CLASS",
-    "Borrowers",
+    "Receivers",
     "as_written",
     "function_source",
     "guarded",
@@ -47,7 +47,7 @@ __all__ = [
 
 # Names in rewritten text that no user writes.
 HOST = "_quantizer_host"
-LEND = "_quantizer_lend"
+PASS_HOST = "_quantizer_lend"
 VISIBLE = "_quantizer_visible"
 TAKES_APART = "_quantizer_takes_apart"
 PADDED = "_quantizer_padded"
@@ -65,22 +65,22 @@ RECORDED = "_quantizer_recorded"
 HOSTS = "_quantizer_hosts"
 """The attribute of a generated class that says which sites its instances hold: a frozenset of marks."""
 
-Borrowers = dict[types.FunctionType, tuple[tuple[Callable[..., Any], str | None, bool], ...]]
+Receivers = dict[types.FunctionType, tuple[tuple[Callable[..., Any], str | None, bool], ...]]
 """By original function, each variant of it: the rewritten function, the mark of a site that its host holds (None: any
 host will do), and whether it takes the host as ``HOST`` (else as an argument of its own, as it always did)."""
 
 
-def pass_host(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
+def pass_host(receivers: Receivers) -> Callable[[Any, Any], Any]:
     """Return the function that rewritten text calls ``_quantizer_lend``."""
 
     def variant(function: types.FunctionType, host: Any) -> tuple[Callable[..., Any], bool] | None:
         held = getattr(type(host), HOSTS, ())
-        for rewritten, mark, takes_host in borrowers.get(function, ()):
+        for rewritten, mark, takes_host in receivers.get(function, ()):
             if mark is None or mark in held:
                 return rewritten, takes_host
         return None
 
-    def lend(function: Any, host: Any) -> Any:
+    def pass_host(function: Any, host: Any) -> Any:
         """Return ``function`` with ``host`` bound to it if it needs one and the host has its sites."""
         # isinstance and not getattr: with getattr(function, "__func__") Dynamo took another branch than Python.
         if isinstance(function, types.MethodType) and isinstance(function.__func__, types.FunctionType):
@@ -91,7 +91,7 @@ def pass_host(borrowers: Borrowers) -> Callable[[Any, Any], Any]:
             return function
         return _bound(found[0], host) if found[1] else found[0]
 
-    return lend
+    return pass_host
 
 
 def _bound(function: Callable[..., Any], host: Any, *first: Any) -> Callable[..., Any]:
@@ -159,15 +159,15 @@ def hands_on(function: Any) -> bool:
 def function_source(node: FunctionNode, qualname: str, owner: str | None, index: LineIndex) -> FunctionSource:
     """Return the facts about a function before its body is searched; ``owner`` is the class around it."""
     host, why = _host_and_reason(node, owner is not None)
-    borrows = host == HOST
-    parameter = _host_parameter(node, index) if borrows else None
+    host_is_argument = host == HOST
+    parameter = _host_parameter(node, index) if host_is_argument else None
     return FunctionSource(
         key=(qualname, first_line(node)),
         host=host,
-        borrows=borrows,
+        host_is_argument=host_is_argument,
         why_no_host=why,
         parameter=parameter,
-        is_method=owner is not None and not borrows,
+        is_method=owner is not None and not host_is_argument,
     )
 
 

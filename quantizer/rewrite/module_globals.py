@@ -10,12 +10,12 @@ from dataclasses import field
 from typing import Any
 from typing import Protocol
 
-from quantizer.rewrite.host_argument import LEND
 from quantizer.rewrite.host_argument import PADDED
+from quantizer.rewrite.host_argument import PASS_HOST
 from quantizer.rewrite.host_argument import TAKES_APART
 from quantizer.rewrite.host_argument import VISIBLE
 from quantizer.rewrite.host_argument import WRITTEN_CLASS
-from quantizer.rewrite.host_argument import Borrowers
+from quantizer.rewrite.host_argument import Receivers
 from quantizer.rewrite.host_argument import as_written
 from quantizer.rewrite.host_argument import pass_host
 from quantizer.rewrite.host_argument import takes_apart
@@ -28,11 +28,11 @@ from quantizer.rewrite.source_sites import SiteSource
 __all__ = ["SyntheticModules"]
 
 
-class _Borrower(Protocol):
+class _Receiver(Protocol):
     """Result of rewriting a function, as far as it is used here."""
 
     function: Any
-    borrows: bool
+    host_is_argument: bool
 
     @property
     def sites(self) -> list[SiteSource]: ...
@@ -52,8 +52,8 @@ class _Synthetic:
     module: types.ModuleType
     original: dict[str, Any]
     replaced: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    borrowers: Borrowers = field(default_factory=dict)
-    waiting: list[tuple[types.FunctionType, _Borrower]] = field(default_factory=list)
+    receivers: Receivers = field(default_factory=dict)
+    waiting: list[tuple[types.FunctionType, _Receiver]] = field(default_factory=list)
     twins: dict[types.FunctionType, Any] = field(default_factory=dict)
 
     def refresh(self) -> None:
@@ -77,7 +77,7 @@ class SyntheticModules:
         self,
         original: dict[str, Any],
         replaced: Mapping[str, Any],
-        borrowers: Mapping[int, tuple[types.FunctionType, _Borrower]],
+        receivers: Mapping[int, tuple[types.FunctionType, _Receiver]],
     ) -> dict[str, Any]:
         """Return the globals of a rewritten function, brought up to date with the original's.
 
@@ -91,7 +91,7 @@ class SyntheticModules:
         made = self._made[id(original)]
         made.replaced.update({name: (original[name], helper) for name, helper in replaced.items()})
         made.twins.update({original[name]: helper for name, helper in replaced.items()})
-        made.waiting += borrowers.values()
+        made.waiting += receivers.values()
         made.refresh()
         return made.module.__dict__
 
@@ -102,7 +102,7 @@ class SyntheticModules:
         made = _Synthetic(module=types.ModuleType(name), original=original)
         made.module.__dict__.update(
             {
-                LEND: pass_host(made.borrowers),
+                PASS_HOST: pass_host(made.receivers),
                 LIVE: _live(original),
                 NOW: _now(made.twins),
                 PADDED: padded,
@@ -120,16 +120,16 @@ class SyntheticModules:
             for function, rebuilt in made.waiting:
                 if rebuilt.function is not None:
                     mark = next((site.mark for site in rebuilt.sites if site.edits), None)
-                    entry = (rebuilt.function, mark, rebuilt.borrows)
-                    known = made.borrowers.get(function, ())
+                    entry = (rebuilt.function, mark, rebuilt.host_is_argument)
+                    known = made.receivers.get(function, ())
                     # The latest first: the text may have been rewritten again, with more calls that pass the host.
-                    made.borrowers[function] = (entry, *(other for other in known if other != entry))
+                    made.receivers[function] = (entry, *(other for other in known if other != entry))
             made.waiting.clear()
 
-    def add_variant(self, function: types.FunctionType, rebuilt: _Borrower) -> None:
+    def add_variant(self, function: types.FunctionType, rebuilt: _Receiver) -> None:
         """Let callers of ``function`` pass a host to this variant of it too."""
         for made in self._made.values():
-            if function in made.borrowers or any(function is waiting for waiting, _ in made.waiting):
+            if function in made.receivers or any(function is waiting for waiting, _ in made.waiting):
                 made.waiting.append((function, rebuilt))
 
     def refresh(self) -> None:

@@ -32,12 +32,12 @@ from quantizer.rewrite.source_file import future_flags
 from quantizer.rewrite.source_sites import FunctionSource
 from quantizer.rewrite.source_sites import HelperCall
 
-__all__ = ["Lent", "Rebuilder"]
+__all__ = ["HostTargets", "Rebuilder"]
 
-Lent = Mapping[str, tuple[types.FunctionType, ...]]
+HostTargets = Mapping[str, tuple[types.FunctionType, ...]]
 """Static and class methods that hold sites, by name: what ``self.name(...)`` may call."""
 
-_NOTHING_LENT: Lent = types.MappingProxyType({})
+_NO_TARGETS: HostTargets = types.MappingProxyType({})
 
 
 _TORCH_PRODUCTS = "torch.nn.functional"
@@ -54,7 +54,7 @@ class Rebuilder:
     Attributes:
         files: source files by (path, id of the globals their functions run in, compiler flags).
         modules: the globals of rewritten functions.
-        done: results by id of the function and of its ``lent``, with that function.
+        done: results by id of the function and of its ``host_targets``, with that function.
     """
 
     def __init__(self, hidden: tuple[type, ...] = (), *, qualified: bool = False) -> None:
@@ -112,20 +112,22 @@ class Rebuilder:
             if _may_be_rewritten(value):
                 yield name, value
         for call in source.calls:
-            for target in _targets(function, call, _NOTHING_LENT):
+            for target in _targets(function, call, _NO_TARGETS):
                 yield call.target[-1], target
 
-    def needs_host(self, attribute: Any, name: str | None = None, lent: Lent = _NOTHING_LENT) -> bool:
+    def needs_host(self, attribute: Any, name: str | None = None, host_targets: HostTargets = _NO_TARGETS) -> bool:
         """Return whether a function without a module argument holds a site, or calls a function that does."""
         plain = _plain(attribute)
-        return plain is not None and self._needs_host(plain, name, lent, set())
+        return plain is not None and self._needs_host(plain, name, host_targets, set())
 
     def holds_sites(self, value: Any) -> bool:
         """Return whether a value is a function, or a ``functools.partial`` of one, that holds or reaches sites."""
         value = value.func if isinstance(value, functools.partial) else value
         return _may_be_rewritten(value) and any(site.edits for site in self.rebuild(value).sites)
 
-    def _needs_host(self, function: types.FunctionType, name: str | None, lent: Lent, seen: set[int]) -> bool:
+    def _needs_host(
+        self, function: types.FunctionType, name: str | None, host_targets: HostTargets, seen: set[int]
+    ) -> bool:
         function = innermost(function, name)
         if id(function) in seen:
             return False
@@ -134,55 +136,57 @@ class Rebuilder:
             source = self.file(function).find(function)
         except SourceError:
             return False
-        if not source.borrows:
+        if not source.host_is_argument:
             return False
         return any(site.edits for site in source.sites) or any(
-            self._needs_host(target, call.target[-1], lent, seen)
+            self._needs_host(target, call.target[-1], host_targets, seen)
             for call in source.calls
-            for target in _targets(function, call, lent)
+            for target in _targets(function, call, host_targets)
         )
 
-    def rebuild(self, attribute: Any, name: str | None = None, lent: Lent = _NOTHING_LENT) -> Rebuilt:
+    def rebuild(self, attribute: Any, name: str | None = None, host_targets: HostTargets = _NO_TARGETS) -> Rebuilt:
         """Rewrite a function as it is stored in a class or module: plain, a property, or under decorators.
 
         Args:
             attribute: the stored object.
             name: the name under which it is stored.
-            lent: functions to which the methods of its class may pass their host.
+            host_targets: functions to which the methods of its class may pass their host.
         """
         if isinstance(attribute, property):
-            inner = self.rebuild(attribute.fget, name, lent)
+            inner = self.rebuild(attribute.fget, name, host_targets)
             function = property(inner.function, attribute.fset, attribute.fdel) if inner.function else None
             return replace(inner, function=function)
         if isinstance(attribute, staticmethod | classmethod):
-            inner = self.rebuild(attribute.__func__, name, lent)
+            inner = self.rebuild(attribute.__func__, name, host_targets)
             if inner.is_method and inner.function is not None:
                 # By its text the first argument is the module; the class shows that it is not.
                 return Rebuilt(problem=f"{name} was made static or a class method outside of its definition")
             return replace(inner, function=type(attribute)(inner.function) if inner.function else None)
         if not isinstance(attribute, types.FunctionType):
             return Rebuilt()
-        key = (id(attribute), frozenset(id(target) for targets in lent.values() for target in targets))
+        key = (id(attribute), frozenset(id(target) for targets in host_targets.values() for target in targets))
         if key not in self.done:
             result = Rebuilt()
             # Registered before the work is done: two functions that call each other would recurse for ever.
             self.done[key] = (attribute, result)
             try:
-                self._rebuild(attribute, name, lent, result)
+                self._rebuild(attribute, name, host_targets, result)
             except SourceError as error:
                 result.problem = str(error)
                 result.own.clear()
                 result.helpers.clear()
         return self.done[key][1]
 
-    def _rebuild(self, function: types.FunctionType, name: str | None, lent: Lent, result: Rebuilt) -> None:
+    def _rebuild(
+        self, function: types.FunctionType, name: str | None, host_targets: HostTargets, result: Rebuilt
+    ) -> None:
         inner = innermost(function, name)
-        rewritten = self._rewrite(inner, lent, result)
+        rewritten = self._rewrite(inner, host_targets, result)
         if rewritten is not None and inner is not function:
             clone = clone_chain(function, inner, rewritten)
             if clone is None:
                 raise SourceError(f"the decorators of {inner.__qualname__} hold it in a way that cannot be cloned")
-            if result.borrows and not hand_on_keywords(function, inner):
+            if result.host_is_argument and not hand_on_keywords(function, inner):
                 raise SourceError(
                     f"{inner.__qualname__} has no module argument, and its decorators cannot be relied on to hand one "
                     f"on to it"
@@ -190,7 +194,9 @@ class Rebuilder:
             rewritten = clone
         result.function = rewritten
 
-    def _rewrite(self, function: types.FunctionType, lent: Lent, result: Rebuilt) -> types.FunctionType | None:
+    def _rewrite(
+        self, function: types.FunctionType, host_targets: HostTargets, result: Rebuilt
+    ) -> types.FunctionType | None:
         file = self.file(function)
         source = file.find(function)
         result.own = list(source.sites)
@@ -198,19 +204,19 @@ class Rebuilder:
         replaced: dict[str, Any] = {}
         for name in sorted(source.globals_read):
             value = function.__globals__.get(name)
-            if _may_be_rewritten(value) and not self.needs_host(value, name, lent):
-                helper = self.rebuild(value, name, lent)
+            if _may_be_rewritten(value) and not self.needs_host(value, name, host_targets):
+                helper = self.rebuild(value, name, host_targets)
                 result.helpers.append(helper)
-                if helper.function is not None and not helper.borrows:
+                if helper.function is not None and not helper.host_is_argument:
                     replaced[name] = helper.function
-        borrowers = self._lend(function, file, source, lent, result)
-        result.borrows = source.takes_host
+        receivers = self._pass_host(function, file, source, host_targets, result)
+        result.host_is_argument = source.takes_host
         for names in sorted(source.values_read):
             value = _look_up(function.__globals__, names)
             for found in [value] if _may_be_rewritten(value) else _items(value):
                 is_item = found is not value
-                if id(found) not in borrowers and (is_item or self.needs_host(found, names[-1], lent)):
-                    result.passed_on.append(self.rebuild(found, None if is_item else names[-1], lent))
+                if id(found) not in receivers and (is_item or self.needs_host(found, names[-1], host_targets)):
+                    result.passed_on.append(self.rebuild(found, None if is_item else names[-1], host_targets))
         result.refused = file.refused
         if not replaced and not source.changed:
             return None
@@ -218,31 +224,36 @@ class Rebuilder:
         if code.co_freevars != function.__code__.co_freevars:
             raise SourceError(f"{file.path}: {source.key[0]} has other closure variables once it is rewritten")
         result.key = (file.rewritten_name, source.key)
-        made = transplant(function, code, self.modules.namespace(function.__globals__, replaced, borrowers))
+        made = transplant(function, code, self.modules.namespace(function.__globals__, replaced, receivers))
         mark = next((site.mark for site in source.sites if site.edits), None)
-        if mark is None or source.is_method or source.borrows or source.host is None:
+        if mark is None or source.is_method or source.host_is_argument or source.host is None:
             return made
         return guarded(made, function, source.host, mark)
 
-    def _lend(
-        self, function: types.FunctionType, file: SourceFile, source: FunctionSource, lent: Lent, result: Rebuilt
+    def _pass_host(
+        self,
+        function: types.FunctionType,
+        file: SourceFile,
+        source: FunctionSource,
+        host_targets: HostTargets,
+        result: Rebuilt,
     ) -> dict[int, tuple[types.FunctionType, Rebuilt]]:
         """Activate the calls to whose targets the function passes its host; return those targets, by id."""
-        borrowers: dict[int, tuple[types.FunctionType, Rebuilt]] = {}
+        receivers: dict[int, tuple[types.FunctionType, Rebuilt]] = {}
         for call in source.calls:
-            for target in _targets(function, call, lent):
+            for target in _targets(function, call, host_targets):
                 name = None if call.item else call.target[-1]
-                needed = self.needs_host(target, name, lent)
-                if not needed and not (call.item and self.rebuild(target, name, lent).sites):
+                needed = self.needs_host(target, name, host_targets)
+                if not needed and not (call.item and self.rebuild(target, name, host_targets).sites):
                     continue
-                file.lend(call)
-                helper = self.rebuild(target, name, lent)
-                borrowers[id(target)] = (target, helper)
+                file.pass_host(call)
+                helper = self.rebuild(target, name, host_targets)
+                receivers[id(target)] = (target, helper)
                 if call.of_class:
-                    result.lends_to.add(call.target[-1])
+                    result.handed_to.add(call.target[-1])
                 else:
                     result.helpers.append(helper)
-        return borrowers
+        return receivers
 
 
 def _may_be_rewritten(helper: Any) -> TypeGuard[types.FunctionType]:
@@ -262,10 +273,12 @@ def _plain(attribute: Any) -> types.FunctionType | None:
     return plain if isinstance(plain, types.FunctionType) else None
 
 
-def _targets(function: types.FunctionType, call: HelperCall, lent: Lent) -> tuple[types.FunctionType, ...]:
+def _targets(
+    function: types.FunctionType, call: HelperCall, host_targets: HostTargets
+) -> tuple[types.FunctionType, ...]:
     """Return the functions that a call may reach."""
     if call.of_class:
-        return lent.get(call.target[-1], ())
+        return host_targets.get(call.target[-1], ())
     target = _look_up(function.__globals__, call.target)
     if call.item:
         return _items(target)

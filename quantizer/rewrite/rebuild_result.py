@@ -13,7 +13,7 @@ from quantizer.rewrite.source_sites import SiteSource
 
 __all__ = ["Rebuilt"]
 
-_NOT_LENT = "the function is passed on as a value here and not called, so no module can be lent to it"
+_NO_HOST = "the function is passed on as a value here and not called, so no module can be lent to it"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,24 +22,24 @@ class Rebuilt:
 
     Attributes:
         function: replaces the original (None: it stays).
-        borrows: ``function`` needs a host from its callers, so it cannot replace the original.
+        host_is_argument: ``function`` needs a host from its callers, so it cannot replace the original.
         is_method: its text says that its first argument is the module.
         own: the sites in the function itself.
         helpers: results for the functions that it calls.
         passed_on: results for those that it mentions, but that get no host here.
-        lends_to: names of static and class methods to which it passes its host.
+        handed_to: names of static and class methods to which it passes its host.
         key: which function of which file was rewritten.
         problem: why it could not be rewritten.
         refused: why operator patches were not applied to its file.
     """
 
     function: Any = None
-    borrows: bool = False
+    host_is_argument: bool = False
     is_method: bool = False
     own: list[SiteSource] = field(default_factory=list)
     helpers: list[Rebuilt] = field(default_factory=list)
     passed_on: list[Rebuilt] = field(default_factory=list)
-    lends_to: set[str] = field(default_factory=set)
+    handed_to: set[str] = field(default_factory=set)
     key: tuple[str, Key] | None = None
     problem: str | None = None
     refused: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Rebuilt:
         for rebuilt in self.reached():
             found.update(dict.fromkeys(rebuilt.own))
             for helper in rebuilt.passed_on:
-                refused.update({_not_lent(site): None for other in helper.reached() for site in other.own})
+                refused.update({_without_host(site): None for other in helper.reached() for site in other.own})
         names = {site.name for site in found}
         return [*found, *(site for site in refused if site.name not in names)]
 
@@ -78,16 +78,16 @@ class Rebuilt:
         return list(dict.fromkeys(rebuilt.problem for rebuilt in self.reached() if rebuilt.problem is not None))
 
     @property
-    def refusals(self) -> list[str]:
+    def refused_patches(self) -> list[str]:
         """Reasons why operator patches were not applied to the files that take part."""
         return list(dict.fromkeys(message for rebuilt in self.reached() for message in rebuilt.refused))
 
     @property
-    def lends(self) -> set[str]:
+    def hands_host_to(self) -> set[str]:
         """Names of static and class methods that get a host, from helpers too."""
-        return set().union(*(rebuilt.lends_to for rebuilt in self.reached()))
+        return set().union(*(rebuilt.handed_to for rebuilt in self.reached()))
 
 
-def _not_lent(site: SiteSource) -> SiteSource:
+def _without_host(site: SiteSource) -> SiteSource:
     """Return the site as excluded, because its function gets no module."""
-    return replace(site, reason=site.reason or _NOT_LENT, edits=())
+    return replace(site, reason=site.reason or _NO_HOST, edits=())

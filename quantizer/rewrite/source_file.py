@@ -99,7 +99,7 @@ class SourceFile:
         chosen = self.functions.values() if only is None else [self.functions[key] for key in only]
         return apply_edits(self._index.data, (edit for function in chosen for edit in function.edits()))
 
-    def lend(self, call: HelperCall) -> None:
+    def pass_host(self, call: HelperCall) -> None:
         """Let a call pass its host from now on."""
         if not call.active:
             call.active = True

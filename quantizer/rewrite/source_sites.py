@@ -75,7 +75,7 @@ class FunctionSource:
         key: (qualified name, first line), as in its code object.
         host: the name of the argument that is the module (None: no such argument).
         is_method: the host is the first argument of a method.
-        borrows: the host is an argument that rewriting adds, for callers to pass theirs.
+        host_is_argument: the host is an argument that rewriting adds, for callers to pass theirs.
         why_no_host: why there is none.
         parameter: the edit that adds the argument.
         sites: quantizable calls.
@@ -91,7 +91,7 @@ class FunctionSource:
     key: tuple[str, int]
     host: str | None
     is_method: bool = False
-    borrows: bool = False
+    host_is_argument: bool = False
     why_no_host: str | None = None
     parameter: Edit | None = None
     sites: list[SiteSource] = field(default_factory=list)
@@ -124,4 +124,6 @@ class FunctionSource:
     @property
     def takes_host(self) -> bool:
         """Flag of a function that needs a host from its callers, in the present state of its text."""
-        return self.borrows and (any(site.edits for site in self.sites) or any(call.active for call in self.calls))
+        return self.host_is_argument and (
+            any(site.edits for site in self.sites) or any(call.active for call in self.calls)
+        )

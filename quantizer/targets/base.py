@@ -47,7 +47,7 @@ class TargetProfile:
         site_kinds: the kinds of site that are worth quantizing.
         activation_dtypes: the formats of activations that it computes with.
         weight_dtypes: the formats of weights that it accepts.
-        weight_steps: the largest code of an INT8 weight; None: that of the format.
+        weight_qmax: the largest code of an INT8 weight; None: that of the format.
         min_gemm_dim: a product of [M, K] and [K, N] stays float if K or N is smaller; None: no limit.
         float_vectors: a product stays float if M is 1 for every batch size.
         one_sided_adds: a residual add may be quantized on the side of its product only; the engine then reads the other
@@ -77,7 +77,7 @@ class TargetProfile:
     site_kinds: frozenset[SiteKind]
     activation_dtypes: frozenset[str] = frozenset({"int8"})
     weight_dtypes: frozenset[str] = frozenset({"int8"})
-    weight_steps: int | None = None
+    weight_qmax: int | None = None
     min_gemm_dim: int | None = None
     float_vectors: bool = False
     one_sided_adds: bool = True

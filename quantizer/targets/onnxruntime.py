@@ -37,5 +37,5 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
 # Without VNNI bytes are multiplied by VPMADDUBSW, which adds two products in 16 bits and saturates. With codes of at
 # most 64 (7 bits) the sum fits: 2 * 255 * 64 < 2^15.
 ONNXRUNTIME_AVX2 = profiles.add("onnxruntime-avx2")(
-    replace(ONNXRUNTIME, name="onnxruntime-avx2", weight_steps=64, exact_variant=None)
+    replace(ONNXRUNTIME, name="onnxruntime-avx2", weight_qmax=64, exact_variant=None)
 )

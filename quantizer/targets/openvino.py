@@ -45,7 +45,7 @@ OPENVINO_AVX2 = profiles.add("openvino-avx2")(
     replace(
         OPENVINO,
         name="openvino-avx2",
-        weight_steps=64,
+        weight_qmax=64,
         site_kinds=OPENVINO.site_kinds - {"matmul"},
         exact_variant=None,
     )

@@ -349,14 +349,14 @@ CASES = [
         lambda: quantize_read_by("Equal"),
         lambda: quantize_read_by(""),
         "QuantizeLinear_0",
-        "its steps are read by Equal Equal_4",
+        "its codes are read by Equal Equal_4",
     ),
     Case(
         "quantize-alone",
         lambda: quantize_read_by("output"),
         lambda: quantize_read_by(""),
         "QuantizeLinear_0",
-        "its steps are an output of the model",
+        "its codes are an output of the model",
         variant="output",
     ),
     Case(
@@ -631,7 +631,7 @@ CASES = [
         lambda: linear(**U8, step=65),
         lambda: linear(**U8, step=64),
         "DequantizeLinear_2",
-        "a weight with steps up to 65: onnxruntime-avx2 adds pairs",
+        "a weight with codes up to 65: onnxruntime-avx2 adds pairs",
         "onnxruntime-avx2",
     ),
     Case(

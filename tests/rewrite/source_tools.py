@@ -14,7 +14,7 @@ from torch.nn import functional
 from quantizer.rewrite.find_sites import FunctionSource
 from quantizer.rewrite.find_sites import SiteSource
 from quantizer.rewrite.host_argument import HOST
-from quantizer.rewrite.host_argument import LEND
+from quantizer.rewrite.host_argument import PASS_HOST
 from quantizer.rewrite.host_argument import TAKES_APART
 from quantizer.rewrite.host_argument import VISIBLE
 from quantizer.rewrite.host_argument import WRITTEN_CLASS
@@ -132,7 +132,7 @@ class _Strip(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         site = self._site(node)
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in (LEND, NOW, VISIBLE, WRITTEN_CLASS):
+        if isinstance(node.func, ast.Name) and node.func.id in (PASS_HOST, NOW, VISIBLE, WRITTEN_CLASS):
             return node.args[0]
         if site is None:
             return node

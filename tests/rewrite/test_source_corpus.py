@@ -55,7 +55,7 @@ def _check(path: Path) -> int:
     assert stripped(file) == tree
     for function in file.functions.values():
         for call in function.calls:
-            file.lend(call)
+            file.pass_host(call)
     assert stripped(file) == tree
     assert file.rewritten_text().count("\n") == text.count("\n")
     sites = sites_of(file)

@@ -155,13 +155,13 @@ def _constant(operations: Sequence[_Operation]) -> set[str]:
 def _quantized(operations: Sequence[_Operation]) -> set[str]:
     """Return the operations whose bytes are codes: results of a quantizer or a product, or stored codes."""
     found: set[str] = set()
-    steps: set[str] = set()
+    codes: set[str] = set()
     for operation in operations:
         writes = operation.outputs[0][0] if operation.outputs else ""
         makes = operation.role in ("quantizer", "product", "attention")
         stored = operation.type == "Const" and writes in ("i8", "i4", "u4")
-        if makes or stored or (operation.computes == "int8" and steps.intersection(operation.sources)):
+        if makes or stored or (operation.computes == "int8" and codes.intersection(operation.sources)):
             found.add(operation.name)
             if _PRECISIONS.get(writes) in LOW_PRECISIONS:
-                steps.add(operation.name)
+                codes.add(operation.name)
     return found

@@ -36,7 +36,7 @@ class _Folded:
 
     convolution: Any
     axis: int
-    steps: np.ndarray[Any, Any]
+    codes: np.ndarray[Any, Any]
     scales: np.ndarray[Any, Any]
     bias: np.ndarray[Any, Any]
 
@@ -79,7 +79,7 @@ class FoldBatchNorm(MatchPass[_Folded]):
 
         convolution, dequantize = found.convolution, found.convolution.inputs[1].producer()
         step, scale = dequantize.inputs[:2]
-        dequantize.replace_input_with(0, add_constant(model, f"{step.name}_folded", found.steps, step.dtype))
+        dequantize.replace_input_with(0, add_constant(model, f"{step.name}_folded", found.codes, step.dtype))
         dequantize.replace_input_with(1, add_constant(model, f"{scale.name}_folded", found.scales, scale.dtype))
         dequantize.attributes["axis"] = onnx_ir.AttrInt64("axis", found.axis)
         old = convolution.inputs[2] if len(convolution.inputs) > 2 else None
@@ -96,22 +96,22 @@ def _stored(value: Any, axis: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any
     node = value.producer()
     if not is_dequantize(node) or len(list(value.uses())) != 1:
         return None
-    steps, scales = node.inputs[0].const_value, floats(node.inputs[1])
-    if steps is None or scales is None or scales.ndim > 1 or (len(node.inputs) > 2 and node.inputs[2] is not None):
+    codes, scales = node.inputs[0].const_value, floats(node.inputs[1])
+    if codes is None or scales is None or scales.ndim > 1 or (len(node.inputs) > 2 and node.inputs[2] is not None):
         return None
-    if scales.ndim == 1 and node.attributes["axis"].as_int() % len(steps.shape) != axis:
+    if scales.ndim == 1 and node.attributes["axis"].as_int() % len(codes.shape) != axis:
         return None
-    return steps.numpy(), scales
+    return codes.numpy(), scales
 
 
 def _turned(
-    steps: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], axis: int, factors: np.ndarray[Any, Any]
+    codes: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], axis: int, factors: np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
     """Return codes and scales times the factors; None if they are not exact."""
-    channels = np.moveaxis(steps, axis, 0).astype(np.float32)
+    channels = np.moveaxis(codes, axis, 0).astype(np.float32)
     signs = np.sign(factors).astype(np.float32)
-    made = channels * signs.reshape(-1, *[1] * (steps.ndim - 1))
-    stored = made.astype(steps.dtype)
+    made = channels * signs.reshape(-1, *[1] * (codes.ndim - 1))
+    stored = made.astype(codes.dtype)
     wanted = np.where(factors == 0, 1.0, np.abs(factors)) * scales.astype(np.float64)
     multiplied = wanted.astype(scales.dtype)
     if not np.array_equal(stored.astype(np.float32), made) or (wanted < smallest_normal(scales.dtype)).any():

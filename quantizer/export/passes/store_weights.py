@@ -34,9 +34,9 @@ class StoreWeights:
         for node, kind in found:
             element = onnx_ir.DataType[kind.onnx_type]
             # A code of at most 8 bits is exact in float32, and numpy converts float32 to every format.
-            steps = _steps(node, kind).astype(np.float32).astype(element.numpy())
+            codes = _codes(node, kind).astype(np.float32).astype(element.numpy())
             name = "_".join([*(value.name for value in node.inputs[:2]), "stored"])
-            node.outputs[0].replace_all_uses_with(add_constant(model, name, steps, element))
+            node.outputs[0].replace_all_uses_with(add_constant(model, name, codes, element))
             _remove(model, node)
         return len(found)
 
@@ -69,15 +69,15 @@ def _element_of(node: Any) -> str:
     return str(node.inputs[2].const_value.dtype.name)
 
 
-def _steps(node: Any, kind: QType) -> np.ndarray:
+def _codes(node: Any, kind: QType) -> np.ndarray:
     """Return the codes that a Q or a Cast makes of its constant."""
     if node.op_type == "Cast":
         return np.asarray(node.inputs[0].const_value.numpy())
     weight, scale, zero = (torch.from_numpy(v.const_value.numpy().astype(np.float32)) for v in node.inputs)
     axis = node.attributes["axis"].as_int() if scale.dim() and "axis" in node.attributes else None
     zero_point = zero if kind.has_zero_point else None
-    steps = ops.quantize(weight, scale, kind.name, axis, block_size(node), zero_point)
-    return np.asarray(steps.float().numpy())
+    codes = ops.quantize(weight, scale, kind.name, axis, block_size(node), zero_point)
+    return np.asarray(codes.float().numpy())
 
 
 def _remove(model: Any, node: Any) -> None:

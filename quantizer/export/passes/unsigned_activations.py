@@ -71,9 +71,9 @@ def _is_signed_scalar(zero_point: Any) -> bool:
 
 def _is_read_as_a_value(quantize: Any) -> bool:
     """Return whether only DQs read the codes, and no output of the graph is one of them."""
-    steps = quantize.outputs[0]
-    readers = [(reader.op_type, index) for reader, index in steps.uses()]
-    return not steps.is_graph_output() and all(reader == ("DequantizeLinear", 0) for reader in readers)
+    codes = quantize.outputs[0]
+    readers = [(reader.op_type, index) for reader, index in codes.uses()]
+    return not codes.is_graph_output() and all(reader == ("DequantizeLinear", 0) for reader in readers)
 
 
 def _set_zero_point(node: Any, zero: Any) -> None:

@@ -78,20 +78,20 @@ def signedness(subject: Subject) -> Iterator[Fault]:
 @rules.add("saturating-weight")
 def saturating_weight(subject: Subject) -> Iterator[Fault]:
     """Keep weights within the codes that the target's byte product can add up."""
-    most = subject.target.weight_steps
+    most = subject.target.weight_qmax
     if most is None:
         return
     for pair in subject.products:
         for operand in pair:
-            steps = constant(operand.dequantize.inputs[0]) if operand.is_weight and operand.quantized else None
-            if steps is None or operand.format != INT8.name:
+            codes = constant(operand.dequantize.inputs[0]) if operand.is_weight and operand.quantized else None
+            if codes is None or operand.format != INT8.name:
                 continue
-            largest = int(np.abs(steps.astype(np.int16)).max())
+            largest = int(np.abs(codes.astype(np.int16)).max())
             if largest > most:
                 problem = (
-                    f"a weight with steps up to {largest}: {subject.target.name} adds pairs of products in 16 bits, "
+                    f"a weight with codes up to {largest}: {subject.target.name} adds pairs of products in 16 bits, "
                     f"which hold weights up to {most}"
                 )
                 yield Fault(
-                    name_of(operand.dequantize), problem, f"quantize the weights to {most} steps (reduce_range)"
+                    name_of(operand.dequantize), problem, f"quantize the weights to codes up to {most} (reduce_range)"
                 )

@@ -38,9 +38,9 @@ def quantize_alone(subject: Subject) -> Iterator[Fault]:
             if not (is_dequantize(reader) or is_quantized_operator(reader))
         ]
         if node.outputs[0].is_graph_output():
-            yield Fault(name_of(node), "its steps are an output of the model", "put a DequantizeLinear behind it")
+            yield Fault(name_of(node), "its codes are an output of the model", "put a DequantizeLinear behind it")
         elif others:
-            problem = f"its steps are read by {others[0].op_type} {name_of(others[0])}"
+            problem = f"its codes are read by {others[0].op_type} {name_of(others[0])}"
             yield Fault(
                 name_of(node), problem, "put a DequantizeLinear directly behind it, and the operator behind that"
             )

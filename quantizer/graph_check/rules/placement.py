@@ -58,14 +58,14 @@ def site_kind(subject: Subject) -> Iterator[Fault]:
     for pair in subject.products:
         weighted = any(operand.is_weight for operand in pair)
         if "matmul" not in kinds and not weighted and all(operand.quantized for operand in pair):
-            problem = f"a product of two activations gains nothing from steps on {subject.target.name}"
+            problem = f"a product of two activations gains nothing from integer codes on {subject.target.name}"
             yield Fault(name_of(pair[0].product), problem, advice)
     if "residual_add" in kinds:
         return
     for node in subject.nodes:
         activations = [value for value in node.inputs if not is_constant(value)] if node.op_type == "Add" else []
         if len(activations) == 2 and any(map(_rounded, activations)):
-            problem = f"an add gains nothing from steps on {subject.target.name}"
+            problem = f"an add gains nothing from integer codes on {subject.target.name}"
             yield Fault(name_of(node), problem, advice)
 
 

@@ -33,7 +33,7 @@ def float_weight(subject: Subject) -> Iterator[Fault]:
             problem = (
                 "a weight is stored as floats and quantized when the engine is built: the file is larger than needed"
             )
-            yield Fault(name_of(weight.quantize), problem, "store the steps, with a DequantizeLinear alone")
+            yield Fault(name_of(weight.quantize), problem, "store the codes, with a DequantizeLinear alone")
 
 
 @rules.add("turned-weight")
