@@ -1,6 +1,6 @@
-"""Statistics of calibration batches: what every site and every range group sees, as data.
+"""Statistics of every site and every range group over the calibration batches, as data.
 
-``observation.py`` runs a batch through a proxy, ``batch_pass.py`` follows it, ``statistics.py`` holds the sums and
-``snapshot.py`` writes them to a file. Products that no site computes are counted in ``completeness/``; what becomes of
-them is said in ``views/unquantized.py``, and how large they are in ``operations/aten_products.py``.
+``observation.py`` observes a proxy, ``batch_pass.py`` one pass of it. ``statistics.py`` adds passes up and
+``snapshot.py`` writes the sums to a file. ``completeness/`` counts every product, also outside of sites, by the sizes
+in ``operations/aten_products.py``; ``views/unquantized.py`` lists those that stay float.
 """

@@ -1,7 +1,7 @@
-"""One batch on its way through a proxy: what is seen of it, and of each site that it reaches.
+"""The observation of one batch in a proxy, and of each site that it reaches.
 
-Operands that are one and the same tensor (query, key and value read one) share a ``RangeGroup``: one calibrator, fed
-once a batch, one range.
+Operands that are the same tensor (the inputs of query, key and value) share a ``RangeGroup``: one calibrator, which
+gets the tensor once a batch, and one range.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """The sites and modules that every pass watches, and what is known of them from earlier ones.
+    """The settings of all passes, and results that hold for later passes too.
 
     Attributes:
         make: makes a calibrator; its argument asks for a histogram.
-        refused: sites (and operands) that rules leave out; they are counted, not observed.
-        off: kinds of site that are counted, not observed; which kind a site is, its operands say.
-        channels: keep the range of each channel of what linears read.
-        explanations: of products outside of sites.
+        refused: sites (and operands) that rules exclude, with the rule; they are counted, not observed.
+        off: kinds of site that are counted, not observed; the kind of a site depends on its operands.
+        channels: whether to keep the range of each channel of the inputs of linears.
+        explanations: the reasons why products are outside of sites.
         measured: the magnitudes of parameters.
-        finite: looks at parameters.
+        finite: checks that parameters are finite.
     """
 
     make: Callable[[bool], Calibrator]
@@ -82,13 +82,13 @@ class Watched:
 
 
 class Pass:
-    """Watches the sites of a proxy while one batch runs.
+    """The observation of a proxy's sites while one batch runs.
 
     Attributes:
-        seen: what was seen so far.
-        number: of the batch, from 0.
-        kept: the batch itself, where it is to be kept.
-        has_begun: the inputs are known.
+        seen: the statistics so far.
+        number: the number of the batch, from 0.
+        kept: the hash and a copy of the batch, if it is to be kept.
+        has_begun: whether ``begin`` was called.
     """
 
     def __init__(self, watched: Watched, number: int) -> None:
@@ -104,17 +104,17 @@ class Pass:
         self._calls: dict[int, Call | None] = {}
         self._weights = Weights()
         self._mask: Tensor | None = None
-        # A model may run parts of itself in threads of its own.
+        # A model may run parts of itself in its own threads.
         self._lock = threading.RLock()
 
     def begin(self, proxy: nn.Module, inputs: Sequence[Any], mask: Tensor | None) -> None:
-        """Follow what the model computes with its inputs; ``mask`` [B, S] says which tokens are real (None: all).
+        """Start to track the model's operations; ``mask`` [B, S] is True for real tokens (None: all are real).
 
         Raises:
             CalibrationError: a parameter of the model has NaN or an infinite value.
         """
         self.has_begun = True
-        # At each pass: a cast gives the proxy parameters of its own.
+        # Listed in each pass, since a cast gives the proxy its own parameters.
         parameters = list(proxy.named_parameters())
         self._watched.finite.check(parameters)
         self._weights = Weights(parameters)
@@ -126,7 +126,7 @@ class Pass:
         self._provenance.__enter__()  # type: ignore[no-untyped-call]
 
     def _read(self, value: Tensor) -> None:
-        """Note a parameter that something besides a site computes with: frozen, it has to be there as floats too."""
+        """Record a parameter that code outside of sites computes with: frozen, it must be kept as floats too."""
         for path in self._weights.shown_by(value):
             if path not in self.seen.read_outside:
                 running = callers(innermost_frame(sys._getframe()))
@@ -134,26 +134,26 @@ class Pass:
                 self.seen.read_outside[path] = str(next(outside, "in torch's own code"))
 
     def end(self) -> None:
-        """Follow no more; also after an exception, an interrupt among them."""
+        """Stop tracking; called also after an exception or interrupt."""
         self._counter.stop()
         if _python_dispatch._get_current_dispatch_mode() is self._provenance:
             self._provenance.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def whole(self, result: Any) -> Seen:
-        """Return what was seen, once the model has given its ``result``."""
+        """Return the statistics of the whole pass; ``result`` is the model's output."""
         self._magnitudes.returned(result)
         return replace(self.seen, batches=1, products=self._counter.products(), regions=self._magnitudes.regions())
 
     # -- one site --------------------------------------------------------------------------------------------------
 
     def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
-        """See the operands of a call.
+        """Observe the operands of a call.
 
         Raises:
-            CalibrationError: an operand holds NaN or an infinity.
+            CalibrationError: an operand has NaN or an infinity.
         """
-        # What is computed to see them is none of the model's: nobody counts it or asks where it comes from. torch's
-        # _disable_current_modes does the same, and knows modes of tracers besides, which takes it three times as long.
+        # The operations of the observation itself must not be counted or tracked. torch's _disable_current_modes does
+        # the same, also for modes of tracers, and takes three times as long.
         modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
         try:
             with self._lock:
@@ -168,7 +168,7 @@ class Pass:
         record.calls += 1
         weights = [self._weights.find(value) for value in values]
         for weight in weights:
-            # What is added may be a mask.
+            # An operand of an add may be a mask with -inf.
             if weight is not None and weight.path is not None and site.operation.kind != "residual_add":
                 self._watched.finite.check_weight(weight.path, weight.parameter)
         record.reads |= {weight.path for weight in weights if weight is not None and weight.path is not None}
@@ -190,7 +190,7 @@ class Pass:
         for operand in site.operation.operands:
             value, weight = (inside(), None) if operand.index is None else next(given)
             seen = record.operands.setdefault(operand.name, OperandRecord())
-            # The operand that fused attention makes inside is its softmax.
+            # The operand that fused attention computes inside is its softmax.
             origin = self._provenance.origin(value)
             seen.saw_softmax(operand.index is None or (origin is not None and origin.kind == "softmax"))
             if weight is not None:
@@ -207,7 +207,7 @@ class Pass:
                 record.operands[operand.name].ends_branch |= ends and not all(direct)
 
     def after(self, site: Site, result: Any) -> None:
-        """Measure the call, and mark what it made."""
+        """Record the dimensions of the call, and the origin of its result."""
         record = self._record(site)
         kind = record.kind or site.operation.kind
         if not isinstance(result, Tensor):
@@ -253,7 +253,7 @@ class Pass:
         return None
 
     def _varies(self, record: SiteStatistics, site: Site, weights: list[Weight | None]) -> str | None:
-        """Return why a site that is called many times cannot hold its weight: it is not always the same."""
+        """Return why a site cannot store a weight: an operand differs between calls; None if none does."""
         given = (operand for operand in site.operation.operands if operand.index is not None)
         for operand, weight in zip(given, weights, strict=True):
             seen = record.operands.get(operand.name)
@@ -263,12 +263,11 @@ class Pass:
         return None
 
     def _why_not_residual(self, tensors: list[Tensor]) -> str | None:
-        """Return why an add does not join two branches of the network.
+        """Return why an add does not join two branches of the network; None if it does.
 
-        A residual add has two computed operands of one shape, at least one of them made by a weighted product, and
-        not both by the same one (a rotary embedding adds two halves of one projection). What a product of two
-        activations gives are scores, and what is added to them is a position's bias: an engine that fuses attention
-        adds both as floats.
+        A residual add has two computed operands of the same shape. At least one comes from a weighted product, and not
+        both from the same one (a rotary embedding adds two halves of one projection). A product of two activations
+        gives scores, to which a position bias is added; an engine that fuses attention adds both in float.
         """
         first, second = (self._provenance.origin(tensor) for tensor in tensors)
         if tensors[0].shape != tensors[1].shape:
@@ -284,7 +283,7 @@ class Pass:
         return None
 
     def _measure(self, site: Site, call: Call, record: SiteStatistics) -> None:
-        """Note the product's K and N, its multiply-adds, and the axis of its weight's channels."""
+        """Record the product's dimensions and multiply-adds, and the axes of its weight."""
         assert site.operation.geometry is not None
         size = site.operation.geometry(call)
         record.depth = merge_dimension(record.depth, size.depth)

@@ -1,4 +1,4 @@
-"""Weights that are no numbers, by their own name: what they make reaches other sites first, or none at all."""
+"""A check for parameters that are not finite, which names them: their results reach other sites first, or none."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["FiniteParameters"]
 
 
 class FiniteParameters:
-    """Looks at the parameters of a model before a pass; at those that did not change since, once."""
+    """A check of a model's parameters before each pass, repeated only for those that changed."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[nn.Parameter, int, str | None]] = {}
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Look at all parameters, by name.
+        """Check all parameters.
 
         Raises:
-            CalibrationError: one has NaN or an infinite value. Alone -inf may be that of a mask; see ``check_weight``.
+            CalibrationError: one has NaN or inf. A parameter with -inf only may be a mask; see ``check_weight``.
         """
         for name, parameter in parameters:
             if self._of(parameter) not in (None, "-inf"):
                 raise self._error(name, parameter)
 
     def check_weight(self, name: str, parameter: nn.Parameter) -> None:
-        """Look at a parameter that is multiplied with.
+        """Check a parameter that is a weight, so that -inf is no mask.
 
         Raises:
-            CalibrationError: it has NaN or an infinite value.
+            CalibrationError: the parameter has NaN or an infinite value.
         """
         if self._of(parameter) is not None:
             raise self._error(name, parameter)

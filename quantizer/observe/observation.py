@@ -1,7 +1,7 @@
-"""Observing: every pass of a proxy adds what it saw to what calibration has seen, once it is whole.
+"""The observation of a proxy: every pass adds its statistics to those of the calibration once it is complete.
 
-A pass that fails, is refused or is interrupted adds nothing. Passes may run in several threads: each is watched by
-itself, and they are added one after the other.
+A pass that fails, is refused or is interrupted adds nothing. Passes may run in several threads: each is observed
+separately, and they are added one after the other.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = ["Observation"]
 
 
 class Observation:
-    """Watches a proxy's sites during calibration.
+    """The observation of a proxy's sites during calibration.
 
-    Copied or pickled it is None: a copy of a proxy that observes does not.
+    Its copies and pickles are None, so that a copy of a proxy does not observe.
 
     Attributes:
-        seen: in all whole passes so far.
+        seen: the statistics of all complete passes so far.
         make: makes a calibrator; its argument asks for a histogram.
     """
 
@@ -61,12 +61,12 @@ class Observation:
         """
         Args:
             sites: all sites of the proxy.
-            refused: sites (and operands) that rules leave out; they are counted, not observed.
+            refused: sites (and operands) that rules exclude, with the rule; they are counted, not observed.
             make: makes a calibrator; its argument asks for a histogram.
-            off: kinds of site that are counted, not observed; which kind a site is, its operands say.
+            off: kinds of site that are counted, not observed; the kind of a site depends on its operands.
             skipped: calls and functions that could not be rewritten.
-            keep: keep a few batches.
-            channels: keep the range of each channel of what linears read.
+            keep: whether to keep a few batches to run again.
+            channels: whether to keep the range of each channel of the inputs of linears.
         """
         self.seen = Seen.of_sites((site.path for site in sites), ReplayBatches() if keep else None)
         self.make = make
@@ -91,14 +91,14 @@ class Observation:
         self._prepare = prepare
         for site in sites:
             site.observer = self
-        # A hook alone would not do: torch calls none after an interrupt.
+        # A hook alone is not enough: after an interrupt torch calls none.
         self._detach = [
             called_through(proxy, self._call),
             proxy.register_forward_pre_hook(LocalHook(self._begin), with_kwargs=True).remove,
         ]
 
     def detach(self, sites: Iterable[Site]) -> None:
-        """Stop observing; what was seen stays."""
+        """Stop observing; the statistics stay."""
         for site in sites:
             site.observer = None
         for detach in self._detach:
@@ -107,7 +107,7 @@ class Observation:
 
     @contextmanager
     def paused(self, sites: Iterable[Site]) -> Iterator[None]:
-        """Let the sites run without being observed; for passes that begin with ``proxy.forward``."""
+        """Stop observing the sites inside the block, whose passes must begin with ``proxy.forward``."""
         watched = [site for site in sites if site.observer is self]
         for site in watched:
             site.observer = None
@@ -120,9 +120,9 @@ class Observation:
     # -- the whole pass --------------------------------------------------------------------------------------------
 
     def _call(self, proxy: nn.Module, run: Callable[[], Any]) -> Any:
-        """Run the proxy once, and add what was seen of it."""
+        """Run the proxy once, and add the statistics of the pass."""
         if self._of_thread() is not None:
-            # It calls itself: that is one pass.
+            # A proxy that calls itself is still in the same pass.
             return run()
         if self._prepare is not None:
             self._prepare()
@@ -146,7 +146,7 @@ class Observation:
         return result
 
     def _begin(self, proxy: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Take note of the inputs of the pass that runs.
+        """Check and record the inputs of the pass that runs.
 
         Raises:
             CalibrationError: the proxy is in train mode, or the inputs have NaN.
@@ -165,7 +165,7 @@ class Observation:
                     f"batch {current.number} of the calibration data: {name!r} has NaN values; leave them out of the "
                     "data"
                 )
-        # Most data is known to be none after its first batch.
+        # After a batch with other values, the inputs need not be checked for zeros any more.
         current.seen.only_zeros = self.seen.only_zeros and _only_zeros([args, keywords])
         if self.seen.kept is not None:
             current.kept = self.seen.kept.wanted(args, keywords)
@@ -179,7 +179,7 @@ class Observation:
         whole = self.seen.with_added(added)
         if whole.kept is not None and current.kept is not None:
             whole.kept.keep(*current.kept)
-        # This one assignment is the batch: before it nothing counts, after it all does.
+        # This one assignment adds the batch: before it nothing counts, after it everything.
         self.seen = whole
 
     def _of_thread(self) -> Pass | None:
@@ -189,27 +189,27 @@ class Observation:
     # -- one site --------------------------------------------------------------------------------------------------
 
     def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
-        """See the operands of a call.
+        """Observe the operands of a call.
 
         Raises:
-            CalibrationError: an operand holds NaN or an infinity, or it cannot be told which pass the call is part of.
+            CalibrationError: an operand has NaN or an infinity, or the pass of the call cannot be determined.
         """
         current = self._pass_of(site)
         if current is not None:
             current.before(site, values, inside)
 
     def after(self, site: Site, result: Any) -> None:
-        """See what a call gave."""
+        """Observe the result of a call."""
         current = self._pass_of(site)
         if current is not None:
             current.after(site, result)
 
     def _pass_of(self, site: Site) -> Pass | None:
-        """Return the pass that a call is part of; None where a part of the model runs alone, which is no batch."""
+        """Return the pass that a call is part of; None if a part of the model runs alone, which is no batch."""
         running = self._of_thread()
         if running is not None or not self._running:
             return running
-        # The model has started a thread of its own.
+        # The model runs the site in a thread that it has started.
         try:
             (only,) = self._running
         except ValueError:

@@ -1,8 +1,8 @@
-"""Padding, which nobody reads: which tokens are real, and what of a tensor belongs to them.
+"""Padding: which tokens are real, and which positions of a tensor belong to them.
 
-An ``attention_mask`` means what the model takes it for: 1 for a token and 0 for padding, as tokenizers say it, or the
-other way round as booleans, or numbers to be added to scores, or who may look at whom. Only where it can be nothing but
-the first is anything left out. What is left out wrongly decides ranges unseen; what is left in costs little.
+The meaning of an ``attention_mask`` depends on the model: 1 for a token and 0 for padding, as tokenizers write it;
+booleans of the opposite meaning; numbers to be added to scores; or which token may attend to which. Positions are left
+out only if the first meaning is certain: leaving out real tokens would spoil ranges, keeping padding costs little.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _AXES = 2  # of a mask [B, S]
 
 
 def padding_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> Tensor | None:
-    """Return the mask [B, S] among a model's inputs, True where a token is real; None if nothing surely is padding."""
+    """Return the mask [B, S] among a model's inputs, True where a token is real; None if no padding is certain."""
     return read_mask(keywords, args)[0]
 
 
 def read_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> tuple[Tensor | None, str | None]:
-    """Return the mask of ``padding_mask``, and why an ``attention_mask`` is taken for none (None: it is one, or hides
+    """Return the mask of ``padding_mask``, and why an ``attention_mask`` is ignored (None: it is used, or masks
     nothing)."""
     mask = keywords.get(_NAME)
     if not isinstance(mask, Tensor) or mask.numel() == 0 or bool((mask == mask.flatten()[0]).all()):
-        # All alike: nothing is hidden, as every batch has a token.
+        # All values are equal: nothing is masked, as every batch has a token.
         return None, None
     others = {**{str(place): value for place, value in enumerate(args)}, **keywords}
     doubt = _doubt(mask, {name: value for name, value in others.items() if isinstance(value, Tensor)})
@@ -43,14 +43,14 @@ def read_mask(keywords: Mapping[str, Any], args: tuple[Any, ...] = ()) -> tuple[
 
 
 def without_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool = False) -> Tensor:
-    """Return the real positions of an operand [B, .., S, ..]; all of it unless one axis alone has the length S.
+    """Return the real positions of an operand [B, .., S, ..]; all positions unless exactly one axis has the length S.
 
-    What the network computes at padding is read by nobody, yet it can set the range of everything else.
+    Values at padding are not used by the model, yet can determine the range.
 
     Args:
         value: the operand.
-        mask: [B, S], True where a token is real; None: everywhere.
-        channels_last: the last axis is known to be no sequence.
+        mask: [B, S], True where a token is real; None: all are real.
+        channels_last: whether the last axis is known to be no sequence.
     """
     if mask is None or value.dim() < _AXES + 1 or value.shape[0] != mask.shape[0]:
         return value
@@ -61,18 +61,18 @@ def without_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool =
 def has_padding(output: Tensor, mask: Tensor | None) -> bool:
     """Return whether an output [B, S, ..] has a position for each token of the mask [B, S].
 
-    Logits [B, C] have none, also where there are as many classes as tokens.
+    Logits [B, C] have none, even if there are as many classes as tokens.
     """
     return mask is not None and output.dim() > _AXES and output.shape[:2] == mask.shape
 
 
 def output_without_padding(output: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the real positions of an output [B, S, ..]; all of what has another shape."""
+    """Return the real positions of an output [B, S, ..]; an output of another shape as it is."""
     return output[mask] if has_padding(output, mask) else output
 
 
 def _doubt(mask: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
-    """Return why a mask that hides something may mean something else; ``inputs`` are the model's tensors, by name."""
+    """Return why a mask may have another meaning; None if it cannot. ``inputs`` are the model's tensors, by name."""
     if mask.dtype == torch.bool:
         return "booleans may be True for either"
     if mask.is_floating_point() or mask.is_complex():
@@ -90,7 +90,7 @@ def _doubt(mask: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def _doubt_beside(real: Tensor, inputs: Mapping[str, Tensor]) -> str | None:
-    """Return why the other inputs leave a doubt whether ``real`` [B, S] says which tokens are real."""
+    """Return why the other inputs leave a doubt that ``real`` [B, S] marks the real tokens; None if they do not."""
     alike = {name: value for name, value in inputs.items() if value.shape[:_AXES] == real.shape}
     if not alike:
         return "no other input has that batch and sequence"

@@ -1,4 +1,4 @@
-"""Operands as calibration sees them: the group that shares a range, and the channels of a group."""
+"""The records of operands in calibration: the groups that share a range, and the ranges of their channels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["ChannelRange", "Migration", "OperandRecord", "RangeGroup"]
 
 @dataclass(frozen=True, slots=True)
 class ChannelRange:
-    """The least and the largest value of each channel, a channel being an index of the last axis: float32 [K] each."""
+    """The minimum and the maximum of each channel (index of the last axis), float32 [K] each."""
 
     low: Tensor
     high: Tensor
 
     @classmethod
     def of(cls, x: Tensor) -> ChannelRange:
-        """Return the channels of x [.., K], which is not empty."""
+        """Return the channel ranges of x [.., K], which must not be empty."""
         low, high = torch.aminmax(x.detach().reshape(-1, x.shape[-1]), dim=0)
         return cls(low.float(), high.float())
 
@@ -34,7 +34,7 @@ class ChannelRange:
         return torch.maximum(self.low.abs(), self.high.abs())
 
     def joined(self, other: ChannelRange) -> ChannelRange | None:
-        """Return the channels of both; None where their numbers differ."""
+        """Return the channel ranges of both together; None if the numbers of channels differ."""
         if self.low.shape != other.low.shape:
             return None
         return ChannelRange(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
@@ -42,7 +42,7 @@ class ChannelRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Migration:
-    """The migration of outliers of an activation x [.., K] into the weights W it meets: (x / s) (W * s) is x W.
+    """The migration of outliers of an activation x [.., K] into the weights W of its products: (x / s) (W * s) is x W.
 
     ``factors`` are s, float32 [K]; ``alpha`` is the share of the activation, see ``smooth.migration_factors``.
     """
@@ -53,11 +53,15 @@ class Migration:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RangeGroup:
-    """Operands that read one tensor, with their one calibrator.
+    """Operands that read the same tensor, and share one calibrator.
 
-    ``chosen`` is an amax that was taken instead of the calibrator's own, and the name of the estimate. ``channels`` are
-    kept where a migration may want them (None: not kept, or ``channels_vary``: their number changes); ``migration`` is
-    what the tensor is divided by before the calibrator sees it.
+    Attributes:
+        calibrator: of the tensor, divided by the factors of ``migration``.
+        operands: their names, as ``SITE.OPERAND``.
+        chosen: an amax that replaces the calibrator's own, and the name of its estimate (None: the calibrator's own).
+        channels: the ranges of channels, for a migration (None: not kept, or ``channels_vary``).
+        channels_vary: whether the number of channels differs between calls.
+        migration: the migration of outliers that divides the tensor (None: there is none).
     """
 
     calibrator: Calibrator
@@ -68,13 +72,13 @@ class RangeGroup:
     migration: Migration | None = None
 
     def add_channels(self, seen: ChannelRange) -> None:
-        """Take in channels of more values."""
+        """Add the channel ranges of more values."""
         if not self.channels_vary:
             self.channels = seen if self.channels is None else self.channels.joined(seen)
             self.channels_vary = self.channels is None
 
     def add(self, other: RangeGroup) -> None:
-        """Take in the values of another group; who its operands are is not among them."""
+        """Add the values of another group, but not its operands."""
         self.calibrator.merge(other.calibrator)
         if other.channels is not None:
             self.add_channels(other.channels)
@@ -83,11 +87,11 @@ class RangeGroup:
         self.chosen = self.chosen or other.chosen
 
     def copy(self) -> RangeGroup:
-        """Return a copy, to which more may be added."""
+        """Return a copy; adding to it does not change the original."""
         return replace(self, calibrator=self.calibrator.copy(), operands=list(self.operands))
 
     def amax(self, dtype: str) -> float:
-        """Return the magnitude that maps to the largest step of a format."""
+        """Return the magnitude that maps to the largest code of a format."""
         return self.calibrator.for_format(dtype).amax() if self.chosen is None else self.chosen[0]
 
 
@@ -96,14 +100,14 @@ class OperandRecord:
     """The record of one operand: a weight, or an activation's group.
 
     Attributes:
-        weight: the weight that it is.
+        weight: the weight (None: an activation).
         axis: the axis of the weight's output channels (None: it has none).
-        inner: the axis of the weight that runs along the last axis of the activation (None: none does).
-        group: the activation's group.
-        softmax: it is what a softmax gave in every call, values from 0 to 1 (None: none seen yet).
-        ends_branch: of an add: it is what a product gives, as it is, and the other operand skips that product.
-        smoothed: the group that it shares a range with once outliers are migrated (None: they are not).
-        left: why they are not, where they might have been.
+        inner: the axis of the weight that is multiplied with the last axis of the activation (None: none is).
+        group: the activation's group (None: a weight).
+        softmax: whether the operand is the output of a softmax, 0 to 1, in every call (None: no call yet).
+        ends_branch: whether this operand of an add is the direct result of a product, and the other operand is not.
+        smoothed: the group that the operand shares a range with after migration of outliers (None: no migration).
+        left: why there is no migration, if there could have been one.
     """
 
     weight: Weight | None = None
@@ -116,14 +120,14 @@ class OperandRecord:
     left: str | None = None
 
     def add(self, other: OperandRecord) -> None:
-        """Take in what other calls say of it, beside its weight and its group."""
+        """Add the record of other calls, except for weight and group."""
         self.axis = other.axis if self.axis is None else self.axis
         self.inner = other.inner if self.inner is None else self.inner
         self.saw_softmax(other.softmax)
         self.ends_branch = self.ends_branch or other.ends_branch
 
     def saw_softmax(self, softmax: bool | None) -> None:
-        """Note whether more calls had what a softmax gave (None: there were none)."""
+        """Add whether the operand was the output of a softmax in more calls (None: there were none)."""
         if softmax is not None:
             self.softmax = softmax and self.softmax is not False
 

@@ -1,6 +1,6 @@
-"""A few of the batches that went through calibration, kept to be run again.
+"""A few of the calibration batches, kept to be run again.
 
-Which ones does not depend on the order they came in: those whose content has the smallest hashes.
+They are those whose contents have the smallest hashes, so that the choice does not depend on the order of batches.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class ReplayBatches:
         self._kept: dict[bytes, Batch] = {}
 
     def copy(self) -> ReplayBatches:
-        """Return a copy, to which other batches may come."""
+        """Return a copy that can keep other batches."""
         other = ReplayBatches()
         other._kept = dict(self._kept)
         return other
 
     def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
-        """Return a copy of a batch for ``keep`` if it is among those that are kept; call this before the model runs."""
+        """Return the hash and a copy of a batch for ``keep`` if it is to be kept; call this before the model runs."""
         key = _hash((args, dict(keywords)))
         if key in self._kept or (len(self._kept) == _KEPT and key > max(self._kept)):
             return None
         return key, copied(args, keywords)
 
     def keep(self, key: bytes, batch: Batch) -> None:
-        """Keep what ``wanted`` gave."""
+        """Keep a batch that ``wanted`` returned."""
         self._kept[key] = batch
         if len(self._kept) > _KEPT:
             del self._kept[max(self._kept)]
@@ -55,7 +55,7 @@ class ReplayBatches:
     def shared(self) -> ReplayBatches:
         """Return this rank's part of the batches that one process would have kept of all ranks' data.
 
-        Each of them is in the part of one rank.
+        Each batch is in the part of exactly one rank.
         """
         whole = [_split(keys) for keys in all_gather_bytes(b"".join(sorted(self._kept)))]
         wanted = sorted({key for keys in whole for key in keys})[:_KEPT]
@@ -65,12 +65,12 @@ class ReplayBatches:
         return part
 
     def __iter__(self) -> Iterator[Batch]:
-        # Copies, since a model may change what it is given, and they are run more than once.
+        # Copies, since a model may change its inputs, and the batches are run more than once.
         return iter([copied(*self._kept[key]) for key in sorted(self._kept)])
 
 
 def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
-    """Return the inputs as they are now: a loader may reuse the tensors, and a model may write into them."""
+    """Return a copy of the inputs: a loader may reuse the tensors, and a model may write into them."""
     leaves, structure = pytree.tree_flatten((args, dict(keywords)))
     own = [leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
     batch: Batch = pytree.tree_unflatten(own, structure)
@@ -90,6 +90,6 @@ def _hash(batch: Any) -> bytes:
         elif isinstance(leaf, _PLAIN):
             digest.update(repr(leaf).encode())
         else:
-            # What it holds is not known: no two are taken for the same.
+            # The contents are unknown, so that no two objects count as equal.
             digest.update(f"{type(leaf)} {id(leaf)}".encode())
     return digest.digest()

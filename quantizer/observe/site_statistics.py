@@ -17,12 +17,21 @@ __all__ = ["SiteStatistics", "merge_dimension", "same_weight"]
 class SiteStatistics:
     """The statistics of one site over all its calls.
 
-    ``kind`` is what its operands make it (None: none seen yet). ``calls`` counts all calls and ``fit`` those whose
-    operands can be rounded; ``reasons`` says why others cannot. ``reads`` are the paths of the parameters among its
-    operands. ``depth`` and ``width`` are K and N of the product (None: not seen yet; 0: they changed from call to call,
-    as a sequence length does), and ``rows`` is M (0 also where a batch counts in it); ``multiply_adds`` those of all
-    calls together. ``head`` and ``sequence`` are the head size, like K, and the longest sequence, if it is a product of
-    an attention.
+    The dimensions of the product are None before the first call, and 0 if they vary, as a sequence length does.
+
+    Attributes:
+        kind: the kind of the site, which depends on its operands (None: no call yet).
+        calls: the number of all calls.
+        fit: the number of calls whose operands can be rounded.
+        reasons: why the operands of other calls cannot.
+        reads: the paths of the parameters among its operands.
+        depth: K of the product.
+        width: N of the product.
+        rows: M of the product; 0 also if it includes a batch axis.
+        head: the head size, for a product of an attention.
+        sequence: the length of the longest sequence, for a product of an attention; else 0.
+        multiply_adds: the multiply-adds of all calls together.
+        operands: the records of its operands, by name.
     """
 
     kind: Kind | None = None
@@ -39,7 +48,7 @@ class SiteStatistics:
     operands: dict[str, OperandRecord] = field(default_factory=dict)
 
     def add(self, other: SiteStatistics) -> None:
-        """Take in what was seen elsewhere; the groups of operands are joined by who knows all of them."""
+        """Add other statistics of the site, except for the groups of operands, which ``Seen`` joins."""
         self.kind = self.kind or other.kind
         self.calls += other.calls
         self.fit += other.fit
@@ -64,16 +73,16 @@ class SiteStatistics:
 
 
 def merge_dimension(first: int | None, second: int | None) -> int | None:
-    """K or N of the product in all calls: None where there was none, 0 where it changes."""
+    """Merge a GEMM dimension of two calls: None if unseen, 0 if it varies."""
     if first is None or second is None:
         return second if first is None else first
     return first if first == second else 0
 
 
 def same_weight(first: Weight | None, second: Weight | None) -> bool:
-    """Return whether an operand is the same weight, or none, in both calls."""
+    """Return whether an operand is the same weight, or no weight, in both calls."""
     if first is None or second is None:
         return first is second
-    # A parameter that no module has registered is known by nothing else across processes.
+    # An unregistered parameter has no path by which it could be compared across processes.
     unregistered = first.path is None and second.path is None
     return unregistered or (first.parameter is second.parameter and first.view == second.view)

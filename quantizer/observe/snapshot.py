@@ -1,8 +1,8 @@
 """Statistics as bytes: to be saved, and to be sent to other processes.
 
 The bytes are those of a safetensors file: ``counts`` int64 [H, BINS], a row for each histogram, and ``document`` uint8,
-the rest as JSON. Adding up what they say is exact, whatever the order: counts are integers, and bins of two widths
-merge without error.
+the rest as JSON. Adding snapshots is exact in any order: counts are integers, and bins of two widths merge without
+error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SITE_FIELDS = ("kind", "calls", "fit", "reasons", "depth", "width", "rows", "he
 
 
 def snapshot(seen: Seen) -> bytes:
-    """Everything that a plan depends on; batches that are kept to be run again are not in it."""
+    """Return all statistics that a plan depends on, as bytes; batches that are kept to be run again are left out."""
     records = [record for site in seen.records.values() for record in site.operands.values()]
     groups = list(dict.fromkeys(record.group for record in records if record.group is not None))
     places = {group: place for place, group in enumerate(groups)}
@@ -71,17 +71,17 @@ def snapshot(seen: Seen) -> bytes:
 
 
 def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callable[[bool], Calibrator]) -> Seen:
-    """Return what ``snapshot`` gave the bytes of, for a proxy of the same model.
+    """Return the statistics of a snapshot, for a proxy of the same model.
 
     Args:
         data: the snapshot.
-        proxy: has the parameters that the sites read.
-        paths: of its sites.
+        proxy: the proxy, with the parameters that the sites read.
+        paths: the names of its sites.
         make: makes a calibrator; its argument asks for a histogram.
 
     Raises:
         CalibrationError: the snapshot is of another model.
-        QuantizerError: it is damaged.
+        QuantizerError: the snapshot is damaged.
     """
     try:
         tensors = load(data)
@@ -117,10 +117,10 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
 
 
 def _require_model(document: SeenDocument, paths: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse what was seen of another model.
+    """Raise if a snapshot is of another model.
 
     Raises:
-        CalibrationError: it has other sites or parameters.
+        CalibrationError: the snapshot has other sites or parameters.
     """
     different = sorted(set(document.sites) ^ set(paths))
     if different:
@@ -201,7 +201,7 @@ def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteStatist
 
 def _weight(seen: SeenWeight, parameters: Mapping[str, nn.Parameter]) -> Weight:
     if seen.path is None:
-        # No module has registered it: it is quantized nowhere, and what it holds is never asked for.
+        # An unregistered parameter is never quantized, so that its values are not needed.
         return Weight(nn.Parameter(torch.empty(0)), None)
     return Weight(parameters[seen.path], seen.path, None if seen.view is None else WeightView(*seen.view))
 

@@ -1,4 +1,4 @@
-"""The fields of a snapshot beside its histograms, as types, and what their values mean."""
+"""The fields of a snapshot except the counts of histograms, as types, and checks of their values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPONENTS = range(-200, 1100)
 
 @dataclass(frozen=True, kw_only=True)
 class SeenWeight:
-    """A parameter: its path (None: no module registered it), and shape, order and offset where it is seen as a view."""
+    """A parameter: its path (None: no module registered it), and shape, order and offset of the view, if it is one."""
 
     path: str | None
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
@@ -29,7 +29,7 @@ class SeenWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenOperand:
-    """An operand of a site; ``group`` is the place of its group. Older files do not tell the end of a branch."""
+    """An operand of a site; ``group`` is the index of its group. Older files have no ``ends_branch``."""
 
     weight: SeenWeight | None
     axis: int | None
@@ -41,7 +41,7 @@ class SeenOperand:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenSite:
-    """A site, see ``SiteStatistics``. Files from before they were kept have no rows, head and sequence."""
+    """A site, see ``SiteStatistics``. Older files have no rows, head and sequence."""
 
     kind: Kind | None
     calls: int
@@ -59,7 +59,7 @@ class SeenSite:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenHistogram:
-    """A histogram: its row among the counts, and see ``Histogram``."""
+    """A histogram: its row in the counts, and exponent and zeros of ``Histogram``."""
 
     row: int
     exponent: int | None
@@ -84,7 +84,7 @@ class SeenGroup:
 class SeenDocument:
     """A whole snapshot; ``regions`` and ``products`` are read by their own classes.
 
-    Files from before they were kept have no word on zeros, and none on what is read outside of sites.
+    Older files have no ``only_zeros`` and no ``read_outside``.
     """
 
     batches: int
@@ -98,14 +98,14 @@ class SeenDocument:
 
 
 def seen_document(values: Any, rows: int) -> SeenDocument:
-    """Return the document of a snapshot out of plain values.
+    """Return the document of a snapshot from plain values.
 
     Args:
-        values: as they were read.
-        rows: how many histograms there are.
+        values: the values of the JSON text.
+        rows: the number of histograms.
 
     Raises:
-        ValueError: a value is of another type, or means nothing; it says which.
+        ValueError: a value has a wrong type or is not possible; the message says which.
     """
     document: SeenDocument = decoded(SeenDocument, values, "observed")
     for fault in _faults(document, rows):

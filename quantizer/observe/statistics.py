@@ -1,6 +1,6 @@
-"""The statistics of a proxy: of one pass, of a whole calibration, of another process or of an earlier one.
+"""The statistics of a proxy: of one pass, of a whole calibration, of another process or of an earlier calibration.
 
-They add up: a pass is added to a calibration as what another process saw is, and the order does not matter.
+They can be added in any order: those of a pass to a calibration in the same way as those of another process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Seen:
 
     Attributes:
         records: by site name.
-        batches: whole forward passes.
-        chosen_at: how many batches had been seen when ranges were chosen last.
-        products: what torch computed, with the multiply-adds.
-        regions: modules with values that float16 cannot hold.
+        batches: the number of whole forward passes.
+        chosen_at: the number of batches when ranges were last chosen by running batches.
+        products: the products that torch computed, with their multiply-adds.
+        regions: modules with values beyond the range of float16.
         kept: batches to run again (None: none are kept).
-        only_zeros: nothing but zeros was in any input.
-        read_outside: parameters that something besides sites computes with, by path, each with a place.
+        only_zeros: whether all inputs were all zeros.
+        read_outside: where code outside of sites computes with a parameter, by the parameter's path.
     """
 
     records: dict[str, SiteStatistics]
@@ -49,27 +49,27 @@ class Seen:
 
     @classmethod
     def of_sites(cls, paths: Iterable[str], kept: ReplayBatches | None = None) -> Seen:
-        """Nothing was seen yet of these sites."""
+        """Return empty statistics of these sites."""
         return cls(records={path: SiteStatistics() for path in paths}, kept=kept)
 
     @property
     def groups(self) -> Iterator[RangeGroup]:
-        """Every group of operands that share a range that is used, each once."""
+        """The groups whose ranges are used, each once."""
         seen = (record.range for site in self.records.values() for record in site.operands.values())
         yield from dict.fromkeys(group for group in seen if group is not None)
 
     def counted(self) -> tuple[CountedProduct, ...]:
-        """Return the products that torch computed."""
+        """Return the products that torch computed, each with its multiply-adds."""
         return tuple(replace(product, multiply_adds=number) for product, number in self.products.items())
 
     def forget_choices(self) -> None:
-        """Ranges that were chosen by running batches are to be chosen anew."""
+        """Discard the ranges that were chosen by running batches."""
         self.chosen_at = 0
         for group in self.groups:
             group.chosen = None
 
     def with_added(self, other: Seen) -> Seen:
-        """Return what was seen here and there; both stay as they are.
+        """Return the sum of these statistics and others, and change neither.
 
         So a batch counts as a whole or not at all, wherever this is interrupted.
         """
@@ -78,7 +78,7 @@ class Seen:
         return whole
 
     def copy(self) -> Seen:
-        """Return a copy, to which more may be added."""
+        """Return a copy; adding to it does not change the original."""
         groups: dict[RangeGroup, RangeGroup] = {}
 
         def operand(record: OperandRecord) -> OperandRecord:
@@ -100,9 +100,9 @@ class Seen:
         )
 
     def add(self, other: Seen) -> None:
-        """Take in what was seen elsewhere, which must not change any more.
+        """Add other statistics, which must not change any more.
 
-        Batches that are kept are not part of it: which ones are kept is for all of them to say.
+        Kept batches are not added: which ones to keep depends on those of all batches, see ``ReplayBatches``.
         """
         self.batches += other.batches
         self.chosen_at = max(self.chosen_at, other.chosen_at)
@@ -117,7 +117,7 @@ class Seen:
             self._add_group(group)
 
     def join(self, record: OperandRecord, group: RangeGroup, name: str) -> None:
-        """Make an operand one of a group, and its former group too."""
+        """Add an operand to a group, together with the operand's former group."""
         if record.group is group:
             return
         if record.group is None:
@@ -134,7 +134,7 @@ class Seen:
 
     def _add_group(self, added: RangeGroup) -> None:
         named = [(name, self._operand(name)) for name in added.operands]
-        # Where it was a weight before, the site has its reason, and no range.
+        # An operand that is a weight in other calls needs no range: it varies, which is the reason of its site.
         members = [(name, record) for name, record in named if record.weight is None]
         group = next((record.group for _, record in members if record.group is not None), None)
         if group is None:

@@ -1,10 +1,8 @@
-"""Origins of tensors, while a proxy observes: they make an add a *residual* add.
+"""Origins of tensors during observation, by which *residual* adds are told from other adds.
 
-A dispatch mode sees every operation below Python and hands a tensor's origin on to what is computed from it. The
-origin is the last site that made it. Tensors themselves carry nothing of ours: the table is keyed by identity and
-keeps no tensor alive.
-
-This runs for every operation of a pass, so it does little for each.
+The origin of a tensor is the last site that computed it or its inputs. A dispatch mode sees every operation below
+Python and passes the origin of the inputs on to the result. The table of origins is keyed by identity and keeps no
+tensor alive; nothing is stored on tensors. The mode runs for every operation of a pass, so it does little for each.
 """
 
 from __future__ import annotations
@@ -41,22 +39,24 @@ _PART_OF_PRODUCT = frozenset(
         torch.ops.aten.alias.default,
         torch.ops.aten.detach.default,
         torch.ops.aten.clone.default,
-        # In evaluation it is folded into the convolution in front of it.
+        # In eval mode it is folded into the convolution before it.
         torch.ops.aten.native_batch_norm.default,
         torch.ops.aten.cudnn_batch_norm.default,
         torch.ops.aten._native_batch_norm_legit_no_training.default,
     }
 )
-"""What an engine computes with the product in front of it, if it computes anything."""
+"""Operations that an engine computes together with the product before them, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The product that a tensor was last made by.
+    """The last product, add or softmax on the way to a tensor.
 
-    ``kind`` is ``weighted`` (a linear or convolution), ``product`` (of two activations), ``add`` (an add of two
-    tensors), ``softmax`` or ``parameter`` (computed from parameters alone); ``name`` tells two of a kind apart.
-    ``direct`` says of a product that nothing was computed from it since.
+    Attributes:
+        kind: ``weighted`` (a linear or convolution), ``product`` (of two activations), ``add`` (of two tensors),
+            ``softmax`` or ``parameter`` (computed from parameters alone).
+        name: the path of the site; empty for softmax and parameters.
+        direct: whether the tensor is the product's result itself and not computed from it.
     """
 
     kind: str
@@ -69,21 +69,21 @@ _OF_SOFTMAX = Origin("softmax", "")
 
 
 class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks origins while it is entered, and tells others of every product and of every operation."""
+    """A dispatch mode that tracks origins, and reports every product and every operation."""
 
     def __init__(
         self, counter: ProductCounter, magnitudes: OverflowTracker, read: Callable[[Tensor], None] | None = None
     ) -> None:
         """
         Args:
-            counter: is told of every product.
-            magnitudes: are told of every operation.
-            read: is told of every parameter, or view of one, that something besides a site computes with.
+            counter: receives every product.
+            magnitudes: receive every operation.
+            read: receives every parameter, or view of one, that code outside of sites computes with.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._read = read
-        # By id, with the tensor that had it: another may get the id of one that died. torch's WeakIdKeyDictionary does
-        # the same, at the price of several Python calls.
+        # By id, with the tensor, since a new tensor may get the id of a deleted one. torch's WeakIdKeyDictionary does
+        # the same, but takes several Python calls.
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
         self._constants: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._written: Counter[int] = Counter()
@@ -91,26 +91,26 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._magnitudes = magnitudes
 
     def mark(self, value: Any, origin: Origin) -> None:
-        """Say that ``value`` was made by a site."""
+        """Set the origin of ``value``."""
         if isinstance(value, Tensor):
             self._origins[id(value)] = (weakref.ref(value), origin)
 
     def mark_constants(self, values: Iterable[Tensor]) -> None:
-        """Say of tensors that they are what they are whatever the model is given, until something writes into them."""
+        """Mark tensors as independent of the model's inputs, until something writes into them."""
         for value in values:
             if value.is_floating_point() and (memory := _memory(value)) is not None:
                 self._constants[id(value)] = (weakref.ref(value), memory)
 
     def version(self, value: Tensor) -> int:
-        """Return how often something was written into a tensor: torch counts that, but not under ``inference_mode``."""
+        """Return how often a tensor was written; torch counts this too, but not under ``inference_mode``."""
         if not value.is_inference():
             return value._version
         memory = _memory(value)
         return 0 if memory is None else self._written[memory]
 
     def origin(self, value: Tensor) -> Origin | None:
-        """Return the origin of a tensor; None where nothing is known of it."""
-        # The first question spares most tensors the second, which is slow: a parameter is always of another type.
+        """Return the origin of a tensor; None if it has none."""
+        # The isinstance is slow, and the type alone rules it out for most tensors: no parameter is a plain Tensor.
         if type(value) is not Tensor and isinstance(value, nn.Parameter):
             return _OF_PARAMETERS
         found = self._origins.get(id(value))
@@ -126,7 +126,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         composite, product = _known_of(func)
         if composite and not any(tensor.is_nested for tensor in _tensors(args)):
-            # Only under inference_mode: elsewhere torch took it apart before it came here.
+            # Only under inference_mode: elsewhere torch decomposes it before the mode sees it.
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -154,9 +154,9 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _joined(self, inputs: Iterable[Tensor]) -> Origin | None:
-        """Return the origin of what is computed from ``inputs``: that of the first input with one, parameters last.
+        """Return the origin of a result of ``inputs``: of the first with one; ``parameter`` only if all have that.
 
-        Integers count as inputs: what an embedding looks up in a parameter depends on the data.
+        Integers count as inputs: the rows that an embedding looks up in a parameter depend on the data.
         """
         parameters, others = None, False
         for tensor in inputs:
@@ -171,7 +171,7 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(value: Tensor) -> int | None:
-    """Return what tells the memory of a tensor from others; None where it has none of its own."""
+    """Return an identity of a tensor's memory; None if it has no plain storage."""
     if value.is_meta or value.layout is not torch.strided or value.is_nested or is_transformed(value):
         return None
     identity: int = value.untyped_storage()._cdata
@@ -180,7 +180,7 @@ def _memory(value: Tensor) -> int | None:
 
 @cache
 def _writes(func: Any) -> bool:
-    """Return whether an operation writes into what it is given."""
+    """Return whether an operation writes into its inputs."""
     return bool(func._schema.is_mutable)
 
 

@@ -1,1 +1,1 @@
-"""Counting every product that a pass computes, in sites or not, with the call that made it."""
+"""Counts of every product that a pass computes, in sites or not, with the call that made it."""

@@ -1,7 +1,7 @@
 """The caller of an operation of torch: the evidence for why a product is not a site.
 
-The compiled code of a running function says which characters of its text are being executed, so what a call is spelled
-as can be read back, in files that were rewritten as in those that were not.
+The compiled code of a running function records which characters of its text are being executed, so the text of a call
+can be read back, in rewritten files and in others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantizer.rewrite.live_names import LIVE
 
 __all__ = ["Caller", "callers", "innermost_frame"]
 
-# Between a function's text and the dispatch mode, these only hand a call on.
+# Between a function's text and the dispatch mode, these only pass a call on.
 _HANDS_ON = (
     "torch._dynamo",
     "torch._ops",
@@ -39,19 +39,19 @@ _RUNS_A_MODULE = ("_call_impl", "torch.nn.modules.module")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """A function that is running, and the call that it is making.
+    """A running function, and the call that it is making.
 
     Attributes:
-        file: its file as the author knows it.
+        file: the path of its original file.
         line: the line of the call.
-        function: its name.
-        called: the text of what it calls: ``torch.ops.aten.mm``, ``@``; empty where there is no text.
-        operation: the catalogue's entry for that, if it is one.
-        known: whether it can be told what it calls.
-        instead: what stands in its text instead of the operation's own name, which the finder cannot see through; None:
-            nothing does.
-        readable: whether its text is there and is the one that runs.
-        rewritten: whether it is a rewritten function.
+        function: the function's name.
+        called: the text of the called function or operator: ``torch.ops.aten.mm``, ``@``; empty if there is no text.
+        operation: the catalogue's entry for the call, if there is one.
+        known: whether the called object could be determined.
+        instead: the form of the call in the text if it is not the operation's own name, so that the finder cannot
+            recognize it; None: it is the name.
+        readable: whether the function's text exists and is that of the running code.
+        rewritten: whether the function was rewritten.
     """
 
     file: str
@@ -70,14 +70,14 @@ class Caller:
 
 
 def innermost_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """Return the first frame, outwards, whose text makes a call: a wrapper that hands one on is alike for all calls."""
+    """Return the first frame, outwards, that is no wrapper: wrappers have the same text for all calls."""
     while frame is not None and _module(frame).startswith(_HANDS_ON):
         frame = frame.f_back
     return frame
 
 
 def callers(frame: types.FrameType | None) -> Iterator[Caller]:
-    """Yield the functions that are running, innermost first, as far as the module whose forward pass it is."""
+    """Yield the running functions, innermost first, up to the ``forward`` of the module that is running."""
     files = {file.rewritten_name: file for file in REWRITER.files()}
     originals = {file.path: file for file in files.values()}
     while (frame := innermost_frame(frame)) is not None:
@@ -107,7 +107,7 @@ def _module(frame: types.FrameType) -> str:
 
 
 def _called(frame: types.FrameType) -> tuple[str, Called]:
-    """Return what a function is calling: its text, and what is behind it."""
+    """Return the text of the call that a function is making, and the called object."""
     node = _running(frame)
     if isinstance(node, ast.Call):
         return ast.unparse(node.func).replace(f"{LIVE}.", ""), called(node.func, frame)
@@ -118,7 +118,7 @@ def _called(frame: types.FrameType) -> tuple[str, Called]:
 
 
 def _running(frame: types.FrameType) -> ast.AST | None:
-    """Return the expression or statement that a function is executing; None where there is no text, or another one."""
+    """Return the expression or statement that a function is executing; None if its text is missing or unusable."""
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     first, last, start, end = positions
     if first is None or last is None or start is None or end is None:

@@ -1,6 +1,6 @@
-"""The object that a running call calls, and how the text of the call leads there.
+"""The object that a running call calls, and how the text of the call refers to it.
 
-Nothing is executed for it: attributes are looked up where objects keep them, never through properties.
+The lookup runs no code of the model: attributes are read from where objects store them, never through properties.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Called:
     """The object behind a call.
 
     Attributes:
-        operation: the catalogue's entry for it, if it is one.
-        known: whether it can be told at all.
-        instead: what stands in the text instead of the operation's own name, which the finder cannot see through; None:
-            nothing does.
+        operation: the catalogue's entry for the object, if there is one.
+        known: whether the object could be determined.
+        instead: the form of the call in the text if it is not the operation's own name, so that the finder cannot
+            recognize it; None: it is the name.
     """
 
     operation: Operation | None
@@ -42,10 +42,10 @@ class Called:
 
 
 def called(node: ast.expr, frame: types.FrameType) -> Called:
-    """Return what the function of a call is, in a running frame."""
+    """Return the object that the function expression of a call means in a running frame."""
     if isinstance(node, ast.Attribute) and node.attr in METHODS:
         base = _resolve(node.value, frame)
-        # What has no name of its own, such as the result of a call, is a tensor there.
+        # Take a base without a name, such as the result of a call, for a tensor.
         if base is _UNKNOWN or isinstance(base, Tensor):
             return Called(operation=METHODS[node.attr])
     value, plain = _resolve(node, frame), isinstance(node, ast.Name | ast.Attribute)
@@ -65,12 +65,12 @@ def called(node: ast.expr, frame: types.FrameType) -> Called:
 
 
 def _is_known(value: Any) -> bool:
-    """Return whether a value is surely no operation of the catalogue: Python's own functions call others."""
+    """Return whether a value certainly is no operation of the catalogue: Python's builtins may call one."""
     return value is not _UNKNOWN and getattr(value, "__module__", None) != "builtins"
 
 
 def _is_spelled_out(node: ast.expr, frame: types.FrameType) -> bool:
-    """Return whether a dotted name leads through modules and classes of torch alone, as the finder follows it."""
+    """Return whether a dotted name consists of modules and tensor classes only, as the finder can follow it."""
     while isinstance(node, ast.Attribute):
         node = node.value
         base = _resolve(node, frame)
@@ -80,7 +80,7 @@ def _is_spelled_out(node: ast.expr, frame: types.FrameType) -> bool:
 
 
 def _resolve(node: ast.expr, frame: types.FrameType) -> Any:
-    """Return the object that an expression stands for where a function runs; ``_UNKNOWN`` if that is not simple."""
+    """Return the object that an expression means in a frame; ``_UNKNOWN`` if the expression is not simple."""
     if isinstance(node, ast.Name):
         for names in (frame.f_locals, frame.f_globals, vars(builtins)):
             if node.id in names:
@@ -107,7 +107,7 @@ def _attribute(base: Any, name: str) -> Any:
     if base is _UNKNOWN:
         return _UNKNOWN
     if isinstance(base, types.ModuleType):
-        # The module's own dictionary: getattr on a lazy module would import half a library.
+        # Read the module's dictionary, since getattr on a lazy module would import half a library.
         return base.__dict__.get(name, _UNKNOWN)
     if isinstance(base, nn.Module) and name in base._modules:
         return base._modules[name]

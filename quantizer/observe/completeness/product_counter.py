@@ -1,10 +1,10 @@
-"""Proof of completeness: every product that a float run computes, and what became of it.
+"""Proof of completeness: every product that a float run computes, and whether it is quantized.
 
-Beside the rewriter, and knowing nothing of what it found, a dispatch mode counts the matrix products and convolutions
-that torch executes, with their multiply-adds. One that ran inside a site which the plan quantizes is *covered*. Every
-other one *escaped*, and gets one reason of a closed list.
+Independently of the rewriter, a dispatch mode counts the matrix products and convolutions that torch executes, with
+their multiply-adds. A product is *covered* if it runs inside a site that the plan quantizes. Every other product gets
+one reason of a closed list.
 
-What a library computes in an operator of its own (a Triton kernel, say) is no product of torch and is not seen.
+Products that a library computes in its own operators (a Triton kernel, for example) are not counted.
 """
 
 from __future__ import annotations
@@ -42,45 +42,45 @@ class Reason(Enum):
     """The reasons why a product is not in low precision; there is no other."""
 
     EXCLUDED = "excluded by rule"
-    """An ``include`` or ``exclude`` of the configuration leaves its site out."""
+    """An ``include`` or ``exclude`` of the configuration excludes its site."""
     SWITCHED_OFF = "this kind of site is switched off"
-    """``sites:`` of the configuration says so."""
+    """A switch in ``sites:`` of the configuration turns off its kind of site."""
     FALLBACK = "put back by fallback"
-    """Calibration quantized it; ``fallback`` found it too sensitive."""
+    """The plan quantized it, and its group fell back to float."""
     TARGET = "too small for the target, or the target gains nothing"
-    """The target's profile leaves it in float: K or N is too small, or it is of a kind that runs no faster."""
+    """The target's profile keeps it in float: K or N is too small, or its kind runs no faster in low precision."""
     UNFIT = "an operand that cannot be held in low precision"
-    """Its site was seen, but an operand is a weight that no module has registered, or not the same in all calls."""
+    """Its site ran, but for example an operand is a weight that no module registered, or differs between calls."""
     PARAMETERS = "computed from parameters alone"
-    """An operand, or the product as a whole, comes from parameters and from no input of the model."""
+    """An operand, or the whole product, is computed from parameters and from no input of the model."""
     NOT_FLOAT = "not a product of floats"
     """Its operands are integers, booleans or complex numbers."""
     RECURRENCE = "compiled recurrence"
-    """It runs inside torch's LSTM, GRU or RNN, whose steps are no Python."""
+    """It runs inside torch's LSTM, GRU or RNN, whose steps are not Python code."""
     FUSED = "fused kernel of torch"
     """A fast path computed it with others in one call, as ``nn.TransformerEncoderLayer`` does in eval mode."""
     UNREADABLE = "source that cannot be read"
-    """The function that calls it has no source, or one that is not of the loaded code."""
+    """The function that calls it has no source, or its source is not that of the loaded code."""
     NOT_REWRITABLE = "source that cannot be rewritten"
-    """The call stands where text cannot be wrapped (an f-string, ``out=``), or its function cannot be replaced."""
+    """The call cannot be wrapped (an f-string, ``out=``), or its function cannot be replaced."""
     OUTSIDE = "called outside of any module of the model"
     """A module that is no child of the model ran it: one kept in a plain list, or made during the pass."""
     NOT_IN_CATALOGUE = "the operation is not in the catalogue"
-    """The source calls it by a function that is not known to be a product."""
+    """The source calls it through a function that is not in the catalogue of products."""
     NOT_REACHED = "called in a function that could not be reached"
-    """The call could be rewritten, but nothing that was followed from ``forward`` leads to its function."""
+    """The call could be rewritten, but its function was not reached from ``forward``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedProduct:
-    """Products of one operation in one place, as they were counted.
+    """The products of one operation in one place.
 
     Attributes:
         path: the innermost module of the model that was running; empty for the root.
-        site: the site that was running; None where none was.
+        site: the site that was running; None if none was.
         operation: torch's name of the operation.
-        multiply_adds: those of all calls.
-        reason: why it cannot be covered, whatever becomes of its site; None where its site decides.
+        multiply_adds: the multiply-adds of all calls.
+        reason: why they cannot be covered, whatever the plan of their site; None if the plan decides.
         detail: the evidence for the reason.
     """
 
@@ -92,15 +92,15 @@ class CountedProduct:
     detail: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """Plain values, to be saved."""
+        """Return the product as plain values, to be saved."""
         return {**asdict(self), "reason": self.reason.value if self.reason else None}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any], place: str = "product") -> CountedProduct:
-        """Return what ``plain`` gave.
+        """Return the product whose ``plain()`` this is.
 
         Raises:
-            ValueError: it is damaged; ``place`` is where it stands.
+            ValueError: the values are damaged; ``place`` is their place in the file.
         """
         product: CountedProduct = decoded(cls, values, place)
         if product.multiply_adds < 0:
@@ -111,28 +111,28 @@ class CountedProduct:
 
 
 class Explanations:
-    """Explanations of products outside of sites; that of one pass holds for all passes of a model.
+    """The reasons why products are outside of sites, the same in all passes of a model.
 
     Attributes:
-        paths: the modules of the model, by id.
+        paths: the paths of the model's modules, by id.
     """
 
     def __init__(self, skipped: Iterable[UnrewrittenSource] = ()) -> None:
         """
         Args:
-            skipped: calls and functions that the rewriter left alone.
+            skipped: calls and functions that the rewriter left as they are.
         """
         self.paths: dict[int, str] = {}
         self._skipped = tuple(skipped)
         self._known: dict[Any, tuple[Reason, str]] = {}
 
     def look_at(self, model: nn.Module) -> None:
-        """Take note of the model's modules; it is the same model each time."""
+        """Record the paths of the model's modules; it must be the same model each time."""
         if not self.paths:
             self.paths = {id(module): path for path, module in model.named_modules()}
 
     def of_call(self, innermost: nn.Module) -> tuple[Reason, str]:
-        """Return why there is no site around the call that is being made, by a module of the model."""
+        """Return why there is no site around the call that a module of the model is making."""
         frame = innermost_frame(sys._getframe())
         assert frame is not None
         key = (frame.f_code, frame.f_lasti, id(innermost))
@@ -141,7 +141,7 @@ class Explanations:
         return self._known[key]
 
     def _of_text(self, running: Sequence[Caller], path: str) -> tuple[Reason, str]:
-        """Return why the source made no site of a call that ``running`` functions made, the innermost first."""
+        """Return why the call of the ``running`` functions, innermost first, did not become a site."""
         if any(caller.called.rpartition(".")[2] in _RECURRENT for caller in running):
             return Reason.RECURRENCE, str(running[0])
         for caller in running:
@@ -167,7 +167,7 @@ class Explanations:
 
 
 class ProductCounter:
-    """Counts products of one pass while a model runs; a dispatch mode tells it of every operation."""
+    """The counter of the products of one pass, called by a dispatch mode for every product."""
 
     def __init__(self, explanations: Explanations) -> None:
         self._counted: dict[tuple[str, str | None, str, Reason | None, str], int] = {}
@@ -179,19 +179,19 @@ class ProductCounter:
         self._frames: tuple[tuple[str, int], ...] | None = None
 
     def start(self, model: nn.Module) -> None:
-        """Follow which modules this thread runs, from a hook of ``model`` on."""
+        """Start to follow the modules that this thread runs; call this from a hook of ``model``."""
         self._explanations.look_at(model)
         self._paths = self._explanations.paths
         self._running, self._calls = [model], [next(self._numbers)]
         follow(self)
 
     def stop(self) -> None:
-        """End what ``start`` began."""
+        """Stop following modules."""
         leave(self)
         self._running = []
 
     def frames(self) -> tuple[tuple[str, int], ...]:
-        """Return the modules of the model that run, the outermost first: path and number of the call of each."""
+        """Return the running modules of the model, outermost first: the path and the number of the call of each."""
         if self._frames is None:
             running = zip(self._running, self._calls, strict=True)
             self._frames = tuple(
@@ -203,11 +203,11 @@ class ProductCounter:
 
     @property
     def in_site(self) -> bool:
-        """True if a site makes the call that runs."""
+        """True if a site makes the running call."""
         return bool(self._running) and isinstance(self._running[-1], Site)
 
     def products(self) -> Counter[CountedProduct]:
-        """Return what was counted so far: places, with their multiply-adds."""
+        """Return the multiply-adds counted so far, by place."""
         places = {
             CountedProduct(path=path, site=site, operation=operation, reason=reason, detail=detail): number
             for (path, site, operation, reason, detail), number in self._counted.items()
@@ -215,7 +215,7 @@ class ProductCounter:
         return Counter(places)
 
     def count(self, name: str, args: Sequence[Any], result: Any, of_parameters: bool) -> None:
-        """Count one operation of ``PRODUCTS``; ``of_parameters``: all its operands come from parameters alone."""
+        """Count one operation of ``PRODUCTS``; ``of_parameters``: all its operands come from parameters only."""
         product = PRODUCTS[name]
         multiply_adds = product.count(args, result)
         if not multiply_adds or not self._running:
@@ -230,15 +230,15 @@ class ProductCounter:
         self._counted[key] = self._counted.get(key, 0) + multiply_adds
 
     def enter(self, module: nn.Module) -> None:
-        """Note that a module begins to run."""
+        """Record that a module begins to run."""
         self._running.append(module)
         self._calls.append(next(self._numbers))
         self._frames = None
 
     def exit(self, module: nn.Module) -> None:
-        """Note that a module ends, also by an exception."""
+        """Record that a module ends, also by an exception."""
         if module in self._running:
-            # After an exception, some that had no hook call are still there.
+            # After an exception, modules whose end no hook reported are still in the list.
             while self._running.pop() is not module:
                 self._calls.pop()
             self._calls.pop()

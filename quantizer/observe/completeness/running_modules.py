@@ -1,4 +1,4 @@
-"""Telling those who follow a pass which modules run, in their own thread."""
+"""Followers of a pass, which are called for every module that runs in their own thread."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Follower(Protocol):
     """A listener to every module call of a thread."""
 
     def enter(self, module: nn.Module) -> None:
-        """Note that a module begins to run."""
+        """Record that a module begins to run."""
 
     def exit(self, module: nn.Module) -> None:
-        """Note that a module ends, also by an exception."""
+        """Record that a module ends, also by an exception."""
 
 
 class _Threads(threading.local):
@@ -37,9 +37,9 @@ _FOLLOWING: list[Follower] = []
 
 
 def follow(follower: Follower) -> None:
-    """Tell a follower of every module that this thread runs from now on, until ``leave``."""
-    # Hooks on the modules would turn off the fast paths of torch, so they are torch's global ones. Two for the whole
-    # process: torch calls those of every thread in every thread, and does not expect them to change meanwhile.
+    """Call a follower for every module that this thread runs from now on, until ``leave``."""
+    # Hooks on the modules would turn off the fast paths of torch, so they are torch's global hooks. There are only two
+    # in the process: torch calls them in every thread, and does not expect them to change meanwhile.
     with _LOCK:
         _FOLLOWING.append(follower)
         if not _HANDLES:
@@ -50,7 +50,7 @@ def follow(follower: Follower) -> None:
 
 
 def leave(follower: Follower) -> None:
-    """End what ``follow`` began, in the same thread; nothing where it did not begin."""
+    """Undo ``follow``, in the same thread; do nothing if it was not called."""
     if follower in _THREADS.followers:
         _THREADS.followers.remove(follower)
     with _LOCK:
