@@ -1,4 +1,4 @@
-"""Carrying a plan out: setting scales, storing weights as integers, switching sites on."""
+"""The application of a plan to a proxy: set scales, store weights as codes, switch sites on."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ __all__ = [
 
 
 def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Give every operand that the plan quantizes its scale; sites stay inactive.
+    """Set the scale of every operand that the plan quantizes; sites stay inactive.
 
     Raises:
-        ProxyError: the proxy has not the sites that the plan names, so it was made from another model.
+        ProxyError: the proxy has other sites than the plan, so it was made from another model.
     """
     sites = {site.path: site for site in sites_of(proxy)}
     missing = sorted(set(plan) ^ set(sites))
@@ -60,7 +60,7 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 
 def apply_site_plan(site: Site, entry: SitePlan) -> None:
-    """Give each operand of one site that the plan quantizes its scale, and its factor; the site stays as it is."""
+    """Set scale and factor of each operand of one site that the plan quantizes; do not switch the site on."""
     for planned in entry.operands:
         if planned.quantized:
             assert planned.scale is not None
@@ -71,20 +71,20 @@ def apply_site_plan(site: Site, entry: SitePlan) -> None:
 
 
 def apply_factor(quantizer: OperandQuantizer, planned: OperandPlan) -> None:
-    """Let a quantizer do its part of a migration of outliers, where the plan has one."""
+    """Set the factor of a quantizer if the plan migrates outliers."""
     if planned.factor is not None:
         assert planned.smooth_axis is not None
         quantizer.set_factor(planned.factor, planned.smooth_axis)
 
 
 def switch_on(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Let the sites that the plan quantizes round their operands; the others stay float."""
+    """Switch on the sites that the plan quantizes; the others stay float."""
     for site in sites_of(proxy):
         site.active = plan[site.path].quantized
 
 
 def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Keep the weights that the plan quantizes as integers in their sites; the modules keep their parameters.
+    """Store the weights that the plan quantizes as codes in their sites; the modules keep their parameters.
 
     Raises:
         ProxyError: the proxy has no parameter of a weight's name, so it was made from another model.
@@ -94,11 +94,10 @@ def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 
 def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Store the weights, drop the float ones, and switch the planned sites on.
+    """Store the weights, remove the float ones, and switch the planned sites on.
 
-    A parameter that one site of its own module alone reads is dropped and read back through a property; one that others
-    read too (tied to an embedding, say, or by a hook) or that the site sees through a view stays, and the site keeps
-    integers of its own.
+    A parameter is removed, and read from the site through a property, if only one site of its own module reads it. It
+    stays beside the codes if it is read elsewhere too (tied to an embedding, or by a hook) or is read through a view.
     """
     store_weights(proxy, plan)
     _seal(proxy, plan)
@@ -111,7 +110,7 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
         if whole and not shared and planned.read_outside is None:
             _hand_over(owner, name, site, quantizer, planned)
     _list_weights(proxy)
-    # What is frozen stays what it is when the model is trained further.
+    # A frozen proxy must not change when the model is trained further.
     take_small(proxy, SMALL)
     watch(proxy, "quantize", lambda parameter: parameter.numel() > SMALL)
     for site, quantizer, planned in _weights(proxy, plan):
@@ -123,7 +122,7 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 
 def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
-    """Return the frozen proxy of a plan: ranges fixed, weights held as integers, in eval mode."""
+    """Return the frozen proxy of a plan: ranges fixed, weights stored as codes, in eval mode."""
     proxy = build_proxy(model, eager_attention=True).eval()
     OwnBuffers(proxy, model)
     apply_plan(proxy, plan)
@@ -132,15 +131,15 @@ def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
 
 
 def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Collection[str]) -> None:
-    """Give a proxy on the meta device the tensors of a frozen one, for its weights to be loaded; scales are there.
+    """Give a proxy on the meta device the scales of a frozen proxy and empty tensors, into which to load its weights.
 
     Args:
-        proxy: has no weights yet.
-        plan: that of the frozen proxy.
-        dropped: parameters that it does not have, see ``dropped_parameters``.
+        proxy: a proxy without values.
+        plan: the plan of the frozen proxy.
+        dropped: the parameters that the frozen proxy does not have, see ``dropped_parameters``.
 
     Raises:
-        ProxyError: the proxy has not the sites or parameters that the plan names.
+        ProxyError: the proxy has other sites or parameters than the plan.
     """
     apply_plan(proxy, plan)
     _seal(proxy, plan)
@@ -154,13 +153,13 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
 
 
 def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[str]:
-    """Return the parameters that a frozen proxy of this plan has no more: it reads them from its sites."""
+    """Return the paths of the parameters that were removed from a frozen proxy, which reads them from its sites."""
     weights = ((planned.parameter or "", *_owner(proxy, planned)) for _, _, planned in _weights(proxy, plan))
     return sorted({path for path, owner, name in weights if name not in owner._parameters})
 
 
 def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
-    """Return whether a proxy is a frozen one of this very plan: these sites on, with these formats and scales."""
+    """Return whether a proxy was frozen by exactly this plan: the same sites on, with the same formats and scales."""
     sites = {site.path: site for site in sites_of(proxy)}
     if set(sites) != set(plan):
         return False
@@ -173,10 +172,10 @@ def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
 
 
 def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) -> None:
-    """Refuse a frozen proxy whose scales the float type of a file does not hold, but for the rounding of their digits.
+    """Raise if a file's float type cannot represent the scales of a frozen proxy, apart from rounding of digits.
 
     Raises:
-        ProxyError: it was quantized for another backend.
+        ProxyError: the proxy was quantized for another backend.
     """
     for site in sites_of(proxy):
         for position in range(len(site.quantizers)):
@@ -195,7 +194,7 @@ def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) 
 
 
 def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
-    """Return whether an operand is rounded as the plan says."""
+    """Return whether a quantizer has the state, format and scale of the plan."""
     if not planned.quantized:
         return not quantizer.enabled
     scale = quantizer.scale
@@ -205,14 +204,14 @@ def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
 
 
 def _seal(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
-    """Switch the planned sites on, for good."""
+    """Switch the planned sites on and mark all sites as frozen."""
     switch_on(proxy, plan)
     for site in sites_of(proxy):
         site.frozen = True
 
 
 def _weight(proxy: nn.Module, site: Site, planned: OperandPlan) -> Tensor:
-    """Return the weight as its site sees it."""
+    """Return the weight as its site reads it."""
     owner, name = _owner(proxy, planned)
     parameter = owner._parameters.get(name)
     if parameter is None:
@@ -224,15 +223,15 @@ def _weight(proxy: nn.Module, site: Site, planned: OperandPlan) -> Tensor:
 
 
 def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuantizer, planned: OperandPlan) -> None:
-    """Drop a module's parameter: the module reads it from its site."""
+    """Remove a module's parameter, so that the module reads it from the site."""
     del owner._parameters[name]
     owner.__class__ = with_stored_weight(type(owner), name, site.source.attribute, planned.name)
-    # What the module shows is the weight without the factor, so the site reads its own.
+    # The module's property gives the weight without the factor, so with a factor the site reads its own codes.
     quantizer.handed_over = quantizer.factor is None
 
 
 def _list_weights(proxy: nn.Module) -> None:
-    """Let every module with stored weights below it list them."""
+    """Make every module list the stored weights below it among its parameters."""
     for module in proxy.modules():
         if any(hasattr(type(inner), "_quantizer_stored") for inner in module.modules()):
             module.__class__ = with_listed_weights(type(module))
@@ -249,7 +248,7 @@ def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[S
 
 
 def _owner(proxy: nn.Module, weight: OperandPlan) -> tuple[nn.Module, str]:
-    """Return the module that has the parameter, and its name there.
+    """Return the module of a weight's parameter, and the parameter's name in it.
 
     Raises:
         ProxyError: there is no such module.

@@ -1,8 +1,8 @@
-"""Tensors that a proxy shares with the user's model, though it holds integers made from others: a change is noticed.
+"""The check that tensors that a frozen proxy shares with the user's model have not changed since its codes were made.
 
-Copying them all would cost the memory of the float model again. So small ones are copied, and of the others enough is
-remembered to tell whether they still are what they were: torch's version counter, which every operation in place
-moves, and a checksum of a sample, for what is written through ``.data``.
+Copies of all of them would take the memory of the float model again. So the proxy copies small tensors, and detects
+changes of the others by torch's version counter, which every in-place operation increases, and by a checksum of a
+sample, for writes through ``.data``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from quantizer.proxy.local_hook import LocalHook
 __all__ = ["SMALL", "watch"]
 
 SMALL = 2**16
-"""Elements of a tensor that is copied without a thought: a bias, a normalization, the head of a classifier."""
+"""The most elements of a tensor that is copied: a bias, a normalization, the head of a classifier."""
 
 _SAMPLE = 256
 
 
 class _Watched:
-    """One parameter, and what tells that it is still what it was."""
+    """One parameter, with the version, address and checksum that it had."""
 
     def __init__(self, path: str, tensor: Tensor) -> None:
         self.path = path
@@ -46,21 +46,21 @@ class _Watched:
         return moved or self._checked() != self._checksum
 
     def is_of(self, module: nn.Module, name: str) -> bool:
-        """Return whether a module has the tensor still: a cast gives it one of its own."""
+        """Return whether a module still has the tensor: a cast gives the module its own."""
         return module._parameters.get(name) is self._tensor()
 
     def _checked(self) -> int:
-        # No operation of torch: a trace would record it, and a dispatch mode would count it.
+        # Not an operation of torch: a trace would record it, and a dispatch mode would count it.
         return 0 if self._sample is None else zlib.crc32(self._sample.tobytes())
 
 
 def watch(proxy: nn.Module, verb: str, wanted: Callable[[Tensor], bool]) -> None:
-    """Refuse to compute with shared parameters that changed: each module looks at its own when it is called.
+    """Make each module of a proxy check its own parameters when it is called, and raise if one changed.
 
     Args:
-        proxy: shares parameters with the user's model.
-        verb: the method of ``Quantizer`` that made it, for the error.
-        wanted: which of its parameters to watch.
+        proxy: a proxy that shares parameters with the user's model.
+        verb: the method of ``Quantizer`` that made the proxy, for the error.
+        wanted: whether to watch a parameter.
     """
     for path, module in proxy.named_modules():
         watched = {
@@ -92,7 +92,7 @@ class _Check:
 
 
 def _sample(tensor: Tensor) -> Any:
-    """Return a view in numpy of some elements, spread over all of a tensor on the CPU; None of one elsewhere."""
+    """Return a numpy view of elements spread over a tensor; None unless it is contiguous and on the CPU."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
     flat = tensor.detach().view(-1)

@@ -1,4 +1,4 @@
-"""From what was seen of an operand to its range and scale, in the format that it is to be held in."""
+"""The decision for each operand: its range and scale in its format, from the statistics of calibration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MATRIX = 2  # axes of a weight that has blocks
 class PlanSettings:
     """The settings that a plan depends on besides the data.
 
-    ``scale_dtype`` is the float type that holds the scales on the target.
+    ``scale_dtype`` is the float type of scales on the target.
     """
 
     formats: Formats
@@ -62,16 +62,16 @@ def operand_plans(
     wanted: Format,
     indivisible: list[str],
 ) -> tuple[OperandPlan, ...]:
-    """Return what becomes of each operand of a site that was seen.
+    """Return the plan of each operand of an observed site.
 
     Args:
         site: the site.
         host: the module that makes the call.
-        record: what was seen.
-        refused: sites and operands that rules leave out.
-        settings: what a plan depends on besides the data.
+        record: the statistics of the site.
+        refused: sites and operands that rules exclude.
+        settings: the settings of the plan.
         wanted: the site's formats.
-        indivisible: weights that blocks of this size do not divide are added here, in words.
+        indivisible: receives a message for each weight whose input channels the block size does not divide.
     """
     plans = []
     migration = next((o.smoothed.migration for o in record.operands.values() if o.smoothed is not None), None)
@@ -155,7 +155,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
             maximum=high,
         )
     dtype = wanted.activations
-    # What a softmax gives is at most 1; an attention in FP8 takes exactly that range.
+    # The output of a softmax is at most 1, and attention in FP8 uses exactly that range.
     fixed = dtype.is_float and seen.softmax
     amax = torch.tensor(1.0 if fixed else group.amax(judged_as(dtype).name), dtype=torch.float32)
     if dtype.has_zero_point:
@@ -163,7 +163,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     else:
         scale, zero_point = scale_of(amax, dtype, settings.scale_dtype), None
     if dtype.is_float:
-        # Its steps are relative: a range that is larger than needed costs nothing but the least of them.
+        # The steps of FP8 are relative to the value: too large a range costs only the smallest values.
         scale = scale.clamp(min=torch.finfo(settings.scale_dtype).smallest_normal)
     histogram = calibrator.histogram
     judged = judged_as(dtype)
@@ -196,7 +196,7 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
 
 
 def _unheld(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) -> str | None:
-    """Return why an operand stays float: the target's float type does not hold its scale; None where it does."""
+    """Return why an operand stays float, if the target's float type cannot represent its scale; None if it can."""
     if amax and not dtype.is_float and not bool(is_normal(scale, scale_dtype)):
         least, name = torch.finfo(scale_dtype).smallest_normal, str(scale_dtype).removeprefix("torch.")
         return ReasonCode.SCALE_TOO_SMALL.text(amax=f"{amax:.3g}", least=f"{least:.2g}", dtype=name)
@@ -204,14 +204,14 @@ def _unheld(amax: float, scale: Tensor, dtype: QType, scale_dtype: torch.dtype) 
 
 
 def judged_as(dtype: QType) -> QType:
-    """Return the format by which a range is estimated: histograms are of magnitudes, which know no zero point."""
+    """Return the format for estimating a range: histograms are of magnitudes, for which there is no zero point."""
     return INT8 if dtype.has_zero_point else dtype
 
 
 def _asymmetric(calibrator: Calibrator, amax: float, dtype: QType, scale_dtype: torch.dtype) -> tuple[Tensor, int]:
-    """Return the scale and the zero point of a range that holds 0: what was seen, clipped at amax on either side."""
+    """Return the scale and zero point of the observed range, extended to include 0 and clipped at -amax and amax."""
     low, high = max(min(calibrator.minimum, 0.0), -amax), min(max(calibrator.maximum, 0.0), amax)
-    # As if the range were symmetric, with as many steps on its one side as the format has in all.
+    # The width of the range takes the place of amax: the codes from 0 to qmax cover it.
     scale = scale_of(torch.tensor(high - low, dtype=torch.float32), dtype, scale_dtype)
-    # A scale that its float type rounded down reaches the end of the steps a little early.
+    # If the scale was rounded down to its float type, the zero point may come out above qmax.
     return scale, min(round(-low / float(scale)), int(dtype.qmax)) if high > low else 0

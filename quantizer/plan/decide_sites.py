@@ -1,4 +1,4 @@
-"""Deciding what becomes of every site, once, from what calibration saw."""
+"""The decision for every site, made once from the statistics of calibration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quantizer.targets.formats import Format
 __all__ = ["decide"]
 
 _MASKED = torch.finfo(torch.float32).min / 2
-"""What is as low as this hides a score from a softmax."""
+"""The limit at or below which a value is taken for that of a mask, which hides a score from a softmax."""
 
 
 def decide(
@@ -42,7 +42,11 @@ def decide(
     refused: Mapping[str, str],
     settings: PlanSettings,
 ) -> Plan:
-    """Decide every site from what was observed."""
+    """Return the plan of all sites, decided from the statistics.
+
+    Raises:
+        ConfigError: blocks do not divide the input channels of some weights; all are listed.
+    """
     plan: Plan = {}
     indivisible: list[str] = []
     for site in sites:
@@ -93,7 +97,7 @@ def decide(
 def _refusal(
     site: Site, record: SiteStatistics, refused: Mapping[str, str], settings: PlanSettings
 ) -> tuple[str | None, str | None]:
-    """Return why a site is left in float before its ranges are looked at, and the rule that says so."""
+    """Return why a site stays float regardless of its ranges, and by which rule; (None, None) if it need not."""
     if site.path in refused:
         return ReasonCode.EXCLUDED.text(), refused[site.path]
     kind = record.kind or site.operation.kind
@@ -102,8 +106,8 @@ def _refusal(
         return ReasonCode.SWITCHED_OFF.text(), off
     if record.calls == 0:
         return ReasonCode.NEVER_RAN.text(), None
-    # An empty batch among others says nothing about the site, and a number that is added is passed through: a sum that
-    # starts from 0 meets a tensor only in its later calls. Any other call would round what nobody has observed.
+    # An empty batch among others does not matter, and a number in an add is passed through: a sum that starts from 0
+    # has tensors only in its later calls. Any other such call would round values that were not observed.
     harmless = {ReasonCode.EMPTY} | ({ReasonCode.NOT_TENSORS} if kind == "residual_add" else set())
     reasons = [reason for reason in record.reasons if record.fit == 0 or ReasonCode.of(reason) not in harmless]
     if reasons:
@@ -111,7 +115,7 @@ def _refusal(
     if kind not in settings.profile.site_kinds:
         return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
     if kind not in ("residual_add", "embedding"):
-        # A dimension that changes with the data is judged by nobody here: it may well be large in use.
+        # A dimension that varies with the data is not checked: it may be large in use.
         depth, width = (size or settings.profile.min_gemm_dim or 1 for size in (record.depth, record.width))
         too_small = settings.profile.gemm_reason(depth, width, record.rows or 0)
         if too_small is not None:
@@ -120,7 +124,7 @@ def _refusal(
 
 
 def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str | None:
-    """Return why the site stays float as a whole: a product quantizes all operands, none, or weights alone."""
+    """Return why a whole site stays float; None if not. A product quantizes all operands, none, or weights only."""
     missing = [operand for operand in operands if not operand.quantized]
     if site.operation.kind != "residual_add":
         if len(operands) < len(site.operation.operands):
@@ -134,7 +138,7 @@ def _whole(site: Site, operands: tuple[OperandPlan, ...], wanted: Format) -> str
 
 
 def _product_alone(record: SiteStatistics, operands: tuple[OperandPlan, ...], settings: PlanSettings) -> str | None:
-    """Return why a residual add stays float if only its product's side would be quantized; None where it may be."""
+    """Return why a residual add stays float if only its product's side can be quantized; None if it need not."""
     if settings.switches["residual_add"] != "auto":
         return None
     quantized = [operand for operand in operands if operand.quantized]
@@ -147,7 +151,7 @@ def _product_alone(record: SiteStatistics, operands: tuple[OperandPlan, ...], se
 def _rule(
     site: Site, operands: tuple[OperandPlan, ...], refused: Mapping[str, str], settings: PlanSettings
 ) -> str | None:
-    """Return the rule by which operands that can be quantized are not."""
+    """Return the rule that keeps operands in float that could be quantized; None if there is none."""
     excluded = (refused.get(f"{site.path}.{operand.name}") for operand in operands)
     found = next((rule for rule in excluded if rule is not None), None)
     auto = site.operation.kind == "residual_add" and settings.switches["residual_add"] == "auto"
@@ -155,7 +159,7 @@ def _rule(
 
 
 def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
-    """Return the products of two activations that ran, by the function that they stand in."""
+    """Return the products of two activations that ran, grouped by the function that they are in."""
     functions: dict[str, list[SitePlan]] = defaultdict(list)
     for entry in plan.values():
         if entry.kind == "matmul" and ReasonCode.of(entry.reason) is not ReasonCode.NEVER_RAN:
@@ -164,7 +168,7 @@ def _products_by_function(plan: Plan) -> Iterable[list[SitePlan]]:
 
 
 def _fused_attention(plan: Plan, observation: Seen, profile: TargetProfile) -> Plan:
-    """Leave attention in float where the target does not fuse it in its format; all its products together."""
+    """Return the plan with all products of an attention in float if the target does not fuse it in its format."""
     left: Plan = {}
     for entries in _products_by_function(plan):
         records = [observation.records[entry.name] for entry in entries]
@@ -188,7 +192,7 @@ def _floated(entry: SitePlan, reason: str, rule: str | None) -> SitePlan:
 
 
 def _whole_attention(plan: Plan, profile: TargetProfile) -> Plan:
-    """FP8 attention is fused as a whole: its products are all in FP8 or none is."""
+    """Return the plan with FP8 products in float if others of their attention are not in FP8: it is fused whole."""
     torn = [
         entry
         for entries in _products_by_function(plan)

@@ -1,4 +1,4 @@
-"""The format of each site's operands: a default, and rules of which the last that matches decides."""
+"""The formats of each site's operands: those of the last rule that matches, else a default."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["FormatRule", "Formats", "formats_for"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormatRule:
-    """A format for the sites of some kinds (none named: all) that some rules match (none given: all)."""
+    """A format for sites of ``kinds`` (empty: all kinds) that match ``sites`` (empty: all sites)."""
 
     format: Format
     kinds: tuple[Kind, ...]
@@ -33,12 +33,12 @@ class Formats:
     """The format of each site: that of the last rule that matches, else the default."""
 
     def __init__(self, default: Format, rules: Sequence[tuple[FormatRule, frozenset[str] | None]] = ()) -> None:
-        """``rules``: each with the names of the sites it matches (None: any)."""
+        """``rules``: each with the names of the sites that it matches (None: all)."""
         self.default = default
         self._rules = tuple(rules)
 
     def of(self, site: str, kind: Kind) -> Format:
-        """Return the format of a site of a kind; the kind is known once its operands were seen."""
+        """Return the format of a site; its kind is known once its operands were observed."""
         for rule, sites in reversed(self._rules):
             if (not rule.kinds or kind in rule.kinds) and (sites is None or site in sites):
                 return rule.format
@@ -48,7 +48,7 @@ class Formats:
 def formats_for(
     proxy: nn.Module, sites: Iterable[Site], default: Format, rules: Sequence[FormatRule], target: TargetProfile
 ) -> Formats:
-    """Match rules against a proxy.
+    """Return the formats of a proxy's sites by the rules.
 
     Raises:
         ConfigError: a pattern matches nothing in the model, or the target cannot compute in a format; all are listed.

@@ -1,8 +1,8 @@
-"""Precision groups: the smallest things that may change precision without breaking a fusion.
+"""Precision groups: the smallest sets of operands that may change precision without breaking a fusion.
 
-Both operands of a product belong together; so do weighted products that read one tensor (query, key, value), and the
-products of one attention (activation by activation, in one function of one module). An operand of a residual add is a
-group of its own: the product that feeds it stays as it is.
+A group has both operands of a product. Weighted products that read the same tensor (query, key, value) form one group,
+and so do the products of one attention (activation by activation, in one function of one module). Each operand of a
+residual add is its own group: the product before it stays as it is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def group_names(plan: Mapping[str, SitePlan]) -> dict[tuple[str, str], str]:
 
 
 def _key(site: SitePlan) -> str:
-    """Sites with one key form one group."""
+    """Return the key of a site's group: sites with the same key form one group."""
     if any(operand.role == "weight" for operand in site.operands):
         shared = next((operand.range_group for operand in site.operands if operand.role == "activation"), None)
         return f"input {shared}" if shared is not None else f"weight of {site.name}"
@@ -45,7 +45,7 @@ def _key(site: SitePlan) -> str:
 
 
 def _common_name(paths: Iterable[str]) -> str:
-    """``a.{query,key}.linear_0`` for ``a.query.linear_0`` and ``a.key.linear_0``."""
+    """Return ``a.{query,key}.linear_0`` for ``a.query.linear_0`` and ``a.key.linear_0``."""
     split = [path.split(".") for path in paths]
     if len(split) == 1:
         return ".".join(split[0])

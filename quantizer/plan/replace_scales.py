@@ -1,4 +1,4 @@
-"""The scales of a plan, by operand, and scales from elsewhere in their place."""
+"""The scales of a plan, by operand, and their replacement by given scales."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def with_scales(
 ) -> Plan:
     """Return the plan with other scales for some of its operands.
 
-    A scale is rounded to the target's float type; amax is what the format reaches with the scale as given. A scale for
-    one operand of a range group holds for all of it.
+    A scale is rounded to the target's float type; amax is the given scale times the format's largest code. A scale for
+    one operand of a range group applies to the whole group.
 
     Args:
-        plan: what calibration decided.
+        plan: the plan of a calibration.
         scales: by ``SITE.OPERAND``, each [], or [C] with one entry for each output channel of a weight.
-        keep_zero_points: of asymmetric formats, as in training; otherwise they go by the lowest value seen.
-        scale_dtype: the float type that holds scales on the target.
+        scale_dtype: the float type of scales on the target.
+        keep_zero_points: keep those of asymmetric formats, as in training; else compute them from the minimum.
 
     Raises:
-        CalibrationError: scales that cannot be taken; all of them are listed.
+        CalibrationError: some scales cannot be used; all of them are listed.
     """
     groups = {f"{path}.{o.name}": scale_group(o) for path, entry in plan.items() for o in entry.operands}
     problems = []
     given: dict[str, Tensor] = {}
-    # What a range group was given, and the operand that it was given for.
+    # The scale given for a range group, and the operand that it was given for.
     shared: dict[tuple[str, str, bool], tuple[str, Tensor]] = {}
     for name, scale in scales.items():
         problem = _problem(name, scale, plan, scale_dtype)
@@ -82,7 +82,7 @@ def with_scales(
 
 
 def with_given_weights(plan: Plan) -> Plan:
-    """Return the plan with the scales of its weights as given: a training moved the weights under them."""
+    """Return the plan with the scales of its weights marked as given: training has changed the weights since."""
     return {
         path: replace(
             entry,
@@ -93,14 +93,14 @@ def with_given_weights(plan: Plan) -> Plan:
 
 
 def scale_group(operand: OperandPlan) -> tuple[str, str, bool] | None:
-    """Return the key of operands that share a scale: the tensor that they read, its format, and its migration."""
+    """Return the key of operands that share a scale: their range group, format, and whether outliers are migrated."""
     if operand.range_group is None:
         return None
     return operand.range_group, operand.dtype, operand.smooth is not None
 
 
 def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> str | None:
-    """Return why a scale cannot be taken; None where it can."""
+    """Return why a scale cannot be used; None if it can."""
     path, _, last = name.rpartition(".")
     entry = plan.get(path)
     operand = None if entry is None else next((o for o in entry.operands if o.name == last), None)
@@ -147,7 +147,7 @@ def _scaled(operand: OperandPlan, scale: Tensor, scale_dtype: torch.dtype, keep_
         axis=operand.axis if scale.dim() else None,
         block_size=operand.block_size if scale.dim() else None,
         zero_point=zero_point,
-        # These were measured with the range that it had.
+        # These were measured with the former range.
         sqnr_db=None,
         clipped=None,
         estimate=None,

@@ -1,10 +1,11 @@
-"""Saving and loading a plan: YAML for what people read, safetensors for tensors.
+"""The folder of a saved plan: a YAML file for people, and safetensors files for tensors.
 
-A folder holds ``quantizer.yaml`` (format, config, fallback, every site with its reason, every product counted) and
-``ranges.safetensors`` (amax, scale and smooth of every operand, float32, under ``SITE/OPERAND/amax``, ``/scale`` and
-``/smooth``), and ``observed.safetensors``, what calibration saw, to go on with. It appears as a whole or not at all.
+- ``quantizer.yaml``: format, config, fallback, every site with its reason, every product counted.
+- ``ranges.safetensors``: amax, scale and smooth of every operand, float32, under ``SITE/OPERAND/amax`` and so on.
+- ``observed.safetensors``: the statistics of calibration, to continue it; not in every folder.
 
-Inside of another file both are bytes: a safetensors file of the same tensors and ``document`` uint8, the rest as JSON.
+The folder appears as a whole or not at all. Inside another file, the first two are the bytes of one safetensors file
+with the same tensors and ``document`` uint8, the rest as JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _TENSORS = "ranges.safetensors"
 _OBSERVED = "observed.safetensors"
 _DOCUMENT = "document"
 _SUMS = "sha256"
-# The same text either way: libyaml writes a large plan several times as fast.
+# Both dumpers write the same text, but libyaml writes a large plan several times as fast.
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _TENSOR_FIELDS = ("amax", "scale", "smooth")
 _DOCUMENT_FIELDS = {
@@ -72,17 +73,17 @@ def save_state(
     document: Mapping[str, Any],
     observed: bytes | None,
 ) -> Path:
-    """Write a plan, what was counted and whatever else the caller keeps to a folder.
+    """Write a plan, the products and the caller's own values to a folder.
 
     Args:
-        folder: replaced where it holds a saved quantizer and nothing else.
-        plan: what becomes of each site.
-        products: what torch computed in calibration.
+        folder: replaced if it contains a saved quantizer and nothing else.
+        plan: the plan of all sites.
+        products: the products that torch computed in calibration.
         document: more plain values.
-        observed: a snapshot of what calibration saw; None where there is none.
+        observed: a snapshot of the statistics of calibration; None if there is none.
 
     Raises:
-        QuantizerError: the folder cannot be written, or what stands there is kept.
+        QuantizerError: the folder cannot be written, or has other contents, which are kept.
     """
     whole, tensors = _plain(plan, products, document)
 
@@ -102,12 +103,12 @@ def save_state(
 def load_state(
     folder: str | os.PathLike[str],
 ) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any], bytes | None]:
-    """Return what ``save_state`` wrote: the plan, the products, the document and the snapshot.
+    """Return the plan, the products, the document and the snapshot that ``save_state`` wrote.
 
-    A folder from before they were kept has no products or no snapshot.
+    Older folders have no products or no snapshot.
 
     Raises:
-        QuantizerError: the folder is none of ours, is of another format, or is damaged.
+        QuantizerError: the folder was not written by ``save_state``, is of another format, or is damaged.
     """
     source = Path(folder)
     restore_folder(source)
@@ -130,10 +131,10 @@ def load_state(
 
 
 def _check_sums(told: Any, files: Mapping[str, bytes], folder: Path) -> None:
-    """Compare the files with what was noted of them; a folder from before that was noted has nothing to compare.
+    """Compare the SHA-256 of the files with those in the document; older folders have none.
 
     Raises:
-        QuantizerError: a file is another.
+        QuantizerError: a file has another SHA-256.
     """
     if told is None:
         return
@@ -150,21 +151,21 @@ def _check_sums(told: Any, files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def state_bytes(plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]) -> bytes:
-    """Return what ``save_state`` writes, without a snapshot, as the bytes of one safetensors file."""
+    """Return the contents of ``save_state``, without a snapshot, as the bytes of one safetensors file."""
     whole, tensors = _plain(plan, products, document)
     text = bytearray(json.dumps({"format": FORMAT, _SUMS: tensors_digest(tensors), **whole}).encode())
     return save({**tensors, _DOCUMENT: torch.frombuffer(text, dtype=torch.uint8)})
 
 
 def state_of_bytes(data: bytes, place: object) -> tuple[Plan, tuple[CountedProduct, ...], dict[str, Any]]:
-    """Return what ``state_bytes`` gave: the plan, the products and the document.
+    """Return the plan, the products and the document from bytes of ``state_bytes``.
 
     Args:
         data: the bytes.
-        place: where they were, for an error.
+        place: the place of the bytes, for errors.
 
     Raises:
-        QuantizerError: they are none of ours, of another format, or damaged.
+        QuantizerError: the bytes are not those of a plan, are of another format, or are damaged.
     """
     try:
         tensors = load(data)
@@ -183,7 +184,7 @@ def state_of_bytes(data: bytes, place: object) -> tuple[Plan, tuple[CountedProdu
 def _plain(
     plan: Plan, products: Iterable[CountedProduct], document: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Plain values, and tensors by name."""
+    """Return the document with all plain values, and the tensors by name."""
     tensors: dict[str, Tensor] = {}
     sites = []
     for entry in plan.values():
@@ -194,17 +195,17 @@ def _plain(
             for name in _TENSOR_FIELDS:
                 value = getattr(operand, name)
                 if value is not None:
-                    # A copy: both operands of a product have one ``smooth``, and the format shares no memory.
+                    # A copy, since both operands of a product share ``smooth``, and safetensors shares no memory.
                     tensors[f"{entry.name}/{operand.name}/{name}"] = value.contiguous().clone()
     plain = [product.plain() for product in products]
     return {**document, "sites": sites, "products": plain}, tensors
 
 
 def _check_format(document: Any, place: object) -> None:
-    """Refuse what this version does not read.
+    """Raise if this version cannot read a document.
 
     Raises:
-        QuantizerError: it is of another format, or no document at all.
+        QuantizerError: the document is of another format, or none at all.
     """
     found = document.get("format") if isinstance(document, dict) else None
     if type(found) is not int or found != FORMAT:
@@ -214,10 +215,10 @@ def _check_format(document: Any, place: object) -> None:
 def _from_plain(
     document: dict[str, Any], tensors: Mapping[str, Tensor], place: object
 ) -> tuple[Plan, tuple[CountedProduct, ...]]:
-    """Plan and products, taken out of what ``_plain`` gave.
+    """Return plan and products, and remove them from a document of ``_plain``.
 
     Raises:
-        QuantizerError: it is damaged.
+        QuantizerError: the document or a tensor is damaged.
     """
     try:
         _check_fields(document)
@@ -237,7 +238,7 @@ def _from_plain(
 
 
 def _check_fields(document: Mapping[str, Any]) -> None:
-    """Check what the document holds beside sites and products, by type; what it means is for those who wrote it.
+    """Check the types of the document's fields; their values are checked by their own readers.
 
     Raises:
         ValueError: a field is missing, unknown or of another type.

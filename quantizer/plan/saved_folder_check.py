@@ -1,4 +1,4 @@
-"""Checks that a plan out of a file fits together; the types of its values were checked when it was read."""
+"""Checks that a plan from a file is consistent; the types of its values were checked when it was read."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check_plan(sites: Sequence[SitePlan], plan: Mapping[str, SitePlan], tensors:
     Args:
         sites: the sites in the order of the file.
         plan: the same by name, each operand with its tensors.
-        tensors: all that the file holds, as ``SITE/OPERAND/FIELD``.
+        tensors: all tensors of the file, by ``SITE/OPERAND/FIELD``.
 
     Raises:
-        ValueError: the first thing that does not fit, with its place in the file.
+        ValueError: the plan is inconsistent; the message gives the first place in the file.
     """
     names: set[str] = set()
     known: set[str] = set()

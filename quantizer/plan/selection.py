@@ -1,11 +1,10 @@
-"""Including and excluding sites by module type, by name and by site.
+"""Rules that include and exclude sites by module type, by module name and by site.
 
-A *type* matches a module whose class, or any base class of it, is called so: ``BertPooler``, or with as much of its
-dotted path as wanted (``torch.nn.Linear``). A *name* is a pattern over whole segments of a module's path: ``*`` stands
-for any one segment or part of one, ``**`` for any number of segments. A type or name covers everything below the
-module that it matches, functional products included. A *site* is a pattern over a site's name
-(``**.attention.self.*.matmul_1``), which an operand's name may follow for one operand of an add (``.lhs``).
-Exclude beats include.
+A *type* matches a module if its class or any base class has that name: ``BertPooler``, or any longer part of its dotted
+path (``torch.nn.Linear``). A *name* is a pattern over whole segments of a module's path: ``*`` matches one segment or
+part of one, ``**`` any number of segments. A type or name covers everything below the modules that it matches,
+functional products included. A *site* is a pattern over a site's name (``**.attention.self.*.matmul_1``), to which an
+operand's name may be added for one operand of an add (``.lhs``). Exclude has precedence over include.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ def _segments_match(pattern: Sequence[str], path: Sequence[str]) -> bool:
 
 
 def exclusions(proxy: nn.Module, sites: Iterable[Site], include: Selection, exclude: Selection) -> dict[str, str]:
-    """Return why sites and operands are left out by a rule: by site name or by ``SITE.OPERAND``.
+    """Return the rule that excludes each excluded site and operand, by site name or ``SITE.OPERAND``.
 
     Raises:
-        ConfigError: a pattern or type matches nothing; all such are listed.
+        ConfigError: a pattern or type matches nothing; all of these are listed.
     """
     sites = list(sites)
     problems: list[str] = []
@@ -86,7 +85,7 @@ def exclusions(proxy: nn.Module, sites: Iterable[Site], include: Selection, excl
 def matched(
     proxy: nn.Module, sites: Sequence[Site], rules: Selection, section: str, problems: list[str]
 ) -> dict[str, tuple[str, str]]:
-    """Return the key and pattern that matched each site or operand, by name; ``problems`` gets those without match."""
+    """Return the key and pattern that matched each site or operand; add patterns without a match to ``problems``."""
     found: dict[str, tuple[str, str]] = {}
     modules = {
         path: module for path, module in proxy.named_modules() if not isinstance(module, Site | OperandQuantizer)
@@ -117,7 +116,7 @@ def _site_names(site: Site) -> list[str]:
 
 
 def _operand_names(site: Site) -> list[str]:
-    """Only the operands of an add can be chosen one by one: a product has both operands in low precision or none."""
+    """Return the operands that rules can choose singly, those of an add: a product quantizes both operands or none."""
     if site.operation.kind != "residual_add":
         return []
     return [f"{site.path}.{operand.name}" for operand in site.operation.operands]
@@ -147,5 +146,5 @@ def _nothing(place: str, wanted: str, what: str, known: Iterable[str]) -> str:
 
 
 def by_kind(switches: Mapping[str, bool | str], kind: Kind) -> str | None:
-    """Return the switch of the ``sites:`` section that leaves a kind of site out; None where none does."""
+    """Return the switch in ``sites:`` that turns a kind of site off; None if the kind is on."""
     return RuleKind.SWITCH.text(key=kind, value="false") if switches[kind] is False else None

@@ -1,6 +1,6 @@
-"""The plan: what becomes of each site, decided once from what calibration saw, and then data.
+"""The plan: the decision for each site, made once from the statistics of calibration, as data.
 
-A plan is what coverage shows, what ``quantize()`` carries out, and what is saved.
+Coverage shows the plan, ``quantize()`` applies it, and ``save()`` writes it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,30 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OperandPlan:
-    """The decision for one operand, held in the format ``dtype`` where it is quantized.
+    """The decision for one operand.
 
-    ``amax`` [] or [C] is the range before the target's float type rounds the scale; ``scale`` [] or [C] is what the
-    quantizer uses. ``range_group`` names the operands that share one range; ``clipped`` is the share of values beyond
-    it; ``estimate`` the calibrator that was chosen for it among several (None: there was no choice); ``axis`` the
-    output channels of a weight (None: per tensor), or with ``block_size`` its input channels, of which so many share a
-    scale; ``zero_point`` the step of 0.0 of an asymmetric format (None: 0); ``parameter`` the weight's path in the
-    model and ``view`` how the operand shows it (None: as it is).
-
-    ``smooth`` [K] along ``smooth_axis`` is what an activation is divided by and a weight multiplied by before it is
-    rounded, and ``smoothing`` says so in words, or why not (both None: nobody asked). Ranges, minimum and maximum are
-    those of the operand after that.
-
-    ``given``: the scale is no function of the weight: it came from elsewhere, or from a training. ``read_outside``:
-    where the weight is read outside of its site, as floats (None: nowhere that calibration saw). ``note`` says what
-    else a reader of the coverage should know.
+    Attributes:
+        quantized: whether the operand is in low precision; ``reason`` says why not.
+        amax: the range, float32 [] or [C], before the scale is rounded to the target's float type.
+        scale: the scale, float32 [] or [C], that the quantizer uses.
+        dtype: the format of the operand, if it is quantized.
+        axis: the axis of a weight's output channels (None: per tensor), or with ``block_size`` of its input channels.
+        block_size: the number of input channels that share a scale.
+        zero_point: the code of 0.0 in an asymmetric format (None: 0).
+        minimum: the lowest value, like the range after ``smooth``.
+        maximum: the highest value, likewise.
+        sqnr_db: the operand's own signal to quantization-noise ratio, in dB (None: not measured).
+        clipped: the share of values beyond the range.
+        range_group: the name of the first of the operands that share the range.
+        estimate: the calibrator that was chosen for the range among several (None: there was no choice).
+        group: the precision group, see ``precision_groups.py``.
+        parameter: the path of the weight in the model.
+        view: the weight as a view of the parameter (None: the parameter itself).
+        smooth: float32 [K] along ``smooth_axis``, by which an activation is divided and a weight multiplied first.
+        smoothing: a text on ``smooth``, or on why there is none (None: it was not asked for).
+        given: whether the scale was loaded or trained, and so is not computed from the weight.
+        read_outside: where code outside of the site reads the weight as floats (None: nowhere in calibration).
+        note: other remarks for the reader of the coverage.
     """
 
     name: str
@@ -80,23 +88,23 @@ class OperandPlan:
 
     @property
     def notes(self) -> list[str]:
-        """A note for the reader of a coverage."""
+        """The notes for the reader of the coverage."""
         outside = f"read as floats outside of its site too, {self.read_outside}" if self.read_outside else None
         return [text for text in (self.note, outside) if text is not None]
 
     @property
     def largest_amax(self) -> float | None:
-        """The largest amax of its channels; None where no range was seen."""
+        """The largest amax of its channels; None without a range."""
         return None if self.amax is None else float(self.amax.max())
 
     @property
     def scales(self) -> int:
-        """The number of its scales; 1 where no range was seen."""
+        """The number of its scales; 1 without a range."""
         return 1 if self.amax is None else self.amax.numel()
 
     @property
     def largest_scale(self) -> float | None:
-        """The largest scale of its channels; None where no range was seen."""
+        """The largest scale of its channels; None without a range."""
         return None if self.scale is None else float(self.scale.max())
 
 
@@ -104,11 +112,11 @@ class OperandPlan:
 class SitePlan:
     """The decision for one site, with its reason.
 
-    ``rule`` is what decided: an entry of the configuration, ``target NAME`` for the target's profile (also of a site
-    that is quantized), ``fallback``; None: what calibration saw of the operands, as ``reason`` says.
-
-    ``reads`` are the parameters among its operands, whether quantized or not. ``beyond_half`` is the largest magnitude
-    in its module where float16 cannot hold that (None: it can).
+    Attributes:
+        rule: the rule that decided: an entry of the configuration, ``target NAME`` for the target's profile (also of a
+            quantized site) or ``fallback``; None: the statistics of the operands decided, as ``reason`` says.
+        reads: the paths of the parameters among its operands, quantized or not.
+        beyond_half: the largest magnitude in its module if that is beyond float16 (None: it is not).
     """
 
     name: str
@@ -130,7 +138,7 @@ Plan = dict[str, SitePlan]
 
 
 def with_fallback(plan: Plan, groups: Mapping[str, str]) -> Plan:
-    """Return the plan with whole groups back in float; ``groups`` gives each one's reason."""
+    """Return the plan with some groups fallen back to float; ``groups`` has the reason of each."""
     result: Plan = {}
     for path, entry in plan.items():
         operands = tuple(
@@ -156,7 +164,7 @@ def _put_back(site: SitePlan, why: str) -> str:
 
 
 def summary(operands: tuple[OperandPlan, ...]) -> str:
-    """``int8: input, weight``, or format by format, and what is left out."""
+    """Return ``int8: input, weight``, or such by format, and the operands that stay float, with all notes."""
     formats: dict[str, list[str]] = defaultdict(list)
     for operand in operands:
         if operand.quantized:

@@ -1,6 +1,6 @@
-"""The scales of weights: they belong to the weights that are frozen, and to no others.
+"""The scales of weights, computed from the weights that are frozen.
 
-A scale that came from elsewhere (``load_scales``, a training) is no function of the weight and stays as it was given.
+A given scale (``load_scales``, a training) is not computed from the weight and stays as it is.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from quantizer.reasons import ReasonCode
 __all__ = ["ONE_SCALE", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
 
 ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
-"""What is noted of the weight of a transposed convolution whose output channels no axis tells apart."""
+"""The note on the weight of a transposed convolution none of whose axes is that of the output channels."""
 
 
 def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, steps: int | None = None) -> Tensor:
-    """amax / qmax as the target's float type holds it; 1 where the range is empty (all zeros stay zeros anyhow).
+    """Return amax / qmax, rounded to the target's float type; 1 if amax is 0 (zeros stay zeros with any scale).
 
-    ``steps`` is the largest step of INT8 that is used, where it is less than qmax.
+    ``steps`` is the largest code of INT8 in use, if it is less than qmax.
     """
     scale = amax.double() / (steps if steps is not None and dtype == INT8 else dtype.qmax)
     return held_scale(torch.where(amax > 0, scale, torch.ones_like(scale)), scale_dtype)
 
 
 def beyond(amax: float, scale: Tensor, dtype: torch.dtype) -> str | None:
-    """Return why an operand stays float whose scale the target's float type does not hold; None where it does."""
+    """Return why an operand stays float, if its scale is infinite in the target's float type; None if it is finite."""
     if bool(torch.isfinite(scale).all()):
         return None
     return ReasonCode.SCALE_TOO_LARGE.text(amax=f"{amax:.3g}", dtype=_name(dtype))
@@ -49,10 +49,10 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, s
     """Return the plan of a weight operand with the range and the scales of ``weight`` [*].
 
     Args:
-        operand: says format, axis and block size, and what the weight is multiplied by before it is rounded.
-        weight: as its site sees it.
-        scale_dtype: the float type that holds scales on the target.
-        steps: the largest step of a weight in INT8 there; None: that of the format.
+        operand: a plan with the format, axis and block size, and the factors of smoothing.
+        weight: the weight as its site reads it.
+        scale_dtype: the float type of scales on the target.
+        steps: the largest code of a weight in INT8 on the target; None: that of the format.
 
     Raises:
         CalibrationError: the weight has NaN or infinite values.
@@ -80,11 +80,11 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, s
 
 
 def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtype, steps: int | None) -> Plan:
-    """Return the plan with the scales of the weights that ``model`` has now, where none were given.
+    """Return the plan with scales computed from the present weights of ``model``, except for given scales.
 
     Raises:
-        CalibrationError: the model has such a weight of another shape, one with NaN, or one that the target's float
-            type holds no scale of; or a scale that was given makes more steps than the target can add.
+        CalibrationError: a weight has another shape, NaN or infinite values, or a scale that the target's float type
+            cannot represent; or a given scale makes codes that are too large for the target's accumulator.
     """
     result: Plan = {}
     for path, entry in plan.items():
@@ -92,7 +92,7 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
         for operand in entry.operands:
             if operand.role == "weight" and operand.quantized and not operand.given:
                 weight = _weight(model, operand)
-                # Where there is none, whoever carries the plan out says whose plan it is.
+                # If the model has no such weight, the application of the plan raises an error.
                 operand = operand if weight is None else scaled_for(operand, weight, scale_dtype, steps)
                 if not operand.quantized:
                     raise CalibrationError(f"{operand.parameter}: {operand.reason}; calibrate the model again")
@@ -106,10 +106,10 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
 
 
 def _check_steps(name: str, operand: OperandPlan, weight: Tensor, steps: int) -> None:
-    """Refuse a scale that was given, where the weight has larger steps with it than the target adds without an error.
+    """Raise if the weight has larger codes with a given scale than the target can accumulate without saturation.
 
     Raises:
-        CalibrationError: it has.
+        CalibrationError: the largest code is above ``steps``.
     """
     if operand.scale is None or qtype(operand.dtype) != INT8:
         return
@@ -124,7 +124,7 @@ def _check_steps(name: str, operand: OperandPlan, weight: Tensor, steps: int) ->
 
 
 def _as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
-    """Return the weight in float32 [*], multiplied by what smoothing moves into it: the values that are rounded."""
+    """Return the values that are rounded: the weight in float32 [*], multiplied by the factors of smoothing."""
     values = weight.detach().float()
     if operand.smooth is None:
         return values
@@ -134,7 +134,7 @@ def _as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
 
 
 def _amax(values: Tensor, axis: int | None, block_size: int | None) -> Tensor:
-    """Return the largest magnitude of each scale's share of values [*]."""
+    """Return the largest magnitude of the values [*] of each scale."""
     if block_size is not None:
         assert axis is not None
         return in_blocks(values, axis, block_size).abs().amax(dim=axis + 1)
@@ -144,7 +144,7 @@ def _amax(values: Tensor, axis: int | None, block_size: int | None) -> Tensor:
 
 
 def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
-    """Return which channels have weights so small that the target's float type holds their scales with fewer digits."""
+    """Return a note on scales below the normal numbers of the target's float type; None if there are none."""
     few = int((~is_normal(scale, scale_dtype)).sum())
     if not few:
         return None
@@ -152,7 +152,7 @@ def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
 
 
 def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
-    """Return the weight of an operand in a model; None where the model has no such parameter."""
+    """Return the weight of an operand in a model; None if the model has no such parameter."""
     path = operand.parameter or ""
     owner, _, name = path.rpartition(".")
     try:
