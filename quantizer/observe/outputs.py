@@ -23,7 +23,7 @@ def flat_output(output: Any, mask: Tensor | None) -> Tensor:
     """Return all floating tensors of an output as one float64 vector without padding.
 
     Raises:
-        SensitivityError: the output holds no floating-point tensor.
+        SensitivityError: the output has no floating-point tensor.
     """
     tensors = floats(output)
     if not tensors:

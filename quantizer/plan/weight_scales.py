@@ -26,7 +26,7 @@ from quantizer.reasons import ReasonCode
 __all__ = ["ONE_SCALE", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
 
 ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
-"""The note on the weight of a transposed convolution none of whose axes is that of the output channels."""
+"""The note on the weight of a transposed convolution if no axis of it is that of the output channels."""
 
 
 def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, steps: int | None = None) -> Tensor:

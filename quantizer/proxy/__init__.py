@@ -1,3 +1,3 @@
-"""Proxy models: copies of a module tree that share its parameters and whose products are sites."""
+"""Proxy models: copies of a module tree that share its parameters, with every product as a site."""
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ class Observer(Protocol):
     """A listener to each call of a site while a proxy observes."""
 
     def before(self, site: Site, values: list[Any], inside: Callable[[], Tensor]) -> None:
-        """Take the operands, in the catalogue's order, None where one is missing; ``inside`` computes one more."""
+        """Receive the operands, in the catalogue's order, None for a missing one; ``inside`` computes one more."""
 
     def after(self, site: Site, result: Any) -> None:
-        """Take the result of the float operation."""
+        """Receive the result of the float operation."""
 
 
 class CallOverride(Protocol):

@@ -97,7 +97,7 @@ class CountedProduct:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any], place: str = "product") -> CountedProduct:
-        """Return the product whose ``plain()`` this is.
+        """Return the product from the values of ``plain()``.
 
         Raises:
             ValueError: the values are damaged; ``place`` is their place in the file.
