@@ -61,7 +61,7 @@ lint: $(INSTALLED)
 
 # The site of docs/, into site/: it needs no network to be read.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt '.[bench]'

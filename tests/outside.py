@@ -1,16 +1,27 @@
-"""What a guide's page adds to the package, from outside of it: its code as it stands there, in a process of its own."""
+"""Scripts in processes of their own that need not import torch first, and the modules that guide pages add.
+
+Importing torch, transformers and ONNX takes most of the time of a short script, so each process is forked from a server
+that has them. The server knows nothing of this package: each script imports it anew, and what it registers or patches
+ends with its process.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
+from functools import cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-__all__ = ["run_outside", "write_guide_module"]
+__all__ = ["run_outside", "run_script", "write_guide_module"]
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide"
+_TIMEOUT_S = 300
+# Libraries that start no threads: a fork has none of them. OpenVINO starts some.
+_PRELOADED = ("torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "onnx.reference", "onnxscript")
 
 
 def write_guide_module(folder: Path, page: str, name: str) -> None:
@@ -21,15 +32,42 @@ def write_guide_module(folder: Path, page: str, name: str) -> None:
 
 def run_outside(folder: Path, text: str) -> str:
     """Return what a script printed that runs in a folder and can import the modules there."""
-    search = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    (folder / "outside_script.py").write_text(text, encoding="utf-8")
+    return run_script(folder, "outside_script.py")
+
+
+def run_script(folder: Path, name: str, *words: str) -> str:
+    """Return what a script of a folder printed, run there as ``python NAME WORDS``; it must end with 0."""
+    output = folder.parent / f"{folder.name}.printed"
+    process = _server().Process(target=_run, args=(folder, name, words, output))
+    process.start()
+    process.join(_TIMEOUT_S)
+    ended = process.exitcode
+    process.kill()
+    printed = output.read_text(encoding="utf-8")
+    assert ended == 0, f"{name} {' '.join(words)} ended with {ended} (None: not in {_TIMEOUT_S} s):\n{printed}"
+    return printed
+
+
+@cache
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
+def _run(folder: Path, name: str, words: tuple[str, ...], output: Path) -> None:
+    """Run a script in the present process, as the interpreter would."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    # For the processes that the script starts.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    sys.argv = [name, *words]
+    try:
+        runpy.run_path(name, run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

@@ -6,8 +6,6 @@ import csv
 import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 import yaml
 from helpers import tiny
 from helpers import user_pages
+from outside import run_script
 
 import quantizer
 from quantizer.cli.main import _parse
@@ -103,19 +102,11 @@ def test_python_blocks_run(name: str, tmp_path: Path) -> None:
     script.write_text(text, encoding="utf-8")
     if '"my-model"' in text:
         tiny("bert-classification").save_pretrained(tmp_path / "my-model")
-    done = subprocess.run(
-        [sys.executable, script.name, *SCRIPTS[name].words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run_script(tmp_path, script.name, *SCRIPTS[name].words)
     assert {path.name for path in tmp_path.iterdir()} >= SCRIPTS[name].makes
     if name == "quickstart":
-        assert "sites quantized: linear 37 of 37, matmul 12 of 12" in done.stdout
-        assert "torch.Size" in done.stdout or "(3, " in done.stdout
+        assert "sites quantized: linear 37 of 37, matmul 12 of 12" in printed
+        assert "torch.Size" in printed or "(3, " in printed
 
 
 @pytest.fixture(scope="module")

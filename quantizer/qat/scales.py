@@ -41,7 +41,7 @@ def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
 
     Raises:
         ConfigError: a kind is unknown, a pattern matches nothing, or operands that share a scale have several kinds;
-        all problems are listed.
+            all problems are listed.
     """
     rules: Mapping[str, Any] = {"**": scales} if isinstance(scales, str) else scales
     known = get_args(ScaleKind)

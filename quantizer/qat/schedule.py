@@ -27,7 +27,7 @@ class Schedule:
         steps: the number of steps of the optimizer, 1 or more.
         freeze_scales: the share of the steps after which scales are fixed, 0 to 1; 1: they are never fixed.
         freeze_batch_norm: the share after which batch norms keep their statistics, 0 to 1. From then on they compute
-        the same as in the exported file, where they are folded into the convolutions before them.
+            the same as in the exported file, where they are folded into the convolutions before them.
 
     Raises:
         QuantizerError: ``proxy`` is not what ``qat()`` returned, or a number is out of bounds.
