@@ -28,7 +28,7 @@ from quantizer.config import QatConfig
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
 from quantizer.engines.onnxruntime.engine import ONNXRuntimeEngine
-from quantizer.runs.stages import as_predictor
+from quantizer.runs.run_context import as_predictor
 from quantizer.runs.train import Training
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row

@@ -14,8 +14,8 @@ from quantizer.report import Latency
 from quantizer.report import MemoryEntry
 from quantizer.report import latency_entries
 from quantizer.report import memory_entries
-from quantizer.runs.stages import RunContext
-from quantizer.runs.stages import engine_inputs
+from quantizer.runs.run_context import RunContext
+from quantizer.runs.run_context import engine_inputs
 from quantizer.tasks import batch_shape
 
 __all__ = ["measure_latency", "measure_memory"]

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.quantizer import Quantizer
 from quantizer.report.search_records import fallback_reason
-from quantizer.runs.stages import RunContext
+from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint

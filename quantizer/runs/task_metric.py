@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from quantizer.runs.stages import as_predictor
-from quantizer.runs.stages import bar
+from quantizer.runs.run_context import as_predictor
+from quantizer.runs.run_context import bar
 from quantizer.tasks import Row
 from quantizer.tasks import Task
 from quantizer.tasks.datasets.rows import content_of

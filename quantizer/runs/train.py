@@ -36,7 +36,7 @@ from quantizer.qat.gradient_check import has_gradient
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import TrainingRun
 from quantizer.report.record import TrainingScore
-from quantizer.runs.stages import RunContext
+from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.sensitivity import fingerprint
 from quantizer.tasks import Row

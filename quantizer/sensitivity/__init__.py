@@ -12,13 +12,13 @@ from quantizer.sensitivity.fallback import operands_of
 from quantizer.sensitivity.fallback import per_cost
 from quantizer.sensitivity.gradient import Loss
 from quantizer.sensitivity.groups import groups_of
+from quantizer.sensitivity.max_drop_search import search
 from quantizer.sensitivity.measurement import GroupSensitivity
 from quantizer.sensitivity.measurement import Measurement
 from quantizer.sensitivity.metric import Metric
 from quantizer.sensitivity.metric import Score
 from quantizer.sensitivity.score_cache import ScoreCache
 from quantizer.sensitivity.score_cache import fingerprint
-from quantizer.sensitivity.search import search
 
 __all__ = [
     "Evaluation",

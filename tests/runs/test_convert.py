@@ -27,7 +27,7 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
 from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.runs.convert.run as steps  # noqa: E402
-import quantizer.runs.stages as stages  # noqa: E402
+import quantizer.runs.run_context as stages  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
 from quantizer.runs.convert.compare_outputs import OutputCheck  # noqa: E402

@@ -21,7 +21,7 @@ import yaml
 
 import quantizer.runs.measure as run_measure
 import quantizer.runs.run as pipeline
-import quantizer.runs.stages as stages
+import quantizer.runs.run_context as stages
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run

@@ -23,7 +23,7 @@ from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
-from quantizer.runs.stages import as_predictor
+from quantizer.runs.run_context import as_predictor
 from quantizer.tasks import Batch
 from quantizer.tasks import batch_shape
 from quantizer.tasks.metrics import mean_cosine

@@ -15,7 +15,7 @@ from torch import nn
 from quantizer.engines import Engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import medians
-from quantizer.runs.stages import engine_inputs
+from quantizer.runs.run_context import engine_inputs
 from quantizer.tasks import Batch
 from quantizer.tasks import batch_shape
 
