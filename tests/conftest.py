@@ -33,7 +33,14 @@ settings.register_profile("same", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
-_LONGEST = ("test_real_model.py", "test_run_search.py", "test_examples.py")
+_LONGEST = (
+    "test_docs.py",
+    "test_examples.py",
+    "test_real_model.py",
+    "test_goldens.py",
+    "test_run.py",
+    "test_torture.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

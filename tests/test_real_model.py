@@ -143,6 +143,7 @@ def test_the_openvino_engine_scores_what_the_proxy_scores(stsb: Case, default: Q
     assert cosine > 0.995
 
 
+@pytest.mark.nightly
 def test_tensorrt_rtx_builds_ahead_of_time_for_sm89(stsb: Case, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
     pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")

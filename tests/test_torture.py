@@ -50,10 +50,14 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="forks, and sends POSIX signals")
-def test_a_minute_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cases", "kills"), [(80, 5), pytest.param(300, 12, marks=pytest.mark.nightly)], ids=["seconds", "minute"]
+)
+def test_a_part_of_it(tmp_path: Path, cases: int, kills: int) -> None:
     """Of each sort of file that is read quickly, and kills and full disks while one is saved."""
     kinds = ["plan", "yaml", "report", "jsonl", "image-csv", "kill-save", "full-disk-save"]
-    done = _run(tmp_path, "--kind", *kinds, "--cases", "300", "--kills", "12", "--seconds", "45", "--seed", "1")
+    much = ["--cases", f"{cases}", "--kills", f"{kills}", "--seconds", "45"]
+    done = _run(tmp_path, "--kind", *kinds, *much, "--seed", "1")
     # What was found is told with its seed and its number.
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("seed 1\n")
