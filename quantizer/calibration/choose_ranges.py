@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch import nn
 from tqdm.auto import tqdm
 
 from quantizer.calibration.auto_range import Trial
 from quantizer.calibration.auto_range import choose_ranges
+from quantizer.calibration.output_error import OutputError
+from quantizer.calibration.output_error import first_of_best
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.settings import calibrator_of
 from quantizer.calibration.settings import plan_settings
@@ -23,19 +22,12 @@ from quantizer.calibration.smoothquant import ALPHAS
 from quantizer.calibration.smoothquant import migrate
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.numerics.qtype import qtype
-from quantizer.observe.outputs import flat_output
-from quantizer.observe.padding import padding_mask
-from quantizer.observe.replay_batches import Batch
-from quantizer.observe.replay_batches import copied
 from quantizer.observe.statistics import Seen
-from quantizer.plan.apply import apply_plan
-from quantizer.plan.apply import switch_on
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.decide_sites import decide
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_scales import scale_of
-from quantizer.proxy.restored_state import unmoved
 
 __all__ = ["make_plan"]
 
@@ -95,44 +87,17 @@ def _choose_percentile(
 ) -> None:
     """Choose one percentile for all ranges: the one with the smallest error of the fully quantized model's output."""
     assert observation.kept is not None
-    expected = [(batch, _output(proxy.module, batch)) for batch in observation.kept]
+    error = OutputError(proxy, observation.kept)
     errors: dict[float, float] = {}
-    for percentile in tqdm(percentiles, "choosing a percentile", leave=False, disable=None):
-        _take_percentile(observation, percentile)
-        with _quantized(proxy, decided()):
-            errors[percentile] = sum(_error(_output(proxy.module, batch), output) for batch, output in expected)
-    errors = dict(zip(errors, all_reduce_sum(errors.values()), strict=True))
     # If errors are equal, the larger range.
-    _take_percentile(observation, min(errors, key=lambda percentile: (errors[percentile], -percentile)))
+    for percentile in tqdm(sorted(percentiles, reverse=True), "choosing a percentile", leave=False, disable=None):
+        _take_percentile(observation, percentile)
+        errors[percentile] = error.of(decided())
+    errors = dict(zip(errors, all_reduce_sum(errors.values()), strict=True))
+    _take_percentile(observation, first_of_best(errors))
 
 
 def _take_percentile(observation: Seen, percentile: float) -> None:
     for group in observation.groups:
         estimate = group.calibrator.seen_as("percentile", percentile=percentile)
         group.chosen = (estimate.amax(), f"percentile {percentile:g}")
-
-
-@contextmanager
-def _quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
-    """Apply a plan to the proxy, with weights as float parameters; switch all quantizers off again afterwards."""
-    apply_plan(proxy.module, plan)
-    try:
-        switch_on(proxy.module, plan)
-        yield
-    finally:
-        for site in proxy.sites:
-            site.active = False
-            for place in range(len(site.quantizers)):
-                site.quantizer(place).reset()
-
-
-def _output(proxy: nn.Module, batch: Batch) -> Tensor:
-    args, keywords = copied(*batch)
-    # forward() instead of a call: the hooks of the proxy are for calibration.
-    with unmoved(proxy):
-        return flat_output(proxy.forward(*args, **keywords), padding_mask(keywords, args))
-
-
-def _error(output: Tensor, expected: Tensor) -> float:
-    power = float(expected.square().sum())
-    return float((output - expected).square().sum()) / power if power else 0.0

@@ -2,7 +2,10 @@
 
 Legend: x [.., K] an activation, W the weights of the linears that read it, s [K] > 0; channel j is index j along K.
 
-    (x / s) (W * s) = x W        s_j = max|x_j|**alpha / max|W_j|**(1 - alpha)        (equation 4 of the paper)
+    (x / s) (W * s) = x W        s_j = m_j**alpha / max|W_j|**(1 - alpha)        (equation 4 of the paper)
+
+There m_j is max|x_j|; here it is at least 1.5 times the median of max|x_j| over all channels. Without this floor each
+of a thousand quiet channels is moved to the end of the range, and clips whatever calibration did not see in it.
 
 An activation has one scale for all its channels, so a few channels with huge values reduce the precision of all others.
 Weights have few outliers, and precision to spare. All linears that read x must divide it by the same s, so max|W_j| is
@@ -23,7 +26,10 @@ from dataclasses import field
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
+from quantizer.calibration.output_error import OutputError
+from quantizer.calibration.output_error import first_of_best
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.replay import SiteCall
 from quantizer.calibration.replay import replay
@@ -35,13 +41,21 @@ from quantizer.observe.range_group import Migration
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.statistics import Seen
-from quantizer.plan.apply import apply_site_plan
 from quantizer.plan.site_plan import Plan
 
 __all__ = ["ALPHAS", "migrate", "migration_factors"]
 
-ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """The shares that ``auto`` tries, besides no migration."""
+
+_TOLERANCE_DB = 0.5
+"""A weaker migration is preferred if the output's error is at most this much larger: it clips less of other data."""
+
+_FLOOR = 1.5
+"""The least magnitude of a channel, in medians over all channels.
+
+docs/explain/calibration.md shows the measurement behind the figure.
+"""
 
 _LEAST = 1e-5
 """The smallest magnitude, as a share of the largest, so that channels of zeros have a finite factor."""
@@ -58,7 +72,8 @@ def migration_factors(activation: Tensor, weight: Tensor, alpha: float, dtype: t
     """
     if not bool(activation.any()) or not bool(weight.any()):
         return torch.ones_like(activation, dtype=torch.float32)
-    x, w = (values.double().clamp(min=_LEAST * float(values.max())) for values in (activation, weight))
+    floor = max(_FLOOR * float(activation.double().median()), _LEAST * float(activation.max()))
+    x, w = activation.double().clamp(min=floor), weight.double().clamp(min=_LEAST * float(weight.max()))
     info = torch.finfo(dtype)
     inverse = (w ** (1 - alpha) / x**alpha).clamp(info.smallest_normal, info.max).to(dtype)
     return inverse.double().reciprocal().float()
@@ -111,7 +126,7 @@ def migrate(
         proxy: the calibrated proxy, its sites inactive and unobserved.
         observation: the statistics, with channels and kept batches.
         decided: a function that returns the plan for the current records.
-        alphas: the shares to choose from by the error of the sites' outputs; a single one is used without a choice.
+        alphas: the shares to choose from by the error of the model's output; a single one is used without a choice.
         make: a function that makes a calibrator for the range of x / s.
         scale_dtype: the float type of 1 / s on the target.
 
@@ -145,7 +160,7 @@ def migrate(
         for readers in reached:
             readers.take(alphas[0])
     else:
-        _choose(proxy, reached, observation, plan, decided, alphas)
+        _choose(proxy, reached, observation, decided, alphas)
 
 
 def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
@@ -227,38 +242,20 @@ def _choose(
     proxy: Proxied,
     found: Sequence[_Readers],
     observation: Seen,
-    plan: Plan,
     decided: Callable[[], Plan],
     alphas: Sequence[float],
 ) -> None:
-    """Choose for each tensor the migration, or none, that gives its linears, all rounded, the smallest error."""
-    plans: dict[float | None, Plan] = {None: plan}
-    for alpha in alphas:
+    """Use for all tensors the share, or no migration, with the least error of the quantized model's output."""
+    assert observation.kept is not None
+    error = OutputError(proxy, observation.kept)
+    errors: dict[float | None, float] = {}
+    for alpha in tqdm([None, *alphas], "choosing what to smooth", leave=False, disable=None):
         for readers in found:
             readers.take(alpha)
-        plans[alpha] = decided()
-    by_site = _by_site(found)
-    errors = {readers: dict.fromkeys(plans, 0.0) for readers in found}
-
-    def visit(call: SiteCall) -> None:
-        if call.expected is None:
-            return
-        for alpha, candidate in plans.items():
-            entry = candidate[call.site.path]
-            try:
-                apply_site_plan(call.site, entry)
-                errors[by_site[call.site.path]][alpha] += call.error()
-            finally:
-                for operand in entry.operands:
-                    call.site.quantizer_of(operand.name).reset()
-
-    assert observation.kept is not None
-    sites = [site for site in proxy.sites if site.path in by_site]
-    replay(proxy.module, sites, observation.kept, visit, "choosing what to smooth")
-    for readers, of_readers in errors.items():
-        # If errors are equal, the one that migrates less.
-        best = min(of_readers, key=lambda alpha: (of_readers[alpha], alpha or 0))
+        errors[alpha] = error.of(decided())
+    best = first_of_best(errors, _TOLERANCE_DB)
+    for readers in found:
         if best is None:
-            readers.leave("its outputs come out best without")
+            readers.leave("the output of the model comes out best without")
         else:
             readers.take(best)

@@ -80,7 +80,7 @@ class ActivationsConfig(Section):
     ] = Field(
         default=None,
         description="SmoothQuant: how much of the outliers of what linears read moves into their weights, such as 0.5; "
-        "'auto' chooses for each tensor, null moves nothing.",
+        "'auto' chooses by the output of the model, null moves nothing.",
     )
 
     @property
