@@ -183,7 +183,7 @@ def test_without_a_search_there_is_no_front() -> None:
         quantizer.sensitivity.pareto()
     quantizer.fallback(amp, num=1)
     with pytest.raises(SensitivityError, match=r"no scores of a search: fallback\(num=1\) takes none"):
-        _ = quantizer.sensitivity.max_drop_search
+        _ = quantizer.sensitivity.search
 
 
 def test_the_front_of_a_search_of_a_quantizer() -> None:
@@ -195,7 +195,7 @@ def test_the_front_of_a_search_of_a_quantizer() -> None:
         return -float((model(x) - expected).square().mean())
 
     found = quantizer.fallback(amp, max_drop=1e-5, metric=score)
-    search = quantizer.sensitivity.max_drop_search
+    search = quantizer.sensitivity.search
     assert (search.fallback.max_drop, search.fallback.float_score) == (1e-5, 0.0)
     assert [row.drop for row in search] == [entry.drop for entry in found.evaluations]
     assert sum(row.front for row in search) == len(found.pareto_front())
