@@ -16,6 +16,7 @@ from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
 from quantizer.config.feasibility import default_format
 from quantizer.config.feasibility import rule_formats
+from quantizer.config.quantizer_section import WeightsConfig
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.observation import Observation
 from quantizer.plan.decide_operands import PlanSettings
@@ -102,10 +103,17 @@ def plan_settings(proxy: Proxied) -> PlanSettings:
     return PlanSettings(
         formats=_formats(proxy),
         per_channel=config.weights.granularity == "per_channel",
+        weight_estimate=_weight_estimate(config.weights),
         switches=config.sites.model_dump(),
         scale_dtype=config.target.torch_dtype,
         profile=config.target,
     )
+
+
+def _weight_estimate(weights: WeightsConfig) -> str | None:
+    if weights.calibrator == "percentile":
+        return f"percentile {weights.percentile:g}"
+    return None if weights.calibrator == "max" else weights.calibrator
 
 
 def _formats(proxy: Proxied) -> Formats:

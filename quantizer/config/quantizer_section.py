@@ -95,7 +95,14 @@ class WeightsConfig(Section):
     granularity: Literal["per_channel", "per_tensor"] = Field(
         default="per_channel", description="One scale for each output channel, or one for the whole weight."
     )
-    calibrator: Literal["max"] = Field(default="max", description="How a range is taken from a weight.")
+    calibrator: Literal["max", "mse", "percentile"] = Field(
+        default="max",
+        description="How a range is taken from the values of a scale: the largest, the one with the least squared "
+        "error, or a percentile.",
+    )
+    percentile: Annotated[float, BeforeValidator(_percentile_number), Expects("a number, above 0 and at most 100")] = (
+        Field(default=99.9, description="Percent of a scale's magnitudes that the range covers; used by 'percentile'.")
+    )
 
 
 def _no_number(value: Any) -> Any:

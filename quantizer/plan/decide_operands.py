@@ -48,6 +48,7 @@ class PlanSettings:
 
     formats: Formats
     per_channel: bool
+    weight_estimate: str | None
     switches: Mapping[str, bool | str]
     scale_dtype: torch.dtype
     profile: TargetProfile
@@ -129,6 +130,7 @@ def _weight(
         dtype=wanted.weights.name,
         axis=axis,
         block_size=block,
+        estimate=settings.weight_estimate,
         smooth=migration.factors if migration is not None else None,
         smooth_axis=seen.inner if migration is not None else None,
         smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,

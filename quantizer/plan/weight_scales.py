@@ -12,7 +12,6 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import CalibrationError
-from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.held_scale import held_scale
 from quantizer.numerics.held_scale import is_normal
@@ -21,6 +20,7 @@ from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
+from quantizer.plan.weight_range import weight_amax
 from quantizer.reasons import ReasonCode
 
 __all__ = ["ONE_SCALE", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
@@ -29,12 +29,12 @@ ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (grou
 """The note on the weight of a transposed convolution if no axis of it is that of the output channels."""
 
 
-def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, steps: int | None = None) -> Tensor:
+def scale_of(amax: Tensor, dtype: QType, scale_dtype: torch.dtype, qmax: int | None = None) -> Tensor:
     """Return amax / qmax, rounded to the target's float type; 1 if amax is 0 (zeros stay zeros with any scale).
 
-    ``steps`` is the largest code of INT8 in use, if it is less than qmax.
+    ``qmax`` is the largest code of INT8 in use, if it is less than qmax.
     """
-    scale = amax.double() / (steps if steps is not None and dtype == INT8 else dtype.qmax)
+    scale = amax.double() / (qmax if qmax is not None and dtype == INT8 else dtype.qmax)
     return held_scale(torch.where(amax > 0, scale, torch.ones_like(scale)), scale_dtype)
 
 
@@ -45,31 +45,34 @@ def beyond(amax: float, scale: Tensor, dtype: torch.dtype) -> str | None:
     return ReasonCode.SCALE_TOO_LARGE.text(amax=f"{amax:.3g}", dtype=_name(dtype))
 
 
-def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, steps: int | None) -> OperandPlan:
+def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, qmax: int | None) -> OperandPlan:
     """Return the plan of a weight operand with the range and the scales of ``weight`` [*].
 
     Args:
         operand: a plan with the format, axis and block size, and the factors of smoothing.
         weight: the weight as its site reads it.
         scale_dtype: the float type of scales on the target.
-        steps: the largest code of a weight in INT8 on the target; None: that of the format.
+        qmax: the largest code of a weight in INT8 on the target; None: that of the format.
 
     Raises:
         CalibrationError: the weight has NaN or infinite values.
     """
     values, kind = _as_rounded(operand, weight), qtype(operand.dtype)
-    amax = _amax(values, operand.axis, operand.block_size)
+    # A smaller range makes larger codes of what it clips, which such a target cannot add.
+    bounded = qmax is not None and kind == INT8
+    amax = weight_amax(values, operand.axis, operand.block_size, kind, None if bounded else operand.estimate)
     if not bool(torch.isfinite(amax).all()):
         raise CalibrationError(
             f"{operand.parameter}: the weight has NaN or infinite values, so no scale of it means anything; load a "
             "sound checkpoint, or train with a lower rate"
         )
-    scale = scale_of(amax, kind, scale_dtype, steps)
+    scale = scale_of(amax, kind, scale_dtype, qmax)
     notes = [_note(scale, scale_dtype), ONE_SCALE if ONE_SCALE in (operand.note or "") else None]
     reason = beyond(float(amax.max()), scale, scale_dtype)
     return replace(
         operand,
         quantized=reason is None,
+        estimate=None if bounded else operand.estimate,
         reason=reason,
         amax=amax,
         scale=scale,
@@ -79,7 +82,7 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, s
     )
 
 
-def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtype, steps: int | None) -> Plan:
+def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtype, qmax: int | None) -> Plan:
     """Return the plan with scales computed from the present weights of ``model``, except for given scales.
 
     Raises:
@@ -93,33 +96,34 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
             if operand.role == "weight" and operand.quantized and not operand.given:
                 weight = _weight(model, operand)
                 # If the model has no such weight, the application of the plan raises an error.
-                operand = operand if weight is None else scaled_for(operand, weight, scale_dtype, steps)
+                operand = operand if weight is None else scaled_for(operand, weight, scale_dtype, qmax)
                 if not operand.quantized:
                     raise CalibrationError(f"{operand.parameter}: {operand.reason}; calibrate the model again")
-            elif operand.role == "weight" and operand.quantized and steps is not None:
+            elif operand.role == "weight" and operand.quantized and qmax is not None:
                 weight = _weight(model, operand)
                 if weight is not None:
-                    _check_steps(f"{path}.{operand.name}", operand, weight, steps)
+                    _check_codes(f"{path}.{operand.name}", operand, weight, qmax)
             operands.append(operand)
         result[path] = replace(entry, operands=tuple(operands))
     return result
 
 
-def _check_steps(name: str, operand: OperandPlan, weight: Tensor, steps: int) -> None:
+def _check_codes(name: str, operand: OperandPlan, weight: Tensor, qmax: int) -> None:
     """Raise if the weight has larger codes with a given scale than the target can accumulate without saturation.
 
     Raises:
-        CalibrationError: the largest code is above ``steps``.
+        CalibrationError: the largest code is above ``qmax``.
     """
     if operand.scale is None or qtype(operand.dtype) != INT8:
         return
     values = _as_rounded(operand, weight)
-    most = float((_amax(values, operand.axis, operand.block_size).cpu() / operand.scale.cpu()).max())
-    if most > steps + 0.5:
+    amax = weight_amax(values, operand.axis, operand.block_size, INT8, None)
+    most = float((amax.cpu() / operand.scale.cpu()).max())
+    if most > qmax + 0.5:
         raise CalibrationError(
-            f"{name}: with the scale that it was given the weight has steps up to {min(round(most), INT8.qmax)}, and "
-            f"the target sums products of bytes in 16 bits, which saturate beyond steps of {steps}: give a scale of "
-            f"the weight's largest magnitude / {steps}, or leave it out"
+            f"{name}: with the scale that it was given the weight has codes up to {min(round(most), INT8.qmax)}, and "
+            f"the target sums products of bytes in 16 bits, which saturate beyond codes of {qmax}: give a scale of "
+            f"the weight's largest magnitude / {qmax}, or leave it out"
         )
 
 
@@ -131,16 +135,6 @@ def _as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
     assert operand.smooth_axis is not None
     after = values.dim() - 1 - operand.smooth_axis
     return values * operand.smooth.to(values.device).reshape([-1] + [1] * after)
-
-
-def _amax(values: Tensor, axis: int | None, block_size: int | None) -> Tensor:
-    """Return the largest magnitude of the values [*] of each scale."""
-    if block_size is not None:
-        assert axis is not None
-        return in_blocks(values, axis, block_size).abs().amax(dim=axis + 1)
-    if axis is None:
-        return values.abs().amax()
-    return values.abs().amax(dim=[d for d in range(values.dim()) if d != axis])
 
 
 def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:

@@ -257,7 +257,7 @@ def test_scales_of_weights_use_the_steps_of_the_target(backend: str) -> None:
     assert max(int(steps.abs().max()) for steps in stored) == 64
     # The same by hand, as of a target that uses all steps.
     q.load_scales({f"{UP}.weight": weight.abs().amax(1) / 127})
-    with pytest.raises(CalibrationError, match=rf"{UP}\.weight: .* steps up to 127.*saturate beyond steps of 64: give"):
+    with pytest.raises(CalibrationError, match=rf"{UP}\.weight: .* codes up to 127.*saturate beyond codes of 64: give"):
         q.quantize(model)
     q.load_scales({f"{UP}.weight": before[f"{UP}.weight"]})
     q.quantize(model)
