@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Sequence
 from functools import partial
 
 import torch
-from tqdm.auto import tqdm
 
 from quantizer.calibration.auto_range import Trial
 from quantizer.calibration.auto_range import choose_ranges
-from quantizer.calibration.output_error import OutputError
-from quantizer.calibration.output_error import first_of_best
+from quantizer.calibration.output_search import choose
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.settings import calibrator_of
+from quantizer.calibration.settings import estimates_of
 from quantizer.calibration.settings import plan_settings
 from quantizer.calibration.settings import replays_batches
 from quantizer.calibration.smoothquant import ALPHAS
-from quantizer.calibration.smoothquant import migrate
-from quantizer.common.distributed import all_reduce_sum
+from quantizer.calibration.smoothquant import Smoothing
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
@@ -46,20 +42,27 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
         return decided()
     activations = config.activations
     with torch.no_grad():
+        observation.forget_choices()
+        smoothing = None
+        shares: tuple[float | None, ...] = (None,)
         if activations.smooth is not None:
-            migrate(
+            shares = (None, *ALPHAS) if activations.smooth == "auto" else (activations.smooth,)
+            smoothing = Smoothing(
                 proxy,
                 observation,
-                decided,
-                alphas=ALPHAS if activations.smooth == "auto" else (activations.smooth,),
+                decided(),
+                shares=[share for share in shares if share is not None],
                 make=partial(calibrator_of, config, histogram=False),
                 scale_dtype=settings.scale_dtype,
             )
+        estimates = estimates_of(activations)
+        if len(shares) > 1 or len(estimates) > 1:
+            choose(proxy, observation, decided, smoothing=smoothing, shares=shares, estimates=estimates)
+        elif smoothing is not None:
+            smoothing.take(shares[0])
         if activations.calibrator == "auto":
             assert observation.kept is not None
             choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept)
-        elif activations.calibrator == "percentile" and len(activations.percentiles) > 1:
-            _choose_percentile(activations.percentiles, proxy, observation, decided)
     observation.chosen_at = observation.batches
     return decided()
 
@@ -80,24 +83,3 @@ def _trials(proxy: Proxied, plan: Plan, observation: Seen, settings: PlanSetting
                     scale=partial(scale_of, dtype=dtype, scale_dtype=settings.scale_dtype),
                     planned=plan[site.path].operands,
                 )
-
-
-def _choose_percentile(
-    percentiles: Sequence[float], proxy: Proxied, observation: Seen, decided: Callable[[], Plan]
-) -> None:
-    """Choose one percentile for all ranges: the one with the smallest error of the fully quantized model's output."""
-    assert observation.kept is not None
-    error = OutputError(proxy, observation.kept)
-    errors: dict[float, float] = {}
-    # If errors are equal, the larger range.
-    for percentile in tqdm(sorted(percentiles, reverse=True), "choosing a percentile", leave=False, disable=None):
-        _take_percentile(observation, percentile)
-        errors[percentile] = error.of(decided())
-    errors = dict(zip(errors, all_reduce_sum(errors.values()), strict=True))
-    _take_percentile(observation, first_of_best(errors))
-
-
-def _take_percentile(observation: Seen, percentile: float) -> None:
-    for group in observation.groups:
-        estimate = group.calibrator.seen_as("percentile", percentile=percentile)
-        group.chosen = (estimate.amax(), f"percentile {percentile:g}")

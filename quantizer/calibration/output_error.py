@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Iterator
-from collections.abc import Mapping
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +20,7 @@ from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.restored_state import unmoved
 
-__all__ = ["OutputError", "first_of_best"]
-
-_T = TypeVar("_T")
+__all__ = ["OutputError"]
 
 
 class OutputError:
@@ -48,12 +44,6 @@ class OutputError:
         """Return the error of the model quantized by a plan; the proxy is float again afterwards."""
         with torch.no_grad(), _quantized(self._proxy, plan):
             return sum(_error(_output(self._proxy.module, batch), output) for batch, output in self._expected)
-
-
-def first_of_best(errors: Mapping[_T, float], tolerance_db: float = 0.0) -> _T:
-    """Return the first key whose error is at most ``tolerance_db`` above the least."""
-    limit = min(errors.values()) * 10 ** (tolerance_db / 10)
-    return next(key for key, error in errors.items() if error <= limit)
 
 
 @contextmanager

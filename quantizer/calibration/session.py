@@ -177,7 +177,7 @@ class CalibrationSession:
                 stacklevel=3,
             )
         choosing = replays_batches(self._proxied.config) and whole.chosen_at != whole.batches
-        if choosing and get_world_size() == 1 and not any(True for _ in whole.kept or ()):
+        if choosing and get_world_size() == 1 and not whole.kept:
             raise CalibrationError(
                 "with a list of percentiles, calibrator 'auto' or smooth, each target's ranges are chosen by running "
                 "batches, and a folder keeps none: call for_backend() before save(), or calibrate(model, batches, "

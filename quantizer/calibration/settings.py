@@ -8,14 +8,17 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+from quantizer.calibration.output_search import Estimate
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.proxied import selection_of
+from quantizer.calibrators import CANDIDATES
 from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
 from quantizer.config.feasibility import default_format
 from quantizer.config.feasibility import rule_formats
+from quantizer.config.quantizer_section import ActivationsConfig
 from quantizer.config.quantizer_section import WeightsConfig
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.observation import Observation
@@ -29,6 +32,7 @@ from quantizer.targets import TargetProfile
 
 __all__ = [
     "calibrator_of",
+    "estimates_of",
     "make_observation",
     "plan_settings",
     "replays_batches",
@@ -37,6 +41,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_BY_OUTPUT = tuple(Estimate(name=name, options=options) for name, options in CANDIDATES if name != "entropy")
+"""``entropy`` is left out: it was the worst of all in every measurement (docs/explain/calibration.md)."""
 
 
 def make_observation(proxy: Proxied) -> Observation:
@@ -58,15 +65,26 @@ def make_observation(proxy: Proxied) -> Observation:
 def replays_batches(config: QuantizerConfig) -> bool:
     """Return whether ranges are chosen by running the model again, for which a few batches are kept."""
     activations = config.activations
-    several = activations.calibrator == "percentile" and len(activations.percentiles) > 1
-    return several or activations.calibrator == "auto" or activations.smooth is not None
+    return len(estimates_of(activations)) > 1 or activations.calibrator == "auto" or activations.smooth is not None
+
+
+def estimates_of(activations: ActivationsConfig) -> tuple[Estimate, ...]:
+    """Return the estimates of ranges among which the model's output decides, the default first."""
+    if activations.calibrator == "output":
+        return _BY_OUTPUT
+    if activations.calibrator == "percentile":
+        # If errors are equal, the larger range.
+        ordered = sorted(activations.percentiles, reverse=True)
+        return tuple(Estimate(name="percentile", options={"percentile": value}) for value in ordered)
+    return (Estimate(name=activations.calibrator),)
 
 
 def calibrator_of(config: QuantizerConfig, histogram: bool) -> Calibrator:
     """Return the calibrator that the configuration names; with ``histogram`` it has a histogram in any case."""
     activations = config.activations
-    # Before ``auto`` chooses ranges: an estimate that needs only the values.
-    name = "mse" if activations.calibrator == "auto" else activations.calibrator
+    # Before a choice of ranges: an estimate that needs only the values.
+    name = {"auto": "mse", "output": "max"}.get(activations.calibrator, activations.calibrator)
+    histogram = histogram or activations.calibrator == "output"
     options: dict[str, Any] = {}
     if name == "percentile":
         options["percentile"] = activations.percentiles[0]

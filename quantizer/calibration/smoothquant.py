@@ -26,30 +26,23 @@ from dataclasses import field
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from quantizer.calibration.output_error import OutputError
-from quantizer.calibration.output_error import first_of_best
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.replay import SiteCall
 from quantizer.calibration.replay import replay
 from quantizer.calibrators import Calibrator
-from quantizer.common.distributed import get_world_size
-from quantizer.errors import CalibrationError
 from quantizer.observe.range_group import ChannelRange
 from quantizer.observe.range_group import Migration
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.snapshot import add_over_ranks
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 
-__all__ = ["ALPHAS", "migrate", "migration_factors"]
+__all__ = ["ALPHAS", "Smoothing", "migration_factors"]
 
 ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
-"""The shares that ``auto`` tries, besides no migration."""
-
-_TOLERANCE_DB = 0.5
-"""A weaker migration is preferred if the output's error is at most this much larger: it clips less of other data."""
+"""The shares among which ``auto`` chooses, besides no migration."""
 
 _FLOOR = 1.5
 """The least magnitude of a channel, in medians over all channels.
@@ -111,56 +104,56 @@ class _Readers:
             record.left = f"not smoothed: {reason}"
 
 
-def migrate(
-    proxy: Proxied,
-    observation: Seen,
-    decided: Callable[[], Plan],
-    *,
-    alphas: Sequence[float],
-    make: Callable[[], Calibrator],
-    scale_dtype: torch.dtype,
-) -> None:
-    """Choose the migration of each activation of linears: set ``smoothed`` of its record, or ``left``, the reason.
+class Smoothing:
+    """The activations of linears that can be smoothed, with their ranges for several shares.
 
-    Args:
-        proxy: the calibrated proxy, its sites inactive and unobserved.
-        observation: the statistics, with channels and kept batches.
-        decided: a function that returns the plan for the current records.
-        alphas: the shares to choose from by the error of the model's output; a single one is used without a choice.
-        make: a function that makes a calibrator for the range of x / s.
-        scale_dtype: the float type of 1 / s on the target.
+    Making it sets ``left`` of the other activations of linears, the reason; nothing is smoothed before ``take``.
 
-    Raises:
-        CalibrationError: several processes calibrate together.
+    Under ``torch.distributed`` all ranks must make it, and the ranges are those of the kept batches of all ranks.
     """
-    assert observation.kept is not None
-    if get_world_size() > 1:
-        raise CalibrationError(
-            "activations.smooth needs the distribution of what it divides, which processes do not share; calibrate in "
-            "one process, or without smooth"
-        )
-    for site in observation.records.values():
-        for record in site.operands.values():
-            record.smoothed = record.left = None
-    plan = decided()
-    found = list(_readers(plan, observation))
-    for readers in found:
-        for alpha in alphas:
-            factors = migration_factors(readers.channels.magnitude, readers.weight, alpha, scale_dtype)
-            migration = Migration(alpha=alpha, factors=factors)
-            readers.ranges[alpha] = RangeGroup(calibrator=make(), operands=readers.operands, migration=migration)
-    _estimate(proxy, found, observation)
-    reached = []
-    for readers in found:
-        if all(group.calibrator.count for group in readers.ranges.values()):
-            reached.append(readers)
-        else:
-            readers.leave("no batch that was kept reaches it")
-    if len(alphas) == 1:
-        for readers in reached:
-            readers.take(alphas[0])
-    else:
-        _choose(proxy, reached, observation, decided, alphas)
+
+    def __init__(
+        self,
+        proxy: Proxied,
+        observation: Seen,
+        plan: Plan,
+        *,
+        shares: Sequence[float],
+        make: Callable[[], Calibrator],
+        scale_dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            proxy: the calibrated proxy, its sites inactive and unobserved.
+            observation: the statistics, with channels and kept batches, and no migration.
+            plan: the plan of ``observation``.
+            shares: the shares, alpha in the formula, that ``take`` will be given.
+            make: a function that makes a calibrator for the range of x / s.
+            scale_dtype: the float type of 1 / s on the target.
+        """
+        found = list(_readers(plan, observation))
+        for readers in found:
+            for alpha in shares:
+                factors = migration_factors(readers.channels.magnitude, readers.weight, alpha, scale_dtype)
+                migration = Migration(alpha=alpha, factors=factors)
+                readers.ranges[alpha] = RangeGroup(calibrator=make(), operands=readers.operands, migration=migration)
+        _estimate(proxy, found, observation)
+        self._readers = []
+        for readers in found:
+            if all(group.calibrator.count for group in readers.ranges.values()):
+                self._readers.append(readers)
+            else:
+                readers.leave("no batch that was kept reaches it")
+
+    def take(self, share: float | None) -> None:
+        """Smooth all tensors with one share; None: none of them."""
+        for readers in self._readers:
+            readers.take(share)
+
+    def leave(self, reason: str) -> None:
+        """Smooth no tensor, and record why."""
+        for readers in self._readers:
+            readers.leave(reason)
 
 
 def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
@@ -227,6 +220,7 @@ def _estimate(proxy: Proxied, found: Sequence[_Readers], observation: Seen) -> N
     assert observation.kept is not None
     sites = [site for site in proxy.sites if site.path in by_site]
     replay(proxy.module, sites, observation.kept, visit, "smoothing")
+    add_over_ranks([group.calibrator for readers in found for group in readers.ranges.values()])
     for readers in found:
         for group in readers.ranges.values():
             low, high = readers.channels.low / _factors(group), readers.channels.high / _factors(group)
@@ -236,26 +230,3 @@ def _estimate(proxy: Proxied, found: Sequence[_Readers], observation: Seen) -> N
 def _factors(group: RangeGroup) -> Tensor:
     assert group.migration is not None
     return group.migration.factors
-
-
-def _choose(
-    proxy: Proxied,
-    found: Sequence[_Readers],
-    observation: Seen,
-    decided: Callable[[], Plan],
-    alphas: Sequence[float],
-) -> None:
-    """Use for all tensors the share, or no migration, with the least error of the quantized model's output."""
-    assert observation.kept is not None
-    error = OutputError(proxy, observation.kept)
-    errors: dict[float | None, float] = {}
-    for alpha in tqdm([None, *alphas], "choosing what to smooth", leave=False, disable=None):
-        for readers in found:
-            readers.take(alpha)
-        errors[alpha] = error.of(decided())
-    best = first_of_best(errors, _TOLERANCE_DB)
-    for readers in found:
-        if best is None:
-            readers.leave("the output of the model comes out best without")
-        else:
-            readers.take(best)

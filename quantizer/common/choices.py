@@ -11,8 +11,10 @@ from quantizer.common.registry import Registry
 
 __all__ = ["CALIBRATORS", "TASKS"]
 
-CALIBRATORS: Registry[Any] = Registry("calibrator", ("percentile", "max", "mse", "entropy"), reserved=("auto",))
-"""``auto`` is not an estimate of its own: it compares the others."""
+CALIBRATORS: Registry[Any] = Registry(
+    "calibrator", ("percentile", "max", "mse", "entropy"), reserved=("auto", "output")
+)
+"""``auto`` and ``output`` are no estimates of their own: they compare the others."""
 
 TASKS: Registry[Any] = Registry(
     "task", ("sentence-similarity", "embedding-classification", "sequence-classification", "image-classification")

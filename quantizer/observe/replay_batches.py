@@ -1,6 +1,7 @@
 """A few of the calibration batches, kept to be run again.
 
-They are those whose contents have the smallest hashes, so that the choice does not depend on the order of batches.
+They are those whose contents have the smallest hashes, so that the choice does not depend on the order of batches: as
+many as have enough rows together, within bounds.
 """
 
 from __future__ import annotations
@@ -20,49 +21,72 @@ from quantizer.common.distributed import get_rank
 
 __all__ = ["Batch", "ReplayBatches", "copied"]
 
-_KEPT = 2
+_LEAST, _MOST = 4, 8
+_ROWS = 64
+"""The rows of a batch are the length of the first axis of its first tensor."""
+
 _PLAIN = (bool, int, float, str, type(None))
 _DIGEST = 16  # bytes
+_COUNT = 8  # bytes
 
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class ReplayBatches:
-    """At most ``_KEPT`` different batches, as (positional, keyword) inputs of the model."""
+    """Different batches, as (positional, keyword) inputs of the model.
 
-    def __init__(self) -> None:
-        self._kept: dict[bytes, Batch] = {}
+    Under ``torch.distributed`` a part of those that all ranks keep together, after ``shared``.
+    """
+
+    def __init__(self, kept: Mapping[bytes, Batch] | None = None) -> None:
+        self._kept = dict(kept or {})
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def copy(self) -> ReplayBatches:
         """Return a copy that can keep other batches."""
-        other = ReplayBatches()
-        other._kept = dict(self._kept)
-        return other
+        return ReplayBatches(self._kept)
 
     def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
         """Return the hash and a copy of a batch for ``keep`` if it is to be kept; call this before the model runs."""
         key = _hash((args, dict(keywords)))
-        if key in self._kept or (len(self._kept) == _KEPT and key > max(self._kept)):
+        rows = {kept: _rows(batch) for kept, batch in self._kept.items()}
+        if key in rows or key not in _enough({**rows, key: _rows((args, keywords))}):
             return None
         return key, copied(args, keywords)
 
     def keep(self, key: bytes, batch: Batch) -> None:
         """Keep a batch that ``wanted`` returned."""
         self._kept[key] = batch
-        if len(self._kept) > _KEPT:
-            del self._kept[max(self._kept)]
+        enough = _enough({kept: _rows(batch) for kept, batch in self._kept.items()})
+        self._kept = {kept: self._kept[kept] for kept in enough}
 
     def shared(self) -> ReplayBatches:
         """Return this rank's part of the batches that one process would have kept of all ranks' data.
 
         Each batch is in the part of exactly one rank.
         """
-        whole = [_split(keys) for keys in all_gather_bytes(b"".join(sorted(self._kept)))]
-        wanted = sorted({key for keys in whole for key in keys})[:_KEPT]
-        owners = {key: next(rank for rank, keys in enumerate(whole) if key in keys) for key in wanted}
-        part = ReplayBatches()
-        part._kept = {key: self._kept[key] for key in wanted if owners[key] == get_rank()}
-        return part
+        whole = _gathered(self._kept)
+        wanted = _enough({key: rows for of_rank in whole for key, rows in of_rank.items()})
+        owners = {key: next(rank for rank, of_rank in enumerate(whole) if key in of_rank) for key in wanted}
+        return ReplayBatches({key: self._kept[key] for key in wanted if owners[key] == get_rank()})
+
+    def halves(self) -> tuple[ReplayBatches, ReplayBatches]:
+        """Return two parts without a common batch, to choose on and to check on; with one batch both are that one.
+
+        Under ``torch.distributed`` each is this rank's part of what one process would have: all ranks must call this.
+        """
+        every = sorted(key for of_rank in _gathered(self._kept) for key in of_rank)
+        first = set(every[: (len(every) + 1) // 2])
+        second = set(every) - first or first
+        one, other = ({key: self._kept[key] for key in self._kept if key in half} for half in (first, second))
+        return ReplayBatches(one), ReplayBatches(other)
+
+    @property
+    def everywhere(self) -> int:
+        """The number of batches of all ranks together: all ranks must read this."""
+        return sum(map(len, _gathered(self._kept)))
 
     def __iter__(self) -> Iterator[Batch]:
         # Copies, since a model may change its inputs, and the batches are run more than once.
@@ -77,8 +101,33 @@ def copied(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Batch:
     return batch
 
 
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[place : place + _DIGEST] for place in range(0, len(keys), _DIGEST)]
+def _rows(batch: Batch) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return len(tensors[0]) if tensors else 1
+
+
+def _enough(rows: Mapping[bytes, int]) -> list[bytes]:
+    """Return the smallest keys whose batches are enough together; ``rows`` has the rows of each."""
+    taken: list[bytes] = []
+    for key in sorted(rows):
+        full = len(taken) >= _LEAST and sum(rows[other] for other in taken) >= _ROWS
+        if full or len(taken) == _MOST:
+            break
+        taken.append(key)
+    return taken
+
+
+def _gathered(kept: Mapping[bytes, Batch]) -> list[dict[bytes, int]]:
+    """Return keys and rows of the batches of every rank."""
+    mine = b"".join(key + _rows(batch).to_bytes(_COUNT, "big") for key, batch in sorted(kept.items()))
+    entry = _DIGEST + _COUNT
+    return [
+        {
+            keys[place : place + _DIGEST]: int.from_bytes(keys[place + _DIGEST : place + entry], "big")
+            for place in range(0, len(keys), entry)
+        }
+        for keys in all_gather_bytes(mine)
+    ]
 
 
 def _hash(batch: Any) -> bytes:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,9 @@ from torch import nn
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators.histogram import BINS
 from quantizer.calibrators.histogram import Histogram
+from quantizer.common.distributed import all_gather_bytes
+from quantizer.common.distributed import get_world_size
+from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
@@ -35,6 +39,7 @@ from quantizer.observe.range_group import ChannelRange
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.site_statistics import SiteStatistics
+from quantizer.observe.snapshot_fields import SeenCalibrator
 from quantizer.observe.snapshot_fields import SeenDocument
 from quantizer.observe.snapshot_fields import SeenGroup
 from quantizer.observe.snapshot_fields import SeenSite
@@ -44,7 +49,7 @@ from quantizer.observe.statistics import Seen
 from quantizer.proxy.weight import Weight
 from quantizer.proxy.weight import WeightView
 
-__all__ = ["restored", "snapshot"]
+__all__ = ["add_over_ranks", "restored", "snapshot"]
 
 _SITE_FIELDS = ("kind", "calls", "fit", "reasons", "depth", "width", "rows", "head", "sequence", "multiply_adds")
 
@@ -116,6 +121,32 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
     return seen
 
 
+def add_over_ranks(calibrators: Sequence[Calibrator]) -> None:
+    """Replace the statistics of each calibrator by the sum over all ranks, which must all call this with as many."""
+    if get_world_size() == 1:
+        return
+    rows: list[Tensor] = []
+    text = bytearray(json.dumps([_plain_calibrator(calibrator, rows) for calibrator in calibrators]).encode())
+    counts = torch.stack(rows) if rows else torch.zeros(0, BINS, dtype=torch.int64)
+    every = [
+        load(data)
+        for data in all_gather_bytes(save({"counts": counts, "document": torch.frombuffer(text, dtype=torch.uint8)}))
+    ]
+    documents: list[tuple[SeenCalibrator, ...]] = [
+        decoded(tuple[SeenCalibrator, ...], json.loads(part["document"].numpy().tobytes()), "calibrators")
+        for part in every
+    ]
+    for place, calibrator in enumerate(calibrators):
+        first, *others = (
+            _filled(calibrator.copy(), document[place], part["counts"])
+            for document, part in zip(documents, every, strict=True)
+        )
+        for other in others:
+            first.merge(other)
+        calibrator.minimum, calibrator.maximum, calibrator.count = first.minimum, first.maximum, first.count
+        calibrator.histogram = first.histogram
+
+
 def _require_model(document: SeenDocument, paths: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise if a snapshot is of another model.
 
@@ -167,16 +198,21 @@ def _plain_weight(weight: Weight) -> dict[str, Any]:
 
 
 def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
-    calibrator = group.calibrator
-    histogram = None
-    if calibrator.histogram is not None:
-        histogram = {"row": len(rows), "exponent": calibrator.histogram.exponent, "zeros": calibrator.histogram.zeros}
-        rows.append(calibrator.histogram.counts)
     return {
         "operands": group.operands,
         "chosen": group.chosen,
         "channels_vary": group.channels_vary,
         "channels": group.channels and [group.channels.low.tolist(), group.channels.high.tolist()],
+        **_plain_calibrator(group.calibrator, rows),
+    }
+
+
+def _plain_calibrator(calibrator: Calibrator, rows: list[Tensor]) -> dict[str, Any]:
+    histogram = None
+    if calibrator.histogram is not None:
+        histogram = {"row": len(rows), "exponent": calibrator.histogram.exponent, "zeros": calibrator.histogram.zeros}
+        rows.append(calibrator.histogram.counts)
+    return {
         "minimum": calibrator.minimum,
         "maximum": calibrator.maximum,
         "count": calibrator.count,
@@ -209,7 +245,7 @@ def _weight(seen: SeenWeight, parameters: Mapping[str, nn.Parameter]) -> Weight:
 def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> None:
     channels = saved.channels
     group = RangeGroup(
-        calibrator=_calibrator(saved, counts, make),
+        calibrator=_filled(make(saved.histogram is not None), saved, counts),
         operands=list(saved.operands),
         chosen=saved.chosen,
         channels=channels and ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in channels)),
@@ -220,10 +256,9 @@ def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[boo
         seen.records[path].operands[operand].group = group
 
 
-def _calibrator(saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> Calibrator:
+def _filled(calibrator: Calibrator, saved: SeenCalibrator, counts: Tensor) -> Calibrator:
     histogram = saved.histogram
-    made = make(histogram is not None)
-    made.minimum, made.maximum, made.count = saved.minimum, saved.maximum, saved.count
+    calibrator.minimum, calibrator.maximum, calibrator.count = saved.minimum, saved.maximum, saved.count
     if histogram is not None:
-        made.histogram = Histogram.restored(counts[histogram.row], histogram.exponent, histogram.zeros)
-    return made
+        calibrator.histogram = Histogram.restored(counts[histogram.row], histogram.exponent, histogram.zeros)
+    return calibrator

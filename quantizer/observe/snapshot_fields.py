@@ -67,17 +67,23 @@ class SeenHistogram:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeenGroup:
-    """Operands with one range, see ``RangeGroup`` and ``Calibrator``."""
+class SeenCalibrator:
+    """The statistics of a ``Calibrator``."""
+
+    minimum: float
+    maximum: float
+    count: int
+    histogram: SeenHistogram | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenGroup(SeenCalibrator):
+    """Operands with one range, see ``RangeGroup``."""
 
     operands: tuple[str, ...]
     chosen: tuple[float, str] | None
     channels_vary: bool
     channels: tuple[tuple[float, ...], tuple[float, ...]] | None
-    minimum: float
-    maximum: float
-    count: int
-    histogram: SeenHistogram | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,10 +63,13 @@ class Seen:
         return tuple(replace(product, multiply_adds=number) for product, number in self.products.items())
 
     def forget_choices(self) -> None:
-        """Discard the ranges that were chosen by running batches."""
+        """Discard the ranges that were chosen by running batches, and the migration of outliers."""
         self.chosen_at = 0
         for group in self.groups:
             group.chosen = None
+        for site in self.records.values():
+            for record in site.operands.values():
+                record.smoothed = record.left = None
 
     def with_added(self, other: Seen) -> Seen:
         """Return the sum of these statistics and others, and change neither.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence
+from collections.abc import Set
 from dataclasses import dataclass
+from dataclasses import replace
 
 from torch import nn
 
 from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import UINT8
 from quantizer.operations.catalogue import Kind
 from quantizer.plan.selection import Selection
 from quantizer.plan.selection import matched
@@ -30,19 +34,32 @@ class FormatRule:
 
 
 class Formats:
-    """The format of each site: that of the last rule that matches, else the default."""
+    """The format of each site: that of the last rule that matches, else the default.
 
-    def __init__(self, default: Format, rules: Sequence[tuple[FormatRule, frozenset[str] | None]] = ()) -> None:
-        """``rules``: each with the names of the sites that it matches (None: all)."""
+    Args:
+        default: the format where no rule matches.
+        rules: each with the names of the sites that it matches (None: all).
+        zero_points: the kinds of site whose default INT8 is UINT8 with a zero point: the same codes, all of which are
+            used where values are not symmetric around 0.
+    """
+
+    def __init__(
+        self,
+        default: Format,
+        rules: Sequence[tuple[FormatRule, frozenset[str] | None]] = (),
+        zero_points: Set[Kind] = frozenset(),
+    ) -> None:
         self.default = default
         self._rules = tuple(rules)
+        self._zero_points = zero_points
 
     def of(self, site: str, kind: Kind) -> Format:
         """Return the format of a site; its kind is known once its operands were observed."""
         for rule, sites in reversed(self._rules):
             if (not rule.kinds or kind in rule.kinds) and (sites is None or site in sites):
                 return rule.format
-        return self.default
+        asymmetric = self.default.activations == INT8 and kind in self._zero_points
+        return replace(self.default, activations=UINT8) if asymmetric else self.default
 
 
 def formats_for(
@@ -63,4 +80,4 @@ def formats_for(
     problems += impossible(default, [rule.format for rule in rules], target)
     if problems:
         raise ConfigError(problems)
-    return Formats(default, found)
+    return Formats(default, found, target.zero_points)

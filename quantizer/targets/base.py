@@ -60,6 +60,8 @@ class TargetProfile:
         opset: the ONNX opset to write.
         unsigned_activations: the INT8 activations stored as UINT8 with zero point 128, with the same values: none,
             those that feed a product with a weight, or all.
+        zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
+            for, because the kernels take one at no cost.
         graph_rules: the rules for its Q/DQ files.
         library: the module that its engine imports to load a file; imported before memory is measured, so that the
             memory of the library itself does not count.
@@ -87,6 +89,7 @@ class TargetProfile:
     fp8_from: int | None = None
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
+    zero_points: frozenset[SiteKind] = frozenset()
     graph_rules: GraphRules = field(default_factory=GraphRules)
     library: str | None = None
     packages: tuple[str, ...] = ()

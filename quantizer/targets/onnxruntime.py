@@ -17,6 +17,7 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         float_dtype="float32",
         # Its fused integer kernels need U8 activations; with S8 half of the products stay float after DequantizeLinear.
         unsigned_activations="all",
+        zero_points=frozenset({"linear", "conv"}),
         activation_dtypes=frozenset({"int8", "uint8"}),
         weight_dtypes=frozenset({"int8", "int4"}),
         # Quantized attention matmuls and adds gained no speed.

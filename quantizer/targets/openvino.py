@@ -21,6 +21,8 @@ OPENVINO = profiles.add("openvino")(
         weight_dtypes=frozenset({"int8", "int4"}),
         # Its linear kernel is a tenth faster with U8 inputs; its fused attention accepts only S8.
         unsigned_activations="weighted",
+        # That kernel subtracts whatever zero point there is.
+        zero_points=frozenset({"linear", "conv"}),
         graph_rules=GraphRules(
             severities={
                 **ALWAYS,

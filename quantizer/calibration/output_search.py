@@ -1,0 +1,190 @@
+"""The choice of one share of smoothing and one estimate of ranges for the whole model, by the error of its output.
+
+The kept batches are in two halves. On one the settings are compared: every estimate with some of the shares, then the
+best estimate with the shares beside the best one. The two cannot be chosen one after the other: a clipped range is
+often worse without smoothing and better with it. On the other half the winner must not be worse than the first estimate
+with the first share, which are used otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+from typing import NamedTuple
+
+from tqdm.auto import tqdm
+
+from quantizer.calibration.output_error import OutputError
+from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.smoothquant import Smoothing
+from quantizer.calibrators.candidates import OF_FORMAT
+from quantizer.common.distributed import all_reduce_sum
+from quantizer.numerics.qtype import qtype
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.statistics import Seen
+from quantizer.plan.decide_operands import judged_as
+from quantizer.plan.site_plan import Plan
+
+__all__ = ["Estimate", "Setting", "choose"]
+
+_TOLERANCE_DB = 0.5
+"""An earlier setting is preferred if its error is at most this much larger: it clips less of other data."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A calibrator by its registered name, with its options."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name and the values of the options, as a coverage shows them."""
+        return " ".join([self.name, *(f"{value:g}" for value in self.options.values())])
+
+    def take(self, group: RangeGroup, dtype: str) -> None:
+        """Use this estimate for the range of a group, whose operands are in the format ``dtype``."""
+        of_format = {"dtype": dtype} if self.name in OF_FORMAT else {}
+        estimate = group.calibrator.seen_as(self.name, **self.options, **of_format)
+        group.chosen = (estimate.amax(), self.label)
+
+
+class Setting(NamedTuple):
+    """A share of smoothing (None: none) and the place of an estimate."""
+
+    share: float | None
+    estimate: int
+
+
+class _Search:
+    """The settings of one calibration, and the errors of the model's output with them."""
+
+    def __init__(
+        self,
+        proxy: Proxied,
+        observation: Seen,
+        decided: Callable[[], Plan],
+        smoothing: Smoothing | None,
+        estimates: Sequence[Estimate],
+    ) -> None:
+        assert observation.kept is not None
+        self._observation = observation
+        self._decided = decided
+        self._smoothing = smoothing
+        self._estimates = estimates
+        chosen_on, checked_on = observation.kept.halves()
+        self._chosen_on = OutputError(proxy, chosen_on)
+        self._checked_on = OutputError(proxy, checked_on)
+        self.errors: dict[Setting, float] = {}
+
+    def take(self, setting: Setting) -> Plan:
+        """Use a setting, and return the plan with it."""
+        if self._smoothing is not None:
+            self._smoothing.take(setting.share)
+        plan = self._decided()
+        if len(self._estimates) == 1:
+            return plan
+        for group, dtype in _formats(plan, self._observation).items():
+            self._estimates[setting.estimate].take(group, dtype)
+        return self._decided()
+
+    def measure(self, setting: Setting) -> None:
+        """Compute the error with a setting on the first half."""
+        (self.errors[setting],) = all_reduce_sum([self._chosen_on.of(self.take(setting))])
+
+    def best(self) -> Setting:
+        """Return the setting with the least error, or one about as good, of an earlier estimate or a weaker share."""
+        limit = min(self.errors.values()) * 10 ** (_TOLERANCE_DB / 10)
+        return min(
+            (setting for setting, error in self.errors.items() if error <= limit),
+            key=lambda setting: (setting.estimate, setting.share or 0.0),
+        )
+
+    def is_worse(self, setting: Setting, than: Setting) -> bool:
+        """Return whether a setting has a larger error than another on the second half."""
+        mine, other = all_reduce_sum([self._checked_on.of(self.take(entry)) for entry in (setting, than)])
+        return mine > other
+
+
+def choose(
+    proxy: Proxied,
+    observation: Seen,
+    decided: Callable[[], Plan],
+    *,
+    smoothing: Smoothing | None,
+    shares: Sequence[float | None],
+    estimates: Sequence[Estimate],
+) -> None:
+    """Choose a share of smoothing and an estimate, and use them for all records of ``observation``.
+
+    Args:
+        proxy: the calibrated proxy, its sites inactive and unobserved.
+        observation: the statistics, with kept batches.
+        decided: a function that returns the plan for the current records.
+        smoothing: the tensors that can be smoothed; None if there is no choice between shares.
+        shares: the shares of smoothing to choose from, the default first; None stands for no smoothing.
+        estimates: the estimates to choose from, the default first.
+    """
+    search = _Search(proxy, observation, decided, smoothing, estimates)
+    plain = Setting(shares[0], 0)
+    assert observation.kept is not None
+    if observation.kept.everywhere < 2:
+        logger.warning(
+            "ranges are not chosen by the output of the model, as there is no second batch of calibration data to "
+            "check the choice on: %s is used; calibrate with two batches or more",
+            _text(plain, estimates),
+        )
+        chosen = plain
+    else:
+        chosen = _found(search, shares, estimates)
+        if chosen != plain and search.is_worse(chosen, than=plain):
+            logger.info("%s is worse on other batches than %s, which is used", *_texts(chosen, plain, estimates))
+            chosen = plain
+    search.take(chosen)
+    if smoothing is not None and chosen.share is None:
+        smoothing.leave("the output of the model comes out best without")
+
+
+def _found(search: _Search, shares: Sequence[float | None], estimates: Sequence[Estimate]) -> Setting:
+    """Return the best setting: of all estimates with some of the shares, and then of the shares beside the best one."""
+    some = shares[:: max(1, len(shares) // 2)] if len(estimates) > 1 else shares
+    todo = [Setting(share, place) for place in range(len(estimates)) for share in some]
+    with tqdm(desc="choosing ranges by the output", unit="setting", leave=False, disable=None) as progress:
+        while todo:
+            progress.total = progress.n + len(todo)
+            for setting in todo:
+                search.measure(setting)
+                progress.update()
+            best = search.best()
+            place = shares.index(best.share)
+            beside = [Setting(share, best.estimate) for share in shares[max(0, place - 1) : place + 2]]
+            todo = [setting for setting in beside if setting not in search.errors]
+    return best
+
+
+def _formats(plan: Plan, observation: Seen) -> dict[RangeGroup, str]:
+    """Return the range groups of all activations with a scale, and the format in which each is judged."""
+    found: dict[RangeGroup, str] = {}
+    for path, entry in plan.items():
+        for operand in entry.operands:
+            group = observation.records[path].operands[operand.name].range
+            if group is not None and operand.scale is not None:
+                found.setdefault(group, judged_as(qtype(operand.dtype)).name)
+    return found
+
+
+def _texts(one: Setting, other: Setting, estimates: Sequence[Estimate]) -> tuple[str, str]:
+    return _text(one, estimates), _text(other, estimates)
+
+
+def _text(setting: Setting, estimates: Sequence[Estimate]) -> str:
+    share = "no smoothing" if setting.share is None else f"smooth {setting.share:g}"
+    return f"{estimates[setting.estimate].label} with {share}"
