@@ -156,7 +156,7 @@ from quantizer import Quantizer
 
 model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
 x = torch.randn(4, 32)
-q = Quantizer()
+q = Quantizer(preset="fast")
 q.calibrate(model, [x])
 amp = q.amp(model)
 amp(x)

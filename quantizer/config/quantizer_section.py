@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 from typing import Any
 from typing import ClassVar
@@ -15,6 +16,8 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from quantizer.common.choices import CALIBRATORS
+from quantizer.config.presets import DEFAULT
+from quantizer.config.presets import with_preset
 from quantizer.config.section import Expects
 from quantizer.config.section import OneOf
 from quantizer.config.section import Section
@@ -62,7 +65,8 @@ class ActivationsConfig(Section):
 
     calibrator: Annotated[str, AfterValidator(_CALIBRATORS.check), _CALIBRATORS] = Field(
         default="percentile",
-        description="How a range is taken from the values seen in calibration; 'auto' tries the others on each site.",
+        description="How a range is taken from the values seen in calibration; 'auto' tries the others on each site, "
+        "'output' takes the one for all with which the model's output comes out best.",
     )
     percentile: Annotated[
         float | tuple[float, ...],
@@ -177,6 +181,11 @@ class QuantizerConfig(Section):
     # With ``to_dict``, the interface that transformers requires: see ``interop/transformers/plugin.py``.
     quant_method: ClassVar[str] = "quantizer"
 
+    preset: Literal["balanced", "fast"] = Field(
+        default=DEFAULT,
+        description="Values for the keys that are not set: 'balanced' chooses ranges and smoothing by the output of "
+        "the model, 'fast' takes a percentile of each range.",
+    )
     backend: Annotated[str, AfterValidator(_BACKENDS.check), _BACKENDS] = Field(
         default="tensorrt",
         description="The engine that will run the quantized model; 'openvino-avx2' and 'onnxruntime-avx2': these on "
@@ -200,6 +209,11 @@ class QuantizerConfig(Section):
     exclude: SelectionConfig = Field(
         default=SelectionConfig(), description="Never quantize what these rules match; stronger than include."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        return with_preset(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _entropy_counts_equal_steps(self) -> QuantizerConfig:

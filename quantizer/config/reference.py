@@ -14,6 +14,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from quantizer.config.describe import Slot
+from quantizer.config.presets import preset_keys
 from quantizer.config.schema import RunConfig
 from quantizer.config.section import Section
 
@@ -107,6 +108,8 @@ def _table(section: type[Section], places: Mapping[type[Section], Sequence[str]]
         if slot.section is not None:
             value = f"[section](#{_anchor(_heading(places[slot.section]))}){' or null' if slot.nullable else ''}"
         default = "required" if field.default is PydanticUndefined else _default(field.default)
+        if key in preset_keys(places[section][0].rpartition(".")[2]):
+            default = "by `preset`"
         lines.append(f"| `{key}` | {value} | {default} | {field.description} |")
     return "\n".join([*lines, ""])
 

@@ -30,7 +30,7 @@ from quantizer.targets.formats import Format
 
 __all__ = ["RESIDUAL_SQNR_DB", "PlanSettings", "judged_as", "operand_plans"]
 
-RESIDUAL_SQNR_DB = 30.0
+RESIDUAL_SQNR_DB = 33.0
 """``residual_add: auto`` quantizes an operand whose own signal to quantization-noise ratio reaches this.
 
 docs/explain/calibration.md shows the measurement behind the figure.

@@ -27,7 +27,7 @@ from quantizer.export.passes import graph_passes, passes
 
 torch.manual_seed(0)
 net, data = square_by_mul.Net().eval(), [torch.randn(8, 64) for _ in range(4)]
-q = Quantizer(backend="openvino")
+q = Quantizer(preset="fast", backend="openvino")
 q.calibrate(net, data)
 int8 = q.quantize(net)
 """

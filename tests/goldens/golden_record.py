@@ -73,7 +73,7 @@ def _entry(net: GoldenNet, backend: str) -> Iterator[tuple[str, Any]]:
         text: dict[str, str] = {}
         bits: dict[str, str] = {}
         try:
-            _quantized(Quantizer(**config), model, data, Path(folder), text, bits)
+            _quantized(Quantizer(preset="fast", **config), model, data, Path(folder), text, bits)
         except QuantizerError as refused:
             text["refused"] = str(refused)
     text["warnings"] = "\n".join(sorted({str(one.message) for one in said if "quantizer" in str(one.filename)}))

@@ -46,7 +46,7 @@ def test_every_call_leaves_the_model_as_it_was(architecture: str) -> None:
     before = Snapshot.of(model)
     with torch.no_grad():
         expected = model(**inputs)
-        q = Quantizer(exclude={"sites": ["**.matmul_1"]})
+        q = Quantizer(preset="fast", exclude={"sites": ["**.matmul_1"]})
         for step in (
             lambda: q.proxy(model)(**inputs),
             lambda: q.inspect(model),
@@ -72,7 +72,7 @@ def test_a_model_that_never_ran_gets_no_hooks_from_its_proxies() -> None:
     model = tiny("bert")
     inputs = batch("bert")
     before = Snapshot.of(model)
-    q = Quantizer()
+    q = Quantizer(preset="fast")
     with torch.no_grad():
         q.proxy(model)(**inputs, output_hidden_states=True, output_attentions=True)
         q.calib(model)(**inputs, output_hidden_states=True)
@@ -107,7 +107,7 @@ def test_an_exception_in_the_middle_of_a_pass(kind: str) -> None:
     before = Snapshot.of(model)
     with torch.no_grad():
         expected = model(x)
-        q = Quantizer()
+        q = Quantizer(preset="fast")
         q.calibrate(model, [x])
         frozen = q.quantize(model)(x)
         proxy = getattr(q, kind)(model)
@@ -126,7 +126,7 @@ def test_no_dispatch_mode_is_left_after_a_failed_pass() -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     model = _Fails().eval()
-    calib = Quantizer().calib(model)
+    calib = Quantizer(preset="fast").calib(model)
     for x in (torch.randn(4, 32), torch.full((4, 32), torch.nan), torch.randn(4, 5)):
         with pytest.raises((ZeroDivisionError, CalibrationError, RuntimeError), match=r"in the middle|NaN|shapes"):
             calib(x, fail=True)
@@ -138,7 +138,7 @@ def test_no_dispatch_mode_is_left_after_a_failed_pass() -> None:
 def test_casting_a_proxy_leaves_the_model(kind: str, change: str) -> None:
     model = ConvNet().eval()
     x = torch.randn(2, 3, 16, 16)
-    q = Quantizer()
+    q = Quantizer(preset="fast")
     q.calibrate(model, [x])
     before = Snapshot.of(model)
     expected = model(x)
@@ -158,7 +158,7 @@ def test_casting_a_proxy_leaves_the_model(kind: str, change: str) -> None:
 def test_casting_a_submodule_of_a_proxy_leaves_the_model() -> None:
     """A submodule taken out of a proxy and cast must not reach the model either."""
     model = Mlp()
-    proxy = Quantizer().proxy(model)
+    proxy = Quantizer(preset="fast").proxy(model)
     before = Snapshot.of(model)
     proxy.up.half()
     before.assert_unchanged(model)
@@ -167,7 +167,7 @@ def test_casting_a_submodule_of_a_proxy_leaves_the_model() -> None:
 def test_a_half_proxy_computes_what_a_half_model_does() -> None:
     model = tiny("bert", "eager")
     inputs = batch("bert", padded=True)
-    proxy = Quantizer().proxy(model).half()
+    proxy = Quantizer(preset="fast").proxy(model).half()
     assert_same(proxy(**inputs), tiny("bert", "eager").half()(**inputs))
 
 
@@ -183,7 +183,7 @@ def test_tied_weights_stay_tied_after_a_cast() -> None:
             return self.head(self.embedding(ids))
 
     model = Tied()
-    proxy: Any = Quantizer().proxy(model)
+    proxy: Any = Quantizer(preset="fast").proxy(model)
     assert proxy.head.weight is model.embedding.weight
     proxy.double()
     assert proxy.head.weight is proxy.embedding.weight
@@ -193,7 +193,7 @@ def test_tied_weights_stay_tied_after_a_cast() -> None:
 
 def test_an_off_proxy_shares_parameters_and_sees_training() -> None:
     model = Mlp()
-    proxy: Any = Quantizer().proxy(model)
+    proxy: Any = Quantizer(preset="fast").proxy(model)
     assert [id(p) for p in proxy.parameters()] == [id(p) for p in model.parameters()]
     x = torch.randn(4, 32)
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_an_off_proxy_shares_parameters_and_sees_training() -> None:
 
 def test_changing_a_proxys_config_leaves_the_models() -> None:
     model: Any = tiny("bert", "sdpa")
-    proxy: Any = Quantizer().proxy(model)
+    proxy: Any = Quantizer(preset="fast").proxy(model)
     proxy.config.num_labels = 17
     proxy.train()
     assert model.config.num_labels != 17
@@ -213,7 +213,7 @@ def test_changing_a_proxys_config_leaves_the_models() -> None:
 def test_the_users_config_and_rules_are_not_changed() -> None:
     rules = {"names": ["encoder.layer.0"], "module_types": ["BertPooler"]}
     kept = copy.deepcopy(rules)
-    q = Quantizer(exclude=rules)
+    q = Quantizer(preset="fast", exclude=rules)
     config = q.config
     model = tiny("bert")
     q.calibrate(model, [batch("bert")])
@@ -221,7 +221,7 @@ def test_the_users_config_and_rules_are_not_changed() -> None:
     q.quantize(model)
     assert rules == kept
     assert q.config is config
-    assert q.config == Quantizer(exclude=kept).config
+    assert q.config == Quantizer(preset="fast", exclude=kept).config
 
 
 # -- how a proxy presents itself -----------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_the_users_config_and_rules_are_not_changed() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_proxy_is_called_as_its_model(architecture: str) -> None:
     model = tiny(architecture)
-    q = Quantizer()
+    q = Quantizer(preset="fast")
     q.calibrate(model, [batch(architecture)])
     for proxy in (q.proxy(model), q.calib(model, resume=True), q.quantize(model)):
         assert str(type(proxy)) == str(type(model))
@@ -243,7 +243,7 @@ def test_a_proxy_is_called_as_its_model(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_state_dict_keys_of_an_off_proxy(architecture: str) -> None:
     model = tiny(architecture)
-    proxy = Quantizer().proxy(model)
+    proxy = Quantizer(preset="fast").proxy(model)
     assert list(proxy.state_dict()) == list(model.state_dict())
     assert [name for name, _ in proxy.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert_same(dict(proxy.state_dict()), dict(model.state_dict()))
@@ -253,19 +253,19 @@ def test_state_dict_keys_of_an_off_proxy(architecture: str) -> None:
 @pytest.mark.parametrize("kind", ["proxy", "calib", "amp", "quantize"])
 def test_a_proxy_of_a_proxy_is_an_error(kind: str) -> None:
     model = Mlp()
-    q = Quantizer()
+    q = Quantizer(preset="fast")
     q.calibrate(model, [torch.randn(4, 32)])
     for proxy in (q.proxy(model), q.calib(model, resume=True), q.quantize(model)):
         with pytest.raises(ProxyError, match="proxy already; pass the float model"):
             getattr(q, kind)(proxy)
         with pytest.raises(ProxyError, match="proxy already; pass the float model"):
-            getattr(Quantizer(), "proxy" if kind != "calib" else "calib")(proxy)
+            getattr(Quantizer(preset="fast"), "proxy" if kind != "calib" else "calib")(proxy)
 
 
 @pytest.mark.parametrize("kind", ["proxy", "calib"])
 def test_no_module_is_an_error(kind: str) -> None:
     with pytest.raises(ProxyError, match=r"torch\.nn\.Module is needed, got dict"):
-        getattr(Quantizer(), kind)({})
+        getattr(Quantizer(preset="fast"), kind)({})
 
 
 # -- copies --------------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def _torch_saved(model: nn.Module) -> nn.Module:
 def test_copies_of_a_proxy(architecture: str, kind: str, duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model = tiny(architecture)
     inputs = batch(architecture, padded=True)
-    q = Quantizer(sites={"residual_add": True})
+    q = Quantizer(preset="fast", sites={"residual_add": True})
     q.calibrate(model, [inputs])
     proxy = getattr(q, kind)(model)
     with torch.no_grad():
@@ -301,7 +301,7 @@ def test_copies_of_a_proxy(architecture: str, kind: str, duplicate: Callable[[nn
         assert_same(copied(**inputs, output_hidden_states=True), proxy(**inputs, output_hidden_states=True))
         assert not {id(p) for p in copied.parameters()} & {id(p) for p in model.parameters()}
         with pytest.raises(ProxyError, match="proxy already"):
-            Quantizer().proxy(copied)
+            Quantizer(preset="fast").proxy(copied)
         before = Snapshot.of(model)
         copied.half()
         before.assert_unchanged(model)
@@ -309,7 +309,7 @@ def test_copies_of_a_proxy(architecture: str, kind: str, duplicate: Callable[[nn
 
 def test_a_shallow_copy_of_a_proxys_layer_runs() -> None:
     model = Mlp()
-    proxy: Any = Quantizer().proxy(model)
+    proxy: Any = Quantizer(preset="fast").proxy(model)
     x = torch.randn(4, 32)
     assert_same(copy.copy(proxy.up)(x), model.up(x))
 
@@ -318,7 +318,7 @@ def test_an_attribute_with_a_sites_name_is_an_error() -> None:
     model = Mlp()
     model.up.site_forward_linear_0 = "mine"  # type: ignore[assignment]
     with pytest.raises(ProxyError, match=r"site_forward_linear_0.*rename it"):
-        Quantizer().proxy(model)
+        Quantizer(preset="fast").proxy(model)
 
 
 # -- methods kept as attributes, classes patched between two proxies -----------------------------------------------
@@ -346,7 +346,7 @@ def test_methods_kept_as_attributes(nested: bool) -> None:
     model = nn.Sequential(inner) if nested else inner
     before = Snapshot.of(model)
     x = torch.randn(20, 32)
-    q = Quantizer()
+    q = Quantizer(preset="fast")
     q.calibrate(model, [x])
     assert {row.kind for row in q.coverage.quantized} == {"linear", "matmul"}
     assert_same(q.proxy(model)(x), model(x))
@@ -359,7 +359,7 @@ def test_a_forward_replaced_on_one_module_is_reported() -> None:
     model = nn.Sequential(Mlp(), Mlp()).eval()
     model[0].forward = lambda x: x * 2
     x = torch.randn(8, 32)
-    q = Quantizer()
+    q = Quantizer(preset="fast")
     q.calibrate(model, [x])
     assert_same(q.proxy(model)(x), model(x))
     rows = {row.name: row.reason for row in q.coverage if row.kind == "source"}
@@ -376,9 +376,9 @@ def test_a_class_patched_after_a_first_proxy() -> None:
 
     model = Patched()
     x = torch.randn(20, 32)
-    assert_same(Quantizer().proxy(model)(x), model(x))
+    assert_same(Quantizer(preset="fast").proxy(model)(x), model(x))
     Patched.forward = doubled  # type: ignore[method-assign]
-    assert_same(Quantizer().proxy(model)(x), model(x))
+    assert_same(Quantizer(preset="fast").proxy(model)(x), model(x))
 
 
 def test_a_method_of_a_mixin_that_is_no_module() -> None:
@@ -392,7 +392,7 @@ def test_a_method_of_a_mixin_that_is_no_module() -> None:
 
     model = Mixed().eval()
     x = torch.randn(20, 32)
-    q = Quantizer()
+    q = Quantizer(preset="fast")
     q.calibrate(model, [x])
     assert [row.name for row in q.coverage.quantized] == ["mix.matmul_0"]
     assert_same(q.proxy(model)(x), model(x))
@@ -453,7 +453,7 @@ CONTAINERS = [
 def test_containers_with_sites_of_their_own(make: Callable[[], nn.Module]) -> None:
     model = make().eval()
     x = torch.randn(20, 32)
-    q = Quantizer(sites={"residual_add": True})
+    q = Quantizer(preset="fast", sites={"residual_add": True})
     with torch.no_grad():
         assert_same(q.proxy(model)(x), model(x))
         q.calibrate(model, [x])
@@ -467,7 +467,7 @@ def test_a_model_that_cannot_be_copied() -> None:
     model = Mlp()
     model.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(ProxyError, match=r"this Mlp cannot be copied.*lock.*__deepcopy__"):
-        Quantizer().proxy(model)
+        Quantizer(preset="fast").proxy(model)
 
 
 def test_a_reference_to_a_parent_is_one_in_the_proxy() -> None:
@@ -491,7 +491,7 @@ def test_a_reference_to_a_parent_is_one_in_the_proxy() -> None:
 
     model = Parent().eval()
     x = torch.randn(20, 32)
-    q = Quantizer()
+    q = Quantizer(preset="fast")
     proxy: Any = q.proxy(model)
     assert proxy.child.parents[0] is proxy
     assert_same(proxy(x), model(x))
@@ -511,7 +511,7 @@ def test_a_parameter_that_no_module_has_registered() -> None:
 
     model = Unregistered().eval()
     x = torch.randn(20, 32)
-    q = Quantizer()
+    q = Quantizer(preset="fast")
     q.calibrate(model, [x])
     assert q.coverage[0].reason == "the weight is a parameter that no module of the model has registered"
     assert_same(q.quantize(model)(x), model(x))
@@ -520,7 +520,7 @@ def test_a_parameter_that_no_module_has_registered() -> None:
 def test_under_autocast() -> None:
     model = Mlp().eval()
     x = torch.randn(20, 32)
-    q = Quantizer()
+    q = Quantizer(preset="fast")
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         expected = model(x)
         assert_same(q.proxy(model)(x), expected)

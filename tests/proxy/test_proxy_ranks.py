@@ -92,7 +92,7 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def _quantizer(calibrator: str) -> Quantizer:
-    return Quantizer(backend="openvino", activations=CALIBRATORS[calibrator])
+    return Quantizer(preset="fast", backend="openvino", activations=CALIBRATORS[calibrator])
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_both_ranks_save_the_same(halves: Path) -> None:
 def test_in_place(tmp_path: Path) -> None:
     _spawn(_calibrate_in_place, tmp_path)
     first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
-    q = Quantizer(backend="openvino", activations={"calibrator": "mse"})
+    q = Quantizer(preset="fast", backend="openvino", activations={"calibrator": "mse"})
     q.calibrate(_model(), _data())
     scales = {f"{path}.{o.name}": o.scale for path, entry in q.plan.items() for o in entry.operands if o.quantized}
     assert len(first) == len(scales) > 8

@@ -122,7 +122,7 @@ def test_each_goes_on_alone(model: nn.Module) -> None:
     other = first.for_backend("openvino")
     before = first.plan
     other.calibrate(model, [batch("bert", seed=9, rows=4, length=16)], resume=True)
-    own = Quantizer(backend="openvino")
+    own = Quantizer(preset="fast", backend="openvino")
     own.calibrate(model, [*BATCHES, batch("bert", seed=9, rows=4, length=16)])
     assert_same_plan(other.plan, own.plan)
     assert_same_plan(first.plan, before)
@@ -179,7 +179,7 @@ def test_formats_that_the_target_has_not(model: nn.Module, tmp_path: Path) -> No
 
 def test_nothing_to_give_on(tmp_path: Path) -> None:
     model = Mlp().eval()
-    quantizer = Quantizer()
+    quantizer = Quantizer(preset="fast")
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
         quantizer.for_backend("openvino")
     quantizer.calibrate(model, [torch.randn(8, 32, generator=torch.Generator().manual_seed(0))])
@@ -198,7 +198,7 @@ def test_nothing_to_give_on(tmp_path: Path) -> None:
 def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
     model, x = Mlp().eval(), torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
-    first = Quantizer(backend="tensorrt")
+    first = Quantizer(preset="fast", backend="tensorrt")
     first.calibrate(model, [x], progress=False)
     for name in profiles.names():
         other = first.for_backend(name)
@@ -209,7 +209,7 @@ def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
             engine = load_engine(name, tmp_path / f"{name}.onnx")
             (got,) = engine({engine.input_names[0]: x.numpy()}).values()
             assert _decibels(got, frozen(x).detach().numpy()) > 30, name
-    own = Quantizer(backend="onnxruntime")
+    own = Quantizer(preset="fast", backend="onnxruntime")
     own.calibrate(model, [x], progress=False)
     own.export(own.quantize(model), tmp_path / "own.onnx", x)
     assert (tmp_path / "own.onnx").read_bytes() == (tmp_path / "onnxruntime.onnx").read_bytes()
@@ -222,11 +222,11 @@ def test_minilm_calibrated_once(tmp_path: Path) -> None:
     minilm = load_model(MINILM, "sentence-similarity")
     texts = ["A plane is taking off.", "Interest rates rose for the third time.", "Two men play chess."]
     inputs = dict(load_tokenizer(MINILM)(texts, padding=True, return_tensors="pt"))
-    first = Quantizer(backend="tensorrt")
+    first = Quantizer(preset="fast", backend="tensorrt")
     first.calibrate(minilm, [inputs], progress=False)
     for name in CPU:
         pytest.importorskip(name, reason=f"needs quantizer[{name}]")
-        other, own = first.for_backend(name), Quantizer(backend=name)
+        other, own = first.for_backend(name), Quantizer(preset="fast", backend=name)
         own.calibrate(minilm, [inputs], progress=False)
         assert_same_plan(other.plan, own.plan)
         frozen = other.quantize(minilm)
