@@ -94,6 +94,9 @@ class ReasonCode(_Template):
     SCALE_TOO_SMALL = "its largest value, {amax}, needs a scale below {least}, the least normal number of {dtype}"
     SCALE_TOO_LARGE = "its largest value, {amax}, needs a scale beyond {dtype}"
 
+    # The output of the model.
+    COSTLY_ATTENTION = "rounding the products of attention costs the model's output {cost} dB"
+
     # The target.
     NO_GAIN = "{target} gains nothing from this kind of site"
     VECTOR = "M = 1, a matrix-vector product: slower quantized than float on {target}"

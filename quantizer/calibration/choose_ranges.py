@@ -9,6 +9,7 @@ import torch
 
 from quantizer.calibration.auto_range import Trial
 from quantizer.calibration.auto_range import choose_ranges
+from quantizer.calibration.costly_attention import leave_costly_attention
 from quantizer.calibration.output_search import choose
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.settings import calibrator_of
@@ -60,6 +61,8 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
             choose(proxy, observation, decided, smoothing=smoothing, shares=shares, estimates=estimates)
         elif smoothing is not None:
             smoothing.take(shares[0])
+        if activations.calibrator == "output":
+            leave_costly_attention(proxy, observation, decided)
         if activations.calibrator == "auto":
             assert observation.kept is not None
             choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept)

@@ -13,7 +13,7 @@ from quantizer.calibration.choose_ranges import make_plan
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
-from quantizer.calibration.settings import replays_batches
+from quantizer.calibration.settings import needs_batches
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import get_rank
 from quantizer.common.distributed import get_world_size
@@ -176,12 +176,12 @@ class CalibrationSession:
                 "real data: calibrate with real data",
                 stacklevel=3,
             )
-        choosing = replays_batches(self._proxied.config) and whole.chosen_at != whole.batches
-        if choosing and get_world_size() == 1 and not whole.kept:
+        needed = needs_batches(self._proxied.config) and whole.chosen_at != whole.batches
+        if needed and get_world_size() == 1 and not whole.kept:
             raise CalibrationError(
-                "with a list of percentiles, calibrator 'auto' or smooth, each target's ranges are chosen by running "
-                "batches, and a folder keeps none: call for_backend() before save(), or calibrate(model, batches, "
-                "resume=True) with a few batches"
+                "with a list of percentiles, calibrator 'auto' or a share for smooth, each target's ranges come from "
+                "running batches, and a folder keeps none: call for_backend() before save(), or calibrate(model, "
+                "batches, resume=True) with a few batches"
             )
         self._renew_weights(whole)
         # The choice of ranges runs the proxy, which must not observe these passes.

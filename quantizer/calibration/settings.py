@@ -11,7 +11,6 @@ from typing import Any
 from quantizer.calibration.output_search import Estimate
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.proxied import selection_of
-from quantizer.calibrators import CANDIDATES
 from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
 from quantizer.calibrators import make_calibrator
@@ -34,6 +33,7 @@ __all__ = [
     "calibrator_of",
     "estimates_of",
     "make_observation",
+    "needs_batches",
     "plan_settings",
     "replays_batches",
     "tell_where_nothing_is_quantized",
@@ -42,8 +42,13 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_BY_OUTPUT = tuple(Estimate(name=name, options=options) for name, options in CANDIDATES if name != "entropy")
-"""``entropy`` is left out: it was the worst of all in every measurement (docs/explain/calibration.md)."""
+_BY_OUTPUT = (
+    Estimate(name="max"),
+    Estimate(name="percentile", options={"percentile": 99.999}),
+    Estimate(name="percentile", options={"percentile": 99.99}),
+    Estimate(name="mse"),
+)
+"""The wider first. Lower percentiles and ``entropy`` were worse in every measurement (docs/explain/calibration.md)."""
 
 
 def make_observation(proxy: Proxied) -> Observation:
@@ -66,6 +71,13 @@ def replays_batches(config: QuantizerConfig) -> bool:
     """Return whether ranges are chosen by running the model again, for which a few batches are kept."""
     activations = config.activations
     return len(estimates_of(activations)) > 1 or activations.calibrator == "auto" or activations.smooth is not None
+
+
+def needs_batches(config: QuantizerConfig) -> bool:
+    """Return whether there is no plan without kept batches; other choices have a default for that case."""
+    activations = config.activations
+    several = activations.calibrator == "percentile" and len(activations.percentiles) > 1
+    return several or activations.calibrator == "auto" or isinstance(activations.smooth, float)
 
 
 def estimates_of(activations: ActivationsConfig) -> tuple[Estimate, ...]:

@@ -32,6 +32,7 @@ class SiteStatistics:
         sequence: the length of the longest sequence, for a product of an attention; else 0.
         multiply_adds: the multiply-adds of all calls together.
         operands: the records of its operands, by name.
+        left: why the site is left in float, judged by the model's output (None: it is not).
     """
 
     kind: Kind | None = None
@@ -46,10 +47,12 @@ class SiteStatistics:
     sequence: int = 0
     multiply_adds: int = 0
     operands: dict[str, OperandRecord] = field(default_factory=dict)
+    left: str | None = None
 
     def add(self, other: SiteStatistics) -> None:
         """Add other statistics of the site, except for the groups of operands, which ``Seen`` joins."""
         self.kind = self.kind or other.kind
+        self.left = self.left or other.left
         self.calls += other.calls
         self.fit += other.fit
         self.multiply_adds += other.multiply_adds

@@ -51,7 +51,7 @@ from quantizer.proxy.weight import WeightView
 
 __all__ = ["add_over_ranks", "restored", "snapshot"]
 
-_SITE_FIELDS = ("kind", "calls", "fit", "reasons", "depth", "width", "rows", "head", "sequence", "multiply_adds")
+_SITE_FIELDS = tuple(name for name in SiteStatistics.__slots__ if name not in ("reads", "operands"))
 
 
 def snapshot(seen: Seen) -> bytes:

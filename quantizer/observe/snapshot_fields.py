@@ -41,7 +41,7 @@ class SeenOperand:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenSite:
-    """A site, see ``SiteStatistics``. Older files have no rows, head and sequence."""
+    """A site, see ``SiteStatistics``. Older files have no rows, head, sequence and left."""
 
     kind: Kind | None
     calls: int
@@ -55,6 +55,7 @@ class SeenSite:
     rows: int | None = None
     head: int | None = None
     sequence: int = 0
+    left: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,7 @@ class Seen:
         for group in self.groups:
             group.chosen = None
         for site in self.records.values():
+            site.left = None
             for record in site.operands.values():
                 record.smoothed = record.left = None
 

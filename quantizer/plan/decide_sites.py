@@ -112,6 +112,8 @@ def _refusal(
     reasons = [reason for reason in record.reasons if record.fit == 0 or ReasonCode.of(reason) not in harmless]
     if reasons:
         return next((why for why in reasons if ReasonCode.of(why) is ReasonCode.TRANSFORMED), reasons[0]), None
+    if record.left is not None:
+        return record.left, None
     if kind not in settings.profile.site_kinds:
         return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
     if kind not in ("residual_add", "embedding"):

@@ -1,0 +1,55 @@
+"""The choice to leave attention in float where rounding it costs more than everything else together.
+
+The weights of a softmax over many tokens are small, and one of them near 1 sets the range of all: of a few hundred
+tokens most then round to 0. No range mends that, and no factor can be moved elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from quantizer.calibration.output_error import OutputError
+from quantizer.calibration.proxied import Proxied
+from quantizer.common.distributed import all_reduce_sum
+from quantizer.observe.statistics import Seen
+from quantizer.plan.site_plan import Plan
+from quantizer.reasons import ReasonCode
+
+__all__ = ["leave_costly_attention"]
+
+_GAIN_DB = 2.0
+"""The gain in the output's SQNR from which on attention stays in float.
+
+docs/explain/calibration.md shows the measurement behind the figure.
+"""
+
+
+def leave_costly_attention(proxy: Proxied, observation: Seen, decided: Callable[[], Plan]) -> None:
+    """Set ``left`` of the products of all attentions if the output gains much where these are in float.
+
+    Args:
+        proxy: the calibrated proxy, its sites inactive and unobserved.
+        observation: the statistics, with kept batches.
+        decided: a function that returns the plan for the current records.
+    """
+    assert observation.kept is not None
+    plan = decided()
+    groups = {
+        operand.group
+        for path, entry in plan.items()
+        for operand in entry.operands
+        if entry.quantized and entry.kind == "matmul" and observation.records[path].operands[operand.name].softmax
+    }
+    products = [path for path, entry in plan.items() if any(operand.group in groups for operand in entry.operands)]
+    if not products or observation.kept.everywhere < 2:
+        return
+    error = OutputError(proxy, observation.kept)
+    (rounded,) = all_reduce_sum([error.of(plan)])
+    for path in products:
+        observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost="?")
+    (left,) = all_reduce_sum([error.of(decided())])
+    cost = 10 * math.log10(rounded / left) if rounded and left else 0.0
+    for path in products:
+        reason = ReasonCode.COSTLY_ATTENTION.text(cost=f"{cost:.1f}")
+        observation.records[path].left = reason if cost >= _GAIN_DB else None
