@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from dataclasses import replace
@@ -14,6 +15,8 @@ from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
 from quantizer.calibration.settings import needs_batches
+from quantizer.calibration.settings import replays_batches
+from quantizer.calibration.smoothquant import fit_migrations
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import get_rank
 from quantizer.common.distributed import get_world_size
@@ -33,6 +36,8 @@ from quantizer.proxy.local_hook import LocalHook
 from quantizer.proxy.model_sharing import OwnBuffers
 
 __all__ = ["CalibrationSession", "merge_across_ranks"]
+
+logger = logging.getLogger(__name__)
 
 
 class CalibrationSession:
@@ -62,8 +67,8 @@ class CalibrationSession:
             config: the configuration of the quantizer.
             model: the float model.
             earlier: the statistics with which to continue, as ``seen`` returns them.
-            anew: whether ranges that were chosen by running batches are chosen again.
-            kept: the batches for that choice.
+            anew: whether ranges that were chosen by running batches are chosen again, for another target.
+            kept: the batches for that choice; without any the former choice stays, if there can be one.
             fingerprint: the checksum of the weights with which ``earlier`` was observed.
 
         Raises:
@@ -83,15 +88,26 @@ class CalibrationSession:
         if earlier is not None and get_rank() == 0:
             self._observation.seen.add(_restored(earlier, self.proxy, self._observation))
         if anew:
-            self._observation.seen.forget_choices()
-            if kept is not None:
-                self._observation.seen.kept = kept.copy()
+            self._choose_anew(kept)
         self._began_with = self._observation.seen.batches
         # The model may be trained between batches: the proxy copies its current buffers.
         buffers = OwnBuffers(self.proxy, model)
         self._observation.attach(self.proxy, self._proxied.sites, buffers.refresh)
         self._gathered: tuple[int, Seen] | None = None
         self._warned = False
+
+    def _choose_anew(self, kept: ReplayBatches | None) -> None:
+        seen, config = self._observation.seen, self._proxied.config
+        if kept:
+            seen.kept = kept.copy()
+        if kept or needs_batches(config) or not replays_batches(config):
+            seen.forget_choices()
+            return
+        logger.warning(
+            "ranges are not chosen for %s, as a folder keeps no batch to choose on: the choice that was saved is used",
+            config.backend,
+        )
+        fit_migrations(seen, config.target.torch_dtype)
 
     @property
     def has_new(self) -> bool:

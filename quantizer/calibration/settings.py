@@ -152,4 +152,5 @@ def _formats(proxy: Proxied) -> Formats:
         FormatRule(format=wanted, kinds=rule.kinds, sites=selection_of(rule))
         for wanted, rule in zip(rule_formats(config), config.formats, strict=True)
     ]
-    return formats_for(proxy.module, proxy.sites, default_format(config), rules, config.target)
+    zero_point = config.activations.zero_point
+    return formats_for(proxy.module, proxy.sites, default_format(config), rules, config.target, zero_point=zero_point)

@@ -10,8 +10,8 @@ __all__ = ["DEFAULT", "PRESETS", "preset_keys", "with_preset"]
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     # One range for each tensor, from one pass over the data.
-    "fast": {"activations": {"calibrator": "percentile", "percentile": 99.99, "smooth": None}},
-    "balanced": {"activations": {"calibrator": "output", "smooth": "auto"}},
+    "fast": {"activations": {"calibrator": "percentile", "percentile": 99.99, "smooth": None, "zero_point": False}},
+    "balanced": {"activations": {"calibrator": "output", "smooth": "auto", "zero_point": True}},
 }
 """The values by section and key; a key that a preset does not name has the default of the schema."""
 

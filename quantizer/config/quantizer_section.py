@@ -87,6 +87,12 @@ class ActivationsConfig(Section):
         "'auto' chooses by the output of the model, null moves nothing.",
     )
 
+    zero_point: bool = Field(
+        default=False,
+        description="INT8 activations have a zero point, as UINT8, where the backend's kernels take one at no cost: on "
+        "CPUs everywhere but in attention.",
+    )
+
     @property
     def percentiles(self) -> tuple[float, ...]:
         """The percentiles to compare; a single one if there is no search."""

@@ -148,7 +148,11 @@ def _quantized(entry: SitePlan, operand: OperandPlan | None) -> tuple[str, Opera
         why = operand.reason if operand is not None else None
         raise _Unmatched(f"{entry.name} is not quantized: {why or entry.reason}")
     if operand.smooth is not None or operand.zero_point is not None:
-        how = "its outliers are moved (smooth)" if operand.smooth is not None else "it has a zero point"
+        how = (
+            "its outliers are moved (set activations.smooth: null)"
+            if operand.smooth is not None
+            else "it has a zero point (set activations.zero_point: false)"
+        )
         raise _Unmatched(f"{entry.name}.{operand.name} is held in another way here: {how}")
     return f"{entry.name}.{operand.name}", operand
 

@@ -125,6 +125,7 @@ class OperandRecord:
         self.inner = other.inner if self.inner is None else self.inner
         self.saw_softmax(other.softmax)
         self.ends_branch = self.ends_branch or other.ends_branch
+        self.smoothed, self.left = self.smoothed or other.smoothed, self.left or other.left
 
     def saw_softmax(self, softmax: bool | None) -> None:
         """Add whether the operand was the output of a softmax in more calls (None: there were none)."""

@@ -36,6 +36,7 @@ from quantizer.errors import QuantizerError
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.range_group import ChannelRange
+from quantizer.observe.range_group import Migration
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.site_statistics import SiteStatistics
@@ -57,7 +58,9 @@ _SITE_FIELDS = tuple(name for name in SiteStatistics.__slots__ if name not in ("
 def snapshot(seen: Seen) -> bytes:
     """Return all statistics that a plan depends on, as bytes; batches that are kept to be run again are left out."""
     records = [record for site in seen.records.values() for record in site.operands.values()]
-    groups = list(dict.fromkeys(record.group for record in records if record.group is not None))
+    # A migrated range is a group of its own, beside the one that was observed.
+    every = [*(record.group for record in records), *(record.smoothed for record in records)]
+    groups = list(dict.fromkeys(group for group in every if group is not None))
     places = {group: place for place, group in enumerate(groups)}
     rows: list[Tensor] = []
     document = {
@@ -181,6 +184,7 @@ def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dic
             "inner": seen.inner,
             "softmax": bool(seen.softmax),
             "ends_branch": seen.ends_branch,
+            "left": seen.left,
             "group": None if seen.group is None else places[seen.group],
         }
         for name, seen in record.operands.items()
@@ -203,6 +207,7 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
         "chosen": group.chosen,
         "channels_vary": group.channels_vary,
         "channels": group.channels and [group.channels.low.tolist(), group.channels.high.tolist()],
+        "migration": group.migration and [group.migration.alpha, group.migration.factors.tolist()],
         **_plain_calibrator(group.calibrator, rows),
     }
 
@@ -228,6 +233,7 @@ def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteStatist
             inner=operand.inner,
             softmax=operand.softmax,
             ends_branch=operand.ends_branch,
+            left=operand.left,
         )
         for name, operand in site.operands.items()
     }
@@ -243,17 +249,22 @@ def _weight(seen: SeenWeight, parameters: Mapping[str, nn.Parameter]) -> Weight:
 
 
 def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[bool], Calibrator]) -> None:
-    channels = saved.channels
+    channels, migration = saved.channels, saved.migration
     group = RangeGroup(
         calibrator=_filled(make(saved.histogram is not None), saved, counts),
         operands=list(saved.operands),
         chosen=saved.chosen,
         channels=channels and ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in channels)),
         channels_vary=saved.channels_vary,
+        migration=migration and Migration(alpha=migration[0], factors=torch.tensor(migration[1], dtype=torch.float32)),
     )
     for name in saved.operands:
         path, _, operand = name.rpartition(".")
-        seen.records[path].operands[operand].group = group
+        record = seen.records[path].operands[operand]
+        if migration is None:
+            record.group = group
+        else:
+            record.smoothed = group
 
 
 def _filled(calibrator: Calibrator, saved: SeenCalibrator, counts: Tensor) -> Calibrator:

@@ -13,7 +13,16 @@ from quantizer.calibrators.histogram import BINS
 from quantizer.common.plain_values import decoded
 from quantizer.operations.catalogue import Kind
 
-__all__ = ["SeenDocument", "SeenGroup", "SeenHistogram", "SeenOperand", "SeenSite", "SeenWeight", "seen_document"]
+__all__ = [
+    "SeenCalibrator",
+    "SeenDocument",
+    "SeenGroup",
+    "SeenHistogram",
+    "SeenOperand",
+    "SeenSite",
+    "SeenWeight",
+    "seen_document",
+]
 
 _EXPONENTS = range(-200, 1100)
 """log2 of a bin's width: from far below the smallest float to the largest double."""
@@ -29,7 +38,7 @@ class SeenWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenOperand:
-    """An operand of a site; ``group`` is the index of its group. Older files have no ``ends_branch``."""
+    """An operand of a site; ``group`` is the index of its group. Older files have no ``ends_branch`` and ``left``."""
 
     weight: SeenWeight | None
     axis: int | None
@@ -37,6 +46,7 @@ class SeenOperand:
     softmax: bool
     group: int | None
     ends_branch: bool = False
+    left: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +89,13 @@ class SeenCalibrator:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenGroup(SeenCalibrator):
-    """Operands with one range, see ``RangeGroup``."""
+    """Operands with one range, see ``RangeGroup``. Older files have no ``migration``: alpha, and the factors."""
 
     operands: tuple[str, ...]
     chosen: tuple[float, str] | None
     channels_vary: bool
     channels: tuple[tuple[float, ...], tuple[float, ...]] | None
+    migration: tuple[float, tuple[float, ...]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

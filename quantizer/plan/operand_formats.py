@@ -63,9 +63,23 @@ class Formats:
 
 
 def formats_for(
-    proxy: nn.Module, sites: Iterable[Site], default: Format, rules: Sequence[FormatRule], target: TargetProfile
+    proxy: nn.Module,
+    sites: Iterable[Site],
+    default: Format,
+    rules: Sequence[FormatRule],
+    target: TargetProfile,
+    *,
+    zero_point: bool,
 ) -> Formats:
     """Return the formats of a proxy's sites by the rules.
+
+    Args:
+        proxy: the proxy.
+        sites: its sites.
+        default: the format where no rule matches.
+        rules: formats for some sites.
+        target: the target.
+        zero_point: whether the default INT8 activations have a zero point where the target's kernels take one.
 
     Raises:
         ConfigError: a pattern matches nothing in the model, or the target cannot compute in a format; all are listed.
@@ -80,4 +94,4 @@ def formats_for(
     problems += impossible(default, [rule.format for rule in rules], target)
     if problems:
         raise ConfigError(problems)
-    return Formats(default, found, target.zero_points)
+    return Formats(default, found, target.zero_points if zero_point else frozenset())

@@ -21,8 +21,9 @@ OPENVINO = profiles.add("openvino")(
         weight_dtypes=frozenset({"int8", "int4"}),
         # Its linear kernel is a tenth faster with U8 inputs; its fused attention accepts only S8.
         unsigned_activations="weighted",
-        # That kernel subtracts whatever zero point there is.
-        zero_points=frozenset({"linear", "conv"}),
+        # Those kernels subtract whatever zero point there is. A residual add shares its operand with a linear or a
+        # convolution, and one Q/DQ serves both.
+        zero_points=frozenset({"linear", "conv", "residual_add"}),
         graph_rules=GraphRules(
             severities={
                 **ALWAYS,

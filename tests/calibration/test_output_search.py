@@ -94,12 +94,17 @@ def test_one_batch_is_none_to_check_on(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_folder_without_batches_has_a_plan_for_another_backend(tmp_path: Any, caplog: Any) -> None:
     model = Outliers().eval()
-    loaded = Quantizer.load(calibrated(model, data(6)).save(tmp_path / "state"))
-    other = loaded.for_backend("openvino")
-    with caplog.at_level(logging.WARNING):
-        # Measured: 9.6, and 24 where there are batches to choose on.
-        assert sqnr_db(other, model, data(1, seed=9)[0]) > 5
-    assert "max with no smoothing is used" in caplog.text
+    q, unseen = calibrated(model, data(6)), data(1, seed=9)[0]
+    loaded = Quantizer.load(q.save(tmp_path / "state"))
+    for backend in ("openvino", "tensorrt"):
+        with caplog.at_level(logging.WARNING):
+            other = loaded.for_backend(backend)
+            found = sqnr_db(other, model, unseen)
+        assert f"ranges are not chosen for {backend}" in caplog.text
+        assert [entry.reason.split("smooth ")[1] for entry in other.plan.values() if entry.kind == "linear"] == [
+            entry.reason.split("smooth ")[1] for entry in q.plan.values() if entry.kind == "linear"
+        ]
+        assert found == pytest.approx(sqnr_db(q.for_backend(backend), model, unseen), abs=3)
 
 
 def test_a_wide_range_is_preferred_and_clipping_is_found_where_it_pays() -> None:
@@ -236,10 +241,11 @@ def test_a_zero_point_where_the_target_takes_one_at_no_cost(backend: str, expect
     model, batches = Attention(0.0).eval(), [torch.randn(4, 8, 32) for _ in range(2)]
     formats = {
         entry.kind: entry.operands[0].dtype
-        for entry in calibrated(model, batches, backend=backend, preset="fast").plan.values()
+        for entry in calibrated(model, batches, backend=backend).plan.values()
         if entry.quantized
     }
     assert formats["linear"] == expected
     assert formats.get("matmul", "int8") == "int8"
-    asked = calibrated(model, batches, backend=backend, preset="fast", formats=[{"activations": "int8"}])
-    assert {o.dtype for entry in asked.plan.values() for o in entry.operands if entry.quantized} == {"int8"}
+    for options in ({"formats": [{"activations": "int8"}]}, {"activations": {"zero_point": False}}):
+        asked = calibrated(model, batches, backend=backend, **options)
+        assert {o.dtype for entry in asked.plan.values() for o in entry.operands if entry.quantized} == {"int8"}

@@ -70,7 +70,7 @@ class Case:
         self._q.quantize(self._model)
 
     def replace(self) -> None:
-        self._q.load_scales({f"{SITE}.input": torch.tensor(REPLACED / 255)})
+        self._q.load_scales({f"{SITE}.input": torch.tensor(REPLACED / 127)})
 
     def inherit(self) -> None:
         self._q = self._q.for_backend("onnxruntime")

@@ -155,7 +155,8 @@ def test_an_opset_without_half_scales(write: Write, setting: str) -> None:
         ("activations: {percentile: 1e1}", "write 10.0, without quotes"),
         (
             "activations: {calibrator: entropie}",
-            "got the text 'entropie'; expected 'percentile', 'max', 'mse', 'entropy' or 'auto'; did you mean 'entropy'",
+            "got the text 'entropie'; expected 'percentile', 'max', 'mse', 'entropy', 'auto' or 'output'; "
+            "did you mean 'entropy'",
         ),
         (
             "activations: {smooth: 0}",
@@ -573,8 +574,8 @@ def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
         "good.yaml:2: sites.linear: got the whole number 1; expected true or false",
         "keyword 'exclude': exclude.name: unknown key; expected one of module_types, names, sites; "
         "did you mean 'names'?",
-        "keyword 'bakend': bakend: unknown key; expected one of backend, dtype, formats, fallback_dtype, activations, "
-        "weights, sites, include, exclude; did you mean 'backend'?",
+        "keyword 'bakend': bakend: unknown key; expected one of preset, backend, dtype, formats, fallback_dtype, "
+        "activations, weights, sites, include, exclude; did you mean 'backend'?",
     ]
 
 
@@ -603,7 +604,9 @@ def test_a_misspelt_section_does_not_give_defaults(write: Write) -> None:
 
 
 def test_a_list_is_no_section(write: Write) -> None:
-    with pytest.raises(ConfigError, match=r"good\.yaml:1: holds a list; expected a mapping with keys backend, dtype"):
+    with pytest.raises(
+        ConfigError, match=r"good\.yaml:1: holds a list; expected a mapping with keys preset, backend, dtype"
+    ):
         quantizer_config(write("[a]"))
 
 

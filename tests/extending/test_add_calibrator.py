@@ -82,12 +82,12 @@ from quantizer.config import quantizer_config
 from quantizer.errors import ConfigError
 
 Path("own.yaml").write_text("activations: {calibrator: four-sigma}")
-with pytest.raises(ConfigError, match="expected 'percentile', 'max', 'mse', 'entropy' or 'auto'"):
+with pytest.raises(ConfigError, match="expected 'percentile', 'max', 'mse', 'entropy', 'auto' or 'output'"):
     quantizer_config("own.yaml")
 import four_sigma
 assert quantizer_config("own.yaml").activations.calibrator == "four-sigma"
 Path("own.yaml").write_text("activations: {calibrator: four-sigme}")
-with pytest.raises(ConfigError, match="'auto' or 'four-sigma'; did you mean 'four-sigma'"):
+with pytest.raises(ConfigError, match="'auto', 'output' or 'four-sigma'; did you mean 'four-sigma'"):
     quantizer_config("own.yaml")
 """,
     )

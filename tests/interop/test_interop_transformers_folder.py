@@ -73,7 +73,7 @@ def edit_weights(path: Path, change: Callable[[Tensors], object]) -> None:
         pytest.param(
             lambda config: config["quantization_config"].update(bakend="openvino"),
             ConfigError,
-            r"quantization_config: bakend: unknown key; expected one of backend, .*did you mean 'backend'",
+            r"quantization_config: bakend: unknown key; expected one of preset, backend, .*did you mean 'backend'",
             id="unknown-field",
         ),
         pytest.param(

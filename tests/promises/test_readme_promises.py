@@ -68,7 +68,7 @@ def _error(calibrator: str, model: nn.Module, batches: list[Tensor]) -> float:
 
 @pytest.mark.promise(
     "`auto`, which tries them all on each operand and keeps the range with which its site's output comes out best, "
-    "relative to each row, on two batches that are kept."
+    "relative to each row, on a few batches that are kept."
 )
 @pytest.mark.parametrize("outlier", [0.0, 6.0, 40.0, 4000.0])
 def test_auto_is_as_good_as_the_best_of_all(outlier: float) -> None:

@@ -204,7 +204,7 @@ def test_kept_batches_are_run_again_as_they_were_given() -> None:
 
 def test_where_no_kept_batch_gets_nothing_is_chosen() -> None:
     generator = torch.Generator().manual_seed(1)
-    many = [(torch.randn(2, 8, 32, generator=generator),) for _ in range(30)]
+    many = [(torch.randn(2, 8, 32, generator=generator),) for _ in range(90)]
     outlier = torch.randn(2, 8, 32, generator=generator)
     outlier[0, 0, 0] = 100.0
     quantizer = calibrated(Rare().eval(), [*many, (outlier,)], activations={"calibrator": "auto"})
