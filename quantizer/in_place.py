@@ -65,7 +65,8 @@ class QATCalibrate:
         **settings: Any,
     ) -> None:
         activations = {"calibrator": _METHODS.get(method, method), "percentile": percentile}
-        self.config = quantizer_config(None, activations=activations, **settings)
+        # As in NVIDIA's toolkit one pass gives the ranges, and no batch is kept to choose among others.
+        self.config = quantizer_config(None, activations=activations, **{"preset": "fast", **settings})
         self._patch = patched(*sources, built=instrument)
         self._open = 0
         self._calibrating: list[tuple[Proxied, Observation]] = []

@@ -70,6 +70,28 @@ def test_defaults() -> None:
     assert run.data.batch_size == 32
 
 
+@pytest.mark.promise("What you set yourself stays as you set it.")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ("output", "auto", True)),
+        ({"preset": "fast"}, ("percentile", None, False)),
+        ({"activations": {"calibrator": "max"}}, ("max", "auto", True)),
+        ({"activations": {"percentile": 99.9}}, ("percentile", "auto", True)),
+        ({"activations": {"smooth": None}}, ("output", None, True)),
+        ({"preset": "fast", "activations": {"smooth": 0.5, "zero_point": True}}, ("percentile", 0.5, True)),
+    ],
+)
+def test_a_preset_fills_what_is_not_set(given: dict[str, Any], expected: tuple[object, ...]) -> None:
+    found = config.QuantizerConfig.model_validate(given)
+    activations = found.activations
+    assert (activations.calibrator, activations.smooth, activations.zero_point) == expected
+    # The values are explicit, so that what is saved does not depend on what a preset means later.
+    assert (
+        config.QuantizerConfig.model_validate({**found.model_dump(), "preset": "balanced"}).activations == activations
+    )
+
+
 @pytest.mark.parametrize("value", [True, False, "auto"])
 def test_residual_add_keeps_its_kind(value: object) -> None:
     assert config.SitesConfig.model_validate({"residual_add": value}).residual_add is value

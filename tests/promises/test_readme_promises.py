@@ -29,6 +29,7 @@ NO_PROMISES = {
     "the streaming calibrators in `quantizer/calibrators/` instead of its own": "of a package of others",
     "TensorRT-RTX 1.7 refuses to build such an engine without a GPU.": "of a library of others",
     "FP8 and INT4 engines for TensorRT were built, never run": "a limitation",
+    "which no folder holds: a loaded quantizer": "a limitation",
     "Proxy and engine agree in score, not bit for bit": "a limitation; how far apart they may be is promised elsewhere",
     "what is written into them is lost without an error": "a limitation",
 }
