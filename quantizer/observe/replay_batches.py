@@ -64,6 +64,15 @@ class ReplayBatches:
         part._kept = {key: self._kept[key] for key in wanted if owners[key] == get_rank()}
         return part
 
+    def in_turns(self) -> Iterator[Batch | None]:
+        """Yield a copy of each batch that all ranks keep, in the order of their hashes; None for one of another rank.
+
+        The batches must be this rank's part of them, see ``shared``.
+        """
+        every = [key for keys in all_gather_bytes(b"".join(sorted(self._kept))) for key in _split(keys)]
+        for key in sorted(every):
+            yield copied(*self._kept[key]) if key in self._kept else None
+
     def __iter__(self) -> Iterator[Batch]:
         # Copies, since a model may change its inputs, and the batches are run more than once.
         return iter([copied(*self._kept[key]) for key in sorted(self._kept)])
