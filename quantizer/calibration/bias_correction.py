@@ -1,8 +1,12 @@
 """Bias correction: the mean error that rounding makes in a site's output, moved into the site's bias.
 
-Legend: y [.., C] the float output of a site, z its output with the operands rounded and with everything before it
-rounded and corrected. The shift of the bias is mean(y) - mean(z) [C], over rows without padding (Nagel et al. 2019,
-arXiv:1906.04721, section 4.2, from data).
+Legend: y [R, C] the float output of a site, as rows without padding; z [R, C] its output with the operands rounded and
+with everything before it rounded and corrected; m the median over rows of |y_r|^2.
+
+    shift = sum_r w_r (y_r - z_r) / sum_r w_r        w_r = m / (|y_r|^2 + m)
+
+With equal weights this is E[y] - E[z] (Nagel et al. 2019, arXiv:1906.04721, section 4.2, from data). But a few rows with
+huge values, such as the first tokens of a transformer, have errors as huge, and would decide for all others.
 
 The sites are corrected in the order in which the model calls them: each call is compared with the same call of a float
 pass, and its result goes on corrected. Corrected all at once, from the errors of one quantized pass, a site would take
@@ -46,6 +50,9 @@ from quantizer.proxy.site import CallOverride
 from quantizer.proxy.site import Site
 
 __all__ = ["corrected"]
+
+_ROWS = 4096
+"""The number of rows that are summed at once."""
 
 _DONE = "bias corrected"
 _NO_BIAS = "bias not corrected: it has none"
@@ -97,18 +104,47 @@ def _with_shifts(plan: Plan, found: BiasShifts) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The sum of some rows, float64 [C], and their number."""
+    """The sums of w_r (y_r - z_r), float64 [C], and of w_r."""
 
-    total: Tensor
-    rows: int
+    error: Tensor
+    weight: float
 
     def mean(self, dtype: torch.dtype) -> Tensor:
         """Return the mean, float32 [C], rounded to ``dtype``."""
-        return (self.total / self.rows).to(dtype).float()
+        return (self.error / self.weight).to(dtype).float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A call in float: the weights of its rows, float64 [R], and the sum of w_r y_r, float64 [C]."""
+
+    weights: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, y: Tensor) -> _Expected:
+        """Return that of rows y [R, C]."""
+        power = torch.linalg.vector_norm(y, dim=1, dtype=torch.float64).square()
+        middle = power.median() if len(y) else power.new_zeros(())
+        # If most rows are zeros, all count alike.
+        weights = middle / (power + middle) if middle > 0 else torch.ones_like(power)
+        return cls(weights, _weighted_sum(weights, y))
+
+    def compared(self, z: Tensor) -> _Sum:
+        """Return the sums of the errors of rows z [R, C]."""
+        return _Sum(self.total - _weighted_sum(self.weights, z), float(self.weights.sum()))
+
+
+def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """Return the sum of w_r x_r, float64 [C], without a copy of all rows x [R, C] in float64."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    for part, values in zip(weights.split(_ROWS), rows.split(_ROWS), strict=True):
+        total += part @ values.double()
+    return total
 
 
 _Errors = Mapping[str, _Sum | None]
-"""The sum of y - z by site; None: the site was called without a bias."""
+"""The sums by site; None: the site was called without a bias."""
 
 
 def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtype) -> BiasShifts:
@@ -145,7 +181,7 @@ class _Comparison:
     def __init__(self, errors: _Errors, dtype: torch.dtype) -> None:
         self._errors = dict(errors)
         self._dtype = dtype
-        self._expected: dict[str, deque[_Sum]] = defaultdict(deque)
+        self._expected: dict[str, deque[_Expected]] = defaultdict(deque)
         self._mask: Tensor | None = None
 
     def run(self, proxy: Proxied, plan: Plan, sites: Sequence[Site], batch: Batch) -> _Errors:
@@ -165,7 +201,7 @@ class _Comparison:
         bias = site.bias_of(args, keywords)
         channels = (result.shape[site.operation.channels],)
         if isinstance(bias, Tensor) and bias.shape == channels and keywords.get("beta", 1) == 1:
-            self._expected[site.path].append(self._sum(site, result))
+            self._expected[site.path].append(_Expected.of(self._rows(site, result)))
         else:
             self._errors[site.path] = None
         return result
@@ -176,21 +212,22 @@ class _Comparison:
             return result
         # With other values a model may call a site less or more often, or with other rows: those calls tell nothing.
         expected = self._expected[path].popleft() if self._expected[path] else None
-        found = self._sum(site, result)
+        rows = self._rows(site, result)
         known = self._errors.get(path)
-        if expected is not None and expected.rows == found.rows > 0:
-            before = 0 if known is None else known.total
-            rows = expected.rows + (0 if known is None else known.rows)
-            known = self._errors[path] = _Sum(before + expected.total - found.total, rows)
+        if expected is not None and len(expected.weights) == len(rows) > 0:
+            found = expected.compared(rows)
+            if known is not None:
+                found = _Sum(known.error + found.error, known.weight + found.weight)
+            known = self._errors[path] = found
         if known is None:
             return result
         shift = known.mean(self._dtype).to(result)
         return result + shift.reshape([-1] + [1] * (-1 - site.operation.channels))
 
-    def _sum(self, site: Site, result: Tensor) -> _Sum:
+    def _rows(self, site: Site, result: Tensor) -> Tensor:
+        """Return a result as rows [R, C] without padding."""
         rows = without_padding(result.movedim(site.operation.channels, -1), self._mask, channels_last=True)
-        rows = rows.flatten(0, -2) if rows.dim() > 1 else rows[None]
-        return _Sum(rows.double().sum(0), len(rows))
+        return rows.reshape(-1, rows.shape[-1])
 
 
 def _run(proxy: Proxied, sites: Sequence[Site], batch: Batch, judge: CallOverride) -> None:
@@ -218,11 +255,11 @@ def _told(mine: _Errors | None) -> _Errors:
 
 
 def _packed(error: _Sum | None) -> Tensor:
-    """Return a sum as float64 [C + 1], the last of them the number of rows; [0] for None."""
+    """Return both sums as float64 [C + 1], the last of them that of weights; [0] for None."""
     if error is None:
         return torch.zeros(0)
-    return torch.cat([error.total.cpu(), torch.tensor([error.rows], dtype=torch.float64)])
+    return torch.cat([error.error.cpu(), torch.tensor([error.weight], dtype=torch.float64)])
 
 
 def _unpacked(packed: Tensor) -> _Sum | None:
-    return _Sum(packed[:-1], int(packed[-1])) if packed.numel() else None
+    return _Sum(packed[:-1], float(packed[-1])) if packed.numel() else None
