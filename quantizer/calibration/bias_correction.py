@@ -5,7 +5,7 @@ with everything before it rounded and corrected; m the median over rows of |y_r|
 
     shift = sum_r w_r (y_r - z_r) / sum_r w_r        w_r = m / (|y_r|^2 + m)
 
-With equal weights this is E[y] - E[z] (Nagel et al. 2019, arXiv:1906.04721, section 4.2, from data). But a few rows with
+With equal weights this is E[y] - E[z] (Nagel et al. 2019, arXiv:1906.04721, section 4.2, from data). But a few rows of
 huge values, such as the first tokens of a transformer, have errors as huge, and would decide for all others.
 
 The sites are corrected in the order in which the model calls them: each call is compared with the same call of a float
@@ -55,7 +55,7 @@ _ROWS = 4096
 """The number of rows that are summed at once."""
 
 _DONE = "bias corrected"
-_NO_BIAS = "bias not corrected: it has none"
+_NO_BIAS = "bias not corrected: it has none that holds it"
 _UNREACHED = "bias not corrected: no batch that was kept reaches it"
 _WORSE = "bias not corrected: the output of the model comes out better without"
 
@@ -138,8 +138,8 @@ class _Expected:
 def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
     """Return the sum of w_r x_r, float64 [C], without a copy of all rows x [R, C] in float64."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-    for part, values in zip(weights.split(_ROWS), rows.split(_ROWS), strict=True):
-        total += part @ values.double()
+    for start in range(0, len(rows), _ROWS):
+        total += weights[start : start + _ROWS] @ rows[start : start + _ROWS].double()
     return total
 
 
