@@ -28,7 +28,7 @@ __all__ = ["BiasShifts", "Seen"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BiasShifts:
-    """What is added to the biases of sites against the mean error of their outputs.
+    """Shifts of the biases of sites, against the mean error of their outputs.
 
     Attributes:
         shifts: float32 [C], by site.

@@ -12,7 +12,6 @@ from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
 from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
 from quantizer.export.passes.einsum_weights import EinsumWeights
 from quantizer.export.passes.fold_batch_norm import FoldBatchNorm
-from quantizer.export.passes.fold_bias_shifts import FoldBiasShifts
 from quantizer.export.passes.fold_channel_factors import FoldChannelFactors
 from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
@@ -27,7 +26,6 @@ __all__ = ["PASSES", "FoldChannelFactors", "GraphPass", "UnsignedActivations", "
 
 PASSES: tuple[GraphPass, ...] = (
     StoreWeights(),
-    FoldBiasShifts(),
     EinsumWeights(),
     EinsumToMatMul(),
     GemmToMatMul(),
