@@ -335,7 +335,7 @@ class Quantizer(QuantizerViews):
         """Return the quantizer that ``save`` wrote; its ``quantize()`` returns the same model, bit for bit.
 
         ``calib(model, resume=True)`` continues the calibration exactly, except that ranges which are chosen by running
-        batches are chosen on the new batches: the folder holds none.
+        batches are chosen on the new batches, and biases corrected by them: the folder holds none.
 
         Raises:
             QuantizerError: the folder was not written by ``save``, or is damaged.

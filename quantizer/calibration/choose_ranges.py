@@ -9,6 +9,7 @@ import torch
 
 from quantizer.calibration.auto_range import Trial
 from quantizer.calibration.auto_range import choose_ranges
+from quantizer.calibration.bias_correction import corrected
 from quantizer.calibration.costly_attention import leave_costly_attention
 from quantizer.calibration.output_search import choose
 from quantizer.calibration.proxied import Proxied
@@ -32,8 +33,16 @@ __all__ = ["make_plan"]
 def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     """Return the plan of a calibrated proxy; if the configuration asks for it, choose ranges on kept batches first.
 
-    Ranges are chosen once, and again after more data. This runs the proxy, so pause its observation first.
+    Ranges are chosen once, and again after more data; so are the shifts of biases, with the ranges as they came out.
+    This runs the proxy, so pause its observation first.
     """
+    plan = _with_ranges(proxy, observation)
+    if not proxy.config.bias_correction:
+        return plan
+    return corrected(proxy, plan, observation, proxy.config.target.torch_dtype)
+
+
+def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
     config, settings = proxy.config, plan_settings(proxy)
 
     def decided() -> Plan:

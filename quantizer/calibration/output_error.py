@@ -20,7 +20,7 @@ from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.restored_state import unmoved
 
-__all__ = ["OutputError"]
+__all__ = ["OutputError", "quantized"]
 
 
 class OutputError:
@@ -42,12 +42,12 @@ class OutputError:
 
     def of(self, plan: Plan) -> float:
         """Return the error of the model quantized by a plan; the proxy is float again afterwards."""
-        with torch.no_grad(), _quantized(self._proxy, plan):
+        with torch.no_grad(), quantized(self._proxy, plan):
             return sum(_error(_output(self._proxy.module, batch), output) for batch, output in self._expected)
 
 
 @contextmanager
-def _quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
+def quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
     """Apply a plan to the proxy, with weights as float parameters; switch all quantizers off again afterwards."""
     apply_plan(proxy.module, plan)
     try:
@@ -55,9 +55,7 @@ def _quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
         yield
     finally:
         for site in proxy.sites:
-            site.active = False
-            for place in range(len(site.quantizers)):
-                site.quantizer(place).reset()
+            site.reset()
 
 
 def _output(proxy: nn.Module, batch: Batch) -> Tensor:

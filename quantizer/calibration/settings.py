@@ -62,7 +62,7 @@ def make_observation(proxy: Proxied) -> Observation:
         partial(calibrator_of, config),
         off,
         proxy.skipped,
-        keep=replays_batches(config),
+        keep=replays_batches(config) or config.bias_correction,
         channels=config.activations.smooth is not None,
     )
 

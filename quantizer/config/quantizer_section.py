@@ -208,6 +208,10 @@ class QuantizerConfig(Section):
         default=ActivationsConfig(), description="How the ranges of activations are found."
     )
     weights: WeightsConfig = Field(default=WeightsConfig(), description="How the ranges of weights are found.")
+    bias_correction: bool = Field(
+        default=False,
+        description="Add the mean error that rounding makes in the output of each site to the site's bias.",
+    )
     sites: SitesConfig = Field(default=SitesConfig(), description="Which kinds of operation are quantized.")
     include: SelectionConfig = Field(
         default=SelectionConfig(), description="Quantize only what these rules match; all empty: everything."

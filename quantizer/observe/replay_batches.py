@@ -88,6 +88,14 @@ class ReplayBatches:
         """The number of batches of all ranks together: all ranks must read this."""
         return sum(map(len, _gathered(self._kept)))
 
+    def in_turns(self) -> Iterator[Batch | None]:
+        """Yield a copy of each batch that all ranks keep, in the order of their hashes; None for one of another rank.
+
+        The batches must be this rank's part of them, see ``shared``.
+        """
+        for key in sorted(key for of_rank in _gathered(self._kept) for key in of_rank):
+            yield copied(*self._kept[key]) if key in self._kept else None
+
     def __iter__(self) -> Iterator[Batch]:
         # Copies, since a model may change its inputs, and the batches are run more than once.
         return iter([copied(*self._kept[key]) for key in sorted(self._kept)])

@@ -9,9 +9,12 @@ import copy
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
+
+from torch import Tensor
 
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
@@ -20,7 +23,20 @@ from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.site_statistics import SiteStatistics
 
-__all__ = ["Seen"]
+__all__ = ["BiasShifts", "Seen"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BiasShifts:
+    """Shifts of the biases of sites, against the mean error of their outputs.
+
+    Attributes:
+        shifts: float32 [C], by site.
+        notes: a text for each quantized site: that it has a shift, or why not.
+    """
+
+    shifts: Mapping[str, Tensor]
+    notes: Mapping[str, str]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,6 +52,7 @@ class Seen:
         kept: batches to run again (None: none are kept).
         only_zeros: whether all inputs were all zeros.
         read_outside: where code outside of sites computes with a parameter, by the parameter's path.
+        bias_shifts: the shifts of biases, and the number of batches when they were measured (None: they were not).
     """
 
     records: dict[str, SiteStatistics]
@@ -46,6 +63,7 @@ class Seen:
     kept: ReplayBatches | None = None
     only_zeros: bool = True
     read_outside: dict[str, str] = field(default_factory=dict)
+    bias_shifts: tuple[int, BiasShifts] | None = None
 
     @classmethod
     def of_sites(cls, paths: Iterable[str], kept: ReplayBatches | None = None) -> Seen:
@@ -63,8 +81,9 @@ class Seen:
         return tuple(replace(product, multiply_adds=number) for product, number in self.products.items())
 
     def forget_choices(self) -> None:
-        """Discard the ranges that were chosen by running batches, and the migration of outliers."""
+        """Discard all that was chosen by running batches: ranges, migration of outliers, shifts of biases."""
         self.chosen_at = 0
+        self.bias_shifts = None
         for group in self.groups:
             group.chosen = None
         for site in self.records.values():

@@ -61,6 +61,9 @@ class Operation:
         methods: names of ``Tensor`` methods; those with a trailing ``_`` work in place.
         operators: names of classes in ``ast``, such as ``MatMult`` for ``@``.
         equation: the first argument is an equation as in ``einsum``, which must be a literal in the source.
+        bias: the argument that is added to the product, with a number for each channel of the result, and stays float;
+            None: the operation has none.
+        channels: the axis of the result that holds these channels, from the end.
     """
 
     name: str
@@ -71,6 +74,8 @@ class Operation:
     methods: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
     equation: bool = False
+    bias: Operand | None = None
+    channels: int = -1
 
 
 def _product(
@@ -88,6 +93,7 @@ def _product(
         Operand(name="lhs", index=start, keyword=first),
         Operand(name="rhs", index=start + 1, keyword=second),
     )
+    bias = Operand(name="bias", index=0, keyword="input") if start else None
     return Operation(
         name=name,
         kind="matmul",
@@ -96,6 +102,7 @@ def _product(
         functions=functions,
         methods=methods,
         operators=operators,
+        bias=bias,
     )
 
 
@@ -104,23 +111,26 @@ def _added(name: str, first: str, second: str) -> Operation:
     return _product(name, first, second, 1, functions=(f"torch.{name}",), methods=(name, f"{name}_"))
 
 
-def _weighted(name: str, kind: Kind, size: gemm_shape.GeometryOf, *functions: str) -> Operation:
-    """Return the entry of ``f(input, weight, ...)``."""
+def _weighted(name: str, kind: Kind, size: gemm_shape.GeometryOf, *functions: str, channels: int = -1) -> Operation:
+    """Return the entry of ``f(input, weight, bias, ...)``."""
     operands = (
         Operand(name="input", index=0, keyword="input"),
         Operand(name="weight", index=1, keyword="weight"),
     )
-    return Operation(name=name, kind=kind, operands=operands, geometry=size, functions=functions)
+    bias = Operand(name="bias", index=2, keyword="bias")
+    return Operation(
+        name=name, kind=kind, operands=operands, geometry=size, functions=functions, bias=bias, channels=channels
+    )
 
 
-def _convolution(name: str, size: gemm_shape.GeometryOf) -> Operation:
-    return _weighted(name, "conv", size, f"torch.nn.functional.{name}", f"torch.{name}")
+def _convolution(name: str, size: gemm_shape.GeometryOf, axes: int) -> Operation:
+    return _weighted(name, "conv", size, f"torch.nn.functional.{name}", f"torch.{name}", channels=-1 - axes)
 
 
 CATALOGUE: tuple[Operation, ...] = (
     _weighted("linear", "linear", gemm_shape.weighted, "torch.nn.functional.linear"),
-    *(_convolution(f"conv{axes}d", gemm_shape.weighted) for axes in (1, 2, 3)),
-    *(_convolution(f"conv_transpose{axes}d", gemm_shape.transposed) for axes in (1, 2, 3)),
+    *(_convolution(f"conv{axes}d", gemm_shape.weighted, axes) for axes in (1, 2, 3)),
+    *(_convolution(f"conv_transpose{axes}d", gemm_shape.transposed, axes) for axes in (1, 2, 3)),
     _product("matmul", "input", "other", functions=("torch.matmul",), methods=("matmul",), operators=("MatMult",)),
     _product("mm", "input", "mat2", functions=("torch.mm",), methods=("mm",)),
     _product("bmm", "input", "mat2", functions=("torch.bmm",), methods=("bmm",)),

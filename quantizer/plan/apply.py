@@ -60,7 +60,11 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 
 def apply_site_plan(site: Site, entry: SitePlan) -> None:
-    """Set scale and factor of each operand of one site that the plan quantizes; do not switch the site on."""
+    """Set the shift of one site's bias, and scale and factor of each operand that the plan quantizes.
+
+    The site is not switched on.
+    """
+    site.bias_shift = None if entry.bias_shift is None else entry.bias_shift.detach().clone()
     for planned in entry.operands:
         if planned.quantized:
             assert planned.scale is not None
@@ -166,6 +170,7 @@ def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
     return all(
         sites[path].frozen
         and sites[path].active == entry.quantized
+        and _same_shift(sites[path].bias_shift, entry.bias_shift)
         and all(_holds(sites[path].quantizer_of(planned.name), planned) for planned in entry.operands)
         for path, entry in plan.items()
     )
@@ -191,6 +196,12 @@ def require_scales_of(proxy: nn.Module, scale_dtype: torch.dtype, backend: str) 
                     f"{first:.3g}, are no numbers of {name}; "
                     f"export it with the Quantizer that quantized it, or quantize with its for_backend({backend!r})"
                 )
+
+
+def _same_shift(held: Tensor | None, planned: Tensor | None) -> bool:
+    if held is None or planned is None:
+        return held is planned
+    return torch.equal(held, planned.to(held))
 
 
 def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:

@@ -1,7 +1,8 @@
 """The folder of a saved plan: a YAML file for people, and safetensors files for tensors.
 
 - ``quantizer.yaml``: format, config, fallback, every site with its reason, every product counted.
-- ``ranges.safetensors``: amax, scale and smooth of every operand, float32, under ``SITE/OPERAND/amax`` and so on.
+- ``ranges.safetensors``: amax, scale and smooth of every operand, float32, under ``SITE/OPERAND/amax`` and so on, and
+  the shift of a site's bias under ``SITE/bias_shift``.
 - ``observed.safetensors``: the statistics of calibration, to continue it; not in every folder.
 
 The folder appears as a whole or not at all. Inside another file, the first two are the bytes of one safetensors file
@@ -63,7 +64,7 @@ _DOCUMENT_FIELDS = {
     "products": list[Any],
 }
 _OPERAND_FIELDS = tuple(name for name in OperandPlan.__slots__ if name not in _TENSOR_FIELDS)
-_SITE_FIELDS = tuple(name for name in SitePlan.__slots__ if name != "operands")
+_SITE_FIELDS = tuple(name for name in SitePlan.__slots__ if name not in ("operands", "bias_shift"))
 
 
 def save_state(
@@ -191,6 +192,8 @@ def _plain(
         site: dict[str, Any] = {name: getattr(entry, name) for name in _SITE_FIELDS}
         site["operands"] = [_fields(operand) for operand in entry.operands]
         sites.append(site)
+        if entry.bias_shift is not None:
+            tensors[f"{entry.name}/bias_shift"] = entry.bias_shift.contiguous().clone()
         for operand in entry.operands:
             for name in _TENSOR_FIELDS:
                 value = getattr(operand, name)
@@ -227,7 +230,7 @@ def _from_plain(
             CountedProduct.from_plain(values, f"products[{number}]")
             for number, values in enumerate(document.pop("products", ()))
         )
-        plan = {site.name: replace(site, operands=_with_tensors(site, tensors)) for site in sites}
+        plan = {site.name: _with_tensors(site, tensors) for site in sites}
         check_plan(sites, plan, tensors)
         lost = {product.site for product in products} - {None} - set(plan)
         if lost:
@@ -252,12 +255,12 @@ def _check_fields(document: Mapping[str, Any]) -> None:
         decoded(_DOCUMENT_FIELDS[name], value, name)
 
 
-def _with_tensors(site: SitePlan, tensors: Mapping[str, Tensor]) -> tuple[OperandPlan, ...]:
+def _with_tensors(site: SitePlan, tensors: Mapping[str, Tensor]) -> SitePlan:
     found = []
     for operand in site.operands:
         amax, scale, smooth = (tensors.get(f"{site.name}/{operand.name}/{name}") for name in _TENSOR_FIELDS)
         found.append(replace(operand, amax=amax, scale=scale, smooth=smooth))
-    return tuple(found)
+    return replace(site, operands=tuple(found), bias_shift=tensors.get(f"{site.name}/bias_shift"))
 
 
 def _fields(operand: OperandPlan) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def check_plan(sites: Sequence[SitePlan], plan: Mapping[str, SitePlan], tensors:
     Args:
         sites: the sites in the order of the file.
         plan: the same by name, each operand with its tensors.
-        tensors: all tensors of the file, by ``SITE/OPERAND/FIELD``.
+        tensors: all tensors of the file, by ``SITE/OPERAND/FIELD`` or ``SITE/bias_shift``.
 
     Raises:
         ValueError: the plan is inconsistent; the message gives the first place in the file.
@@ -47,9 +47,10 @@ def check_plan(sites: Sequence[SitePlan], plan: Mapping[str, SitePlan], tensors:
             for fault in _of_operand(operand):
                 raise ValueError(f"{place}.operands[{index}].{fault}")
             known |= {f"{site.name}/{operand.name}/{field}" for field in _TENSORS}
+        known.add(f"{site.name}/bias_shift")
     lost = [name for name in tensors if name not in known]
     if lost:
-        raise ValueError(f"the tensor {lost[0]!r} belongs to no operand")
+        raise ValueError(f"the tensor {lost[0]!r} belongs to no site or operand")
 
 
 def _of_site(site: SitePlan) -> Iterator[str]:
@@ -58,6 +59,15 @@ def _of_site(site: SitePlan) -> Iterator[str]:
             yield f"{name}: expected 0 or more, got {value}"
     if site.quantized != any(operand.quantized for operand in site.operands):
         yield f"quantized: is {site.quantized}, and its operands say otherwise"
+    shift = site.bias_shift
+    if shift is None:
+        return
+    if not site.quantized:
+        yield "bias_shift: there is one, and the site is float"
+    elif shift.dtype != torch.float32 or shift.dim() != 1:
+        yield f"bias_shift: expected a tensor of float32 [C], got {shift.dtype} {list(shift.shape)}"
+    elif not bool(torch.isfinite(shift).all()):
+        yield "bias_shift: expected finite numbers"
 
 
 def _of_operand(operand: OperandPlan) -> Iterator[str]:

@@ -117,6 +117,8 @@ class SitePlan:
             quantized site) or ``fallback``; None: the statistics of the operands decided, as ``reason`` says.
         reads: the paths of the parameters among its operands, quantized or not.
         beyond_half: the largest magnitude in its module if that is beyond float16 (None: it is not).
+        bias_shift: float32 [C], added to the bias against the mean error of the output (None: nothing is).
+        bias_note: a text on ``bias_shift``, or on why there is none (None: it was not asked for).
     """
 
     name: str
@@ -131,6 +133,8 @@ class SitePlan:
     multiply_adds: int = 0
     reads: tuple[str, ...] = ()
     beyond_half: float | None = None
+    bias_shift: Tensor | None = None
+    bias_note: str | None = None
     operands: tuple[OperandPlan, ...] = ()
 
 
@@ -149,11 +153,21 @@ def with_fallback(plan: Plan, groups: Mapping[str, str]) -> Plan:
         )
         quantized = any(operand.quantized for operand in operands)
         changed = [new for new, old in zip(operands, entry.operands, strict=True) if new is not old]
-        reason = entry.reason
-        if changed:
-            reason = summary(operands) if quantized else changed[0].reason or ""
-        rule = RuleKind.FALLBACK.text() if changed and not quantized else entry.rule
-        result[path] = replace(entry, operands=operands, quantized=quantized, reason=reason, rule=rule)
+        if not changed:
+            result[path] = entry
+        elif quantized:
+            result[path] = replace(entry, operands=operands, reason=summary(operands, entry.bias_note))
+        else:
+            # The shift is against the error of a rounded product, which a float one does not have.
+            result[path] = replace(
+                entry,
+                operands=operands,
+                quantized=False,
+                reason=changed[0].reason or "",
+                rule=RuleKind.FALLBACK.text(),
+                bias_shift=None,
+                bias_note=None,
+            )
     return result
 
 
@@ -163,7 +177,7 @@ def _put_back(site: SitePlan, why: str) -> str:
     return ReasonCode.IN_FLOAT32.text(why=why, largest=f"{site.beyond_half:.3g}", end=f"{FLOAT16_MAX:.0f}")
 
 
-def summary(operands: tuple[OperandPlan, ...]) -> str:
+def summary(operands: tuple[OperandPlan, ...], bias_note: str | None = None) -> str:
     """Return ``int8: input, weight``, or such by format, and the operands that stay float, with all notes."""
     formats: dict[str, list[str]] = defaultdict(list)
     for operand in operands:
@@ -174,4 +188,4 @@ def summary(operands: tuple[OperandPlan, ...]) -> str:
     left = [f"{operand.name} not: {operand.reason}" for operand in operands if not operand.quantized]
     smoothing = [operand.smoothing for operand in operands if operand.smoothing and operand.role == "activation"]
     notes = [f"{operand.name}: {note}" for operand in operands if operand.quantized for note in operand.notes]
-    return "; ".join([*held, *left, *smoothing, *notes])
+    return "; ".join([*held, *left, *smoothing, *([] if bias_note is None else [bias_note]), *notes])

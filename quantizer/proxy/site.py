@@ -15,6 +15,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.errors import ProxyError
+from quantizer.operations.catalogue import Operand
 from quantizer.operations.catalogue import Operation
 from quantizer.operations.catalogue import operation
 from quantizer.proxy.operand_quantizer import OperandQuantizer
@@ -67,6 +68,7 @@ class Site(nn.Module):
         active: whether at least one operand is rounded.
         frozen: whether its weights are stored as integers, so that the site cannot be trained.
         quantizers: the names of the child modules that are its operand quantizers, in the catalogue's order.
+        bias_shift: float [C], added to the bias of each call whose operands are rounded (None: nothing is).
     """
 
     def __init__(self, source: SiteSource, path: str) -> None:
@@ -85,6 +87,8 @@ class Site(nn.Module):
         # An operand without an argument is computed inside: to round it, the call is split into its products.
         self._fused = any(operand.index is None for operand in entry.operands)
         self._implied = None if source.form == "call" else _implied(source, entry)
+        self.register_buffer("bias_shift", None)
+        self.bias_shift: Tensor | None
 
     @property
     def host_path(self) -> str:
@@ -105,6 +109,18 @@ class Site(nn.Module):
     def quantizer_of(self, operand: str) -> OperandQuantizer:
         """Return the quantizer of the operand called ``operand``."""
         return self.quantizer([entry.name for entry in self.operation.operands].index(operand))
+
+    def reset(self) -> None:
+        """Switch the site off, and remove the ranges of its operands and the shift of its bias."""
+        self.active, self.bias_shift = False, None
+        for index in range(len(self.quantizers)):
+            self.quantizer(index).reset()
+
+    def bias_of(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Return the bias among the arguments of a call; None if there is none."""
+        bias = self.operation.bias
+        place = None if bias is None else _place(bias, args, keywords)
+        return None if place is None else place[0][place[1]]
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         if self._implied is None:
@@ -163,15 +179,17 @@ class Site(nn.Module):
         """
         for position, operand in enumerate(self.operation.operands):
             quantizer = self.quantizer(position)
-            place: tuple[Any, Any] | None = None
-            if operand.index is not None and operand.index < len(args):
-                place = args, operand.index
-            elif operand.keyword is not None and operand.keyword in keywords:
-                place = keywords, operand.keyword
+            place = _place(operand, args, keywords)
             if place is not None:
                 holder, key = place
                 needed = kept and quantizer.change is not None and isinstance(holder[key], Tensor)
                 holder[key] = quantizer(holder[key].clone() if needed else holder[key])
+        bias, shift = self.operation.bias, self.bias_shift
+        place = None if bias is None or shift is None else _place(bias, args, keywords)
+        # A call without a bias has nothing to hold the shift; calibration saw none such.
+        if shift is not None and place is not None and isinstance(place[0][place[1]], Tensor):
+            holder, key = place
+            holder[key] = holder[key] + shift.to(holder[key])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without observer and override: copies and pickles have none."""
@@ -179,6 +197,13 @@ class Site(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.source.operation}, line {self.source.line}"
+
+
+def _place(operand: Operand, args: Any, keywords: Any) -> tuple[Any, Any] | None:
+    """Return the arguments that hold an operand, and its index or name in them; None if the call has none."""
+    if operand.index is not None and operand.index < len(args):
+        return args, operand.index
+    return (keywords, operand.keyword) if operand.keyword is not None and operand.keyword in keywords else None
 
 
 def _implied(source: SiteSource, entry: Operation) -> Callable[..., Any]:

@@ -164,7 +164,6 @@ class QatSession:
         self._applied = plan
         # After more batches, the plan may leave an operand float that it rounded before.
         for site in sites_of(self.proxy):
-            for position in range(len(site.quantizers)):
-                site.quantizer(position).reset()
+            site.reset()
         apply_plan(self.proxy, plan)
         switch_on(self.proxy, plan)

@@ -44,14 +44,18 @@ def prepare_state_dict(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> None
 
 
 def _decisions(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> dict[str, str]:
-    """Return how each quantized operand is rounded, by ``SITE.OPERAND``."""
+    """Return how each quantized operand is rounded, by ``SITE.OPERAND``, and what shifts a bias, by ``SITE.bias``."""
     names = (
         (f"{site.path}.{operand.name}", site.quantizer(position))
         for site in sites_of(proxy)
         if site.active
         for position, operand in enumerate(site.operation.operands)
     )
-    return {name: _description(quantizer, kinds.get(name, "fixed")) for name, quantizer in names if quantizer.enabled}
+    rounded = {
+        name: _description(quantizer, kinds.get(name, "fixed")) for name, quantizer in names if quantizer.enabled
+    }
+    shifts = ((f"{site.path}.bias", site.bias_shift) for site in sites_of(proxy) if site.active)
+    return rounded | {name: f"shifted by {_checksum(shift)}" for name, shift in shifts if shift is not None}
 
 
 def _description(quantizer: OperandQuantizer, kind: ScaleKind) -> str:
@@ -62,10 +66,14 @@ def _description(quantizer: OperandQuantizer, kind: ScaleKind) -> str:
     if quantizer.zero_point is not None:
         parts.append(f"zero point {int(quantizer.zero_point)}")
     if quantizer.factor is not None:
-        parts.append(f"smoothed by {zlib.crc32(quantizer.factor.float().cpu().numpy().tobytes()):08x}")
+        parts.append(f"smoothed by {_checksum(quantizer.factor)}")
     if quantizer.scale is not None:
         parts.append(f"scale [{', '.join(map(str, quantizer.scale.shape))}] {kind}")
     return ", ".join(parts)
+
+
+def _checksum(values: Tensor) -> str:
+    return f"{zlib.crc32(values.float().cpu().numpy().tobytes()):08x}"
 
 
 def _as_bytes(decisions: dict[str, str]) -> Tensor:

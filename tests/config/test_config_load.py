@@ -575,7 +575,7 @@ def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
         "keyword 'exclude': exclude.name: unknown key; expected one of module_types, names, sites; "
         "did you mean 'names'?",
         "keyword 'bakend': bakend: unknown key; expected one of preset, backend, dtype, formats, fallback_dtype, "
-        "activations, weights, sites, include, exclude; did you mean 'backend'?",
+        "activations, weights, bias_correction, sites, include, exclude; did you mean 'backend'?",
     ]
 
 

@@ -1,7 +1,8 @@
-"""Pass that stores weights in their format: operators that turn a constant into codes are evaluated at export.
+"""Pass that stores weights in their format, and biases with their shifts: what is computed of constants alone.
 
 A frozen proxy holds its weights as codes already, those of INT4 in a byte each; a proxy that trains holds them as
-floats behind a Q/DQ pair.
+floats behind a Q/DQ pair. The shift of a bias (``calibration/bias_correction.py``) is a constant of its own in both;
+the exporter itself adds up constants of at most 8192 numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.qtype import QTYPES
 from quantizer.numerics.qtype import QType
 from quantizer.qdq.graph import block_size
+from quantizer.qdq.graph import floats
 
 __all__ = ["StoreWeights"]
 
 
 class StoreWeights:
-    """``Q(w, s) -> DQ`` and ``Cast(w) -> DQ`` of a constant w become ``DQ`` of stored codes."""
+    """``Q(w, s) -> DQ`` and ``Cast(w) -> DQ`` of a constant w become ``DQ`` of stored codes.
+
+    ``Add(b, d)`` of two constants [C] becomes the constant b + d.
+    """
 
     def requires(self, model: Any) -> str | None:
         return None
@@ -38,10 +43,20 @@ class StoreWeights:
             name = "_".join([*(value.name for value in node.inputs[:2]), "stored"])
             node.outputs[0].replace_all_uses_with(add_constant(model, name, codes, element))
             _remove(model, node)
-        return len(found)
+        shifted = _shifted_biases(model)
+        for node, bias, shift in shifted:
+            value = node.inputs[0]
+            # Rounded once, like a sum of two numbers of the type.
+            whole = (bias.astype(np.float64) + shift).astype(bias.dtype)
+            node.outputs[0].replace_all_uses_with(add_constant(model, f"{value.name}_shifted", whole, value.dtype))
+            _remove(model, node)
+        return len(found) + len(shifted)
 
     def ensures(self, model: Any) -> str | None:
         left = [node.inputs[0].name for node, _ in _constant_weights(model)]
+        apart = [node.inputs[0].name for node, _, _ in _shifted_biases(model)]
+        if apart:
+            return f"a bias is stored without its shift: {apart[0]}"
         return f"a weight is not stored in its format: {left[0]}" if left else None
 
 
@@ -57,6 +72,17 @@ def _constant_weights(model: Any) -> list[tuple[Any, QType]]:
         kind = formats.get(_element_of(node))
         if kind is not None and (node.op_type == "QuantizeLinear" or kind.is_packed):
             found.append((node, kind))
+    return found
+
+
+def _shifted_biases(model: Any) -> list[tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Return the nodes that add up two constants [C], and these."""
+    found = []
+    for node in model.graph:
+        if node.op_type == "Add" and not node.outputs[0].is_graph_output():
+            first, second = map(floats, node.inputs)
+            if first is not None and second is not None and first.ndim == 1 and first.shape == second.shape:
+                found.append((node, first, second))
     return found
 
 

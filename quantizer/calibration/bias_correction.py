@@ -1,0 +1,265 @@
+"""Bias correction: the mean error that rounding makes in a site's output, moved into the site's bias.
+
+Legend: y [R, C] the float output of a site, as rows without padding; z [R, C] its output with the operands rounded and
+with everything before it rounded and corrected; m the median over rows of |y_r|^2.
+
+    shift = sum_r w_r (y_r - z_r) / sum_r w_r        w_r = m / (|y_r|^2 + m)
+
+With equal weights this is E[y] - E[z] (Nagel et al. 2019, arXiv:1906.04721, section 4.2, from data). But a few rows of
+huge values, such as the first tokens of a transformer, have errors as huge, and would decide for all others.
+
+The sites are corrected in the order in which the model calls them: each call is compared with the same call of a float
+pass, and its result goes on corrected. Corrected all at once, from the errors of one quantized pass, a site would take
+away again what the correction of the sites before it already took away.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+
+import torch
+from safetensors.torch import load
+from safetensors.torch import save
+from torch import Tensor
+
+from quantizer.calibration.output_error import OutputError
+from quantizer.calibration.output_error import quantized
+from quantizer.calibration.proxied import Proxied
+from quantizer.common.distributed import all_gather_bytes
+from quantizer.common.distributed import all_reduce_sum
+from quantizer.common.distributed import get_world_size
+from quantizer.observe.padding import padding_mask
+from quantizer.observe.padding import without_padding
+from quantizer.observe.replay_batches import Batch
+from quantizer.observe.replay_batches import ReplayBatches
+from quantizer.observe.replay_batches import copied
+from quantizer.observe.statistics import BiasShifts
+from quantizer.observe.statistics import Seen
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.site_plan import summary
+from quantizer.proxy.restored_state import unmoved
+from quantizer.proxy.site import CallOverride
+from quantizer.proxy.site import Site
+
+__all__ = ["corrected"]
+
+_ROWS = 4096
+"""The number of rows that are summed at once."""
+
+_DONE = "bias corrected"
+_NO_BIAS = "bias not corrected: it has none that holds it"
+_UNREACHED = "bias not corrected: no batch that was kept reaches it"
+_WORSE = "bias not corrected: the output of the model comes out better without"
+
+
+def corrected(proxy: Proxied, plan: Plan, observation: Seen, dtype: torch.dtype) -> Plan:
+    """Return the plan with shifts of biases, and a note for each quantized site.
+
+    The shifts are measured once, and again after more data.
+
+    Args:
+        proxy: the calibrated proxy, its sites inactive and unobserved.
+        plan: the plan without shifts.
+        observation: the statistics, with kept batches; the shifts are stored in it.
+        dtype: the float type of biases on the target, to which shifts are rounded.
+    """
+    known = observation.bias_shifts
+    if known is None or known[0] != observation.batches:
+        with torch.no_grad():
+            known = observation.batches, _chosen(proxy, plan, observation.kept or ReplayBatches(), dtype)
+        observation.bias_shifts = known
+    return _with_shifts(plan, known[1])
+
+
+def _chosen(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtype) -> BiasShifts:
+    """Measure the shifts; return none if the output of the model is worse with them, on the batches of all ranks."""
+    measured = _measured(proxy, plan, kept, dtype)
+    if not measured.shifts:
+        return measured
+    error = OutputError(proxy, kept)
+    before, after = all_reduce_sum([error.of(plan), error.of(_with_shifts(plan, measured))])
+    if after <= before:
+        return measured
+    notes = {path: _WORSE if path in measured.shifts else note for path, note in measured.notes.items()}
+    return BiasShifts(shifts={}, notes=notes)
+
+
+def _with_shifts(plan: Plan, found: BiasShifts) -> Plan:
+    def with_shift(path: str, entry: SitePlan) -> SitePlan:
+        if not entry.quantized or path not in found.notes:
+            return entry
+        note = found.notes[path]
+        return replace(entry, bias_shift=found.shifts.get(path), bias_note=note, reason=summary(entry.operands, note))
+
+    return {path: with_shift(path, entry) for path, entry in plan.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """The sums of w_r (y_r - z_r), float64 [C], and of w_r."""
+
+    error: Tensor
+    weight: float
+
+    def mean(self, dtype: torch.dtype) -> Tensor:
+        """Return the mean, float32 [C], rounded to ``dtype``."""
+        return (self.error / self.weight).to(dtype).float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A call in float: the weights of its rows, float64 [R], and the sum of w_r y_r, float64 [C]."""
+
+    weights: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, y: Tensor) -> _Expected:
+        """Return that of rows y [R, C]."""
+        power = torch.linalg.vector_norm(y, dim=1, dtype=torch.float64).square()
+        middle = power.median() if len(y) else power.new_zeros(())
+        # If most rows are zeros, all count alike.
+        weights = middle / (power + middle) if middle > 0 else torch.ones_like(power)
+        return cls(weights, _weighted_sum(weights, y))
+
+    def compared(self, z: Tensor) -> _Sum:
+        """Return the sums of the errors of rows z [R, C]."""
+        return _Sum(self.total - _weighted_sum(self.weights, z), float(self.weights.sum()))
+
+
+def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """Return the sum of w_r x_r, float64 [C], without a copy of all rows x [R, C] in float64."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    for start in range(0, len(rows), _ROWS):
+        total += weights[start : start + _ROWS] @ rows[start : start + _ROWS].double()
+    return total
+
+
+_Errors = Mapping[str, _Sum | None]
+"""The sums by site; None: the site was called without a bias."""
+
+
+def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtype) -> BiasShifts:
+    """Return the mean error of each site's output, over the kept batches of all ranks.
+
+    The batches run one after the other, each on the rank that keeps it, and each is corrected by the means of those
+    before it and its own. So all ranks get the shifts of one process.
+    """
+    sites = [site for site in proxy.sites if _may_hold_a_shift(site, plan[site.path])]
+    errors: _Errors = {}
+    for batch in kept.in_turns():
+        errors = _told(None if batch is None else _Comparison(errors, dtype).run(proxy, plan, sites, batch))
+    notes = {path: _NO_BIAS for path, entry in plan.items() if entry.quantized}
+    notes |= {site.path: _UNREACHED for site in sites if site.path not in errors}
+    shifts = {path: error.mean(dtype) for path, error in errors.items() if error is not None}
+    return BiasShifts(shifts=shifts, notes=notes | dict.fromkeys(shifts, _DONE))
+
+
+def _may_hold_a_shift(site: Site, entry: SitePlan) -> bool:
+    """Return whether a site is a quantized product with a weight, to which an argument may add a bias."""
+    # As the first factor of a matrix product, the weight has its channels along another axis than a bias.
+    weighted = any(operand.role == "weight" and operand.name != "lhs" for operand in entry.operands)
+    return entry.quantized and weighted and site.operation.bias is not None and not site.source.in_place
+
+
+class _Comparison:
+    """One batch in float, and then rounded and corrected, call by call.
+
+    Args:
+        errors: the errors of the batches before.
+        dtype: the float type of biases on the target.
+    """
+
+    def __init__(self, errors: _Errors, dtype: torch.dtype) -> None:
+        self._errors = dict(errors)
+        self._dtype = dtype
+        self._expected: dict[str, deque[_Expected]] = defaultdict(deque)
+        self._mask: Tensor | None = None
+
+    def run(self, proxy: Proxied, plan: Plan, sites: Sequence[Site], batch: Batch) -> _Errors:
+        """Return the errors of the batches before and of this one."""
+        args, keywords = batch
+        self._mask = padding_mask(keywords, args)
+        _run(proxy, sites, batch, self._in_float)
+        with quantized(proxy, plan):
+            for site in sites:
+                # Its calls are made below instead.
+                site.active = False
+            _run(proxy, sites, batch, self._corrected)
+        return self._errors
+
+    def _in_float(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+        result = function(*args, **keywords)
+        bias = site.bias_of(args, keywords)
+        channels = (result.shape[site.operation.channels],)
+        if isinstance(bias, Tensor) and bias.shape == channels and keywords.get("beta", 1) == 1:
+            self._expected[site.path].append(_Expected.of(self._rows(site, result)))
+        else:
+            self._errors[site.path] = None
+        return result
+
+    def _corrected(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
+        result, path = site.rounded(function, args, keywords), site.path
+        if path in self._errors and self._errors[path] is None:
+            return result
+        # With other values a model may call a site less or more often, or with other rows: those calls tell nothing.
+        expected = self._expected[path].popleft() if self._expected[path] else None
+        rows = self._rows(site, result)
+        known = self._errors.get(path)
+        if expected is not None and len(expected.weights) == len(rows) > 0:
+            found = expected.compared(rows)
+            if known is not None:
+                found = _Sum(known.error + found.error, known.weight + found.weight)
+            known = self._errors[path] = found
+        if known is None:
+            return result
+        shift = known.mean(self._dtype).to(result)
+        return result + shift.reshape([-1] + [1] * (-1 - site.operation.channels))
+
+    def _rows(self, site: Site, result: Tensor) -> Tensor:
+        """Return a result as rows [R, C] without padding."""
+        rows = without_padding(result.movedim(site.operation.channels, -1), self._mask, channels_last=True)
+        return rows.reshape(-1, rows.shape[-1])
+
+
+def _run(proxy: Proxied, sites: Sequence[Site], batch: Batch, judge: CallOverride) -> None:
+    """Run a batch, with ``judge`` in place of the calls of ``sites``."""
+    args, keywords = copied(*batch)
+    try:
+        for site in sites:
+            site.judge = judge
+        # forward() instead of a call: the hooks of the proxy are for calibration.
+        with unmoved(proxy.module):
+            proxy.module.forward(*args, **keywords)
+    finally:
+        for site in sites:
+            site.judge = None
+
+
+def _told(mine: _Errors | None) -> _Errors:
+    """Return the errors that the rank of the batch has, on all ranks; ``mine`` is None on the others."""
+    if get_world_size() == 1:
+        assert mine is not None
+        return mine
+    packed = {} if mine is None else {path: _packed(error) for path, error in mine.items()}
+    told = all_gather_bytes(b"" if mine is None else save(packed))
+    return {path: _unpacked(error) for data in told if data for path, error in load(data).items()}
+
+
+def _packed(error: _Sum | None) -> Tensor:
+    """Return both sums as float64 [C + 1], the last of them that of weights; [0] for None."""
+    if error is None:
+        return torch.zeros(0)
+    return torch.cat([error.error.cpu(), torch.tensor([error.weight], dtype=torch.float64)])
+
+
+def _unpacked(packed: Tensor) -> _Sum | None:
+    return _Sum(packed[:-1], float(packed[-1])) if packed.numel() else None

@@ -1,0 +1,476 @@
+"""The mean error of each site's output, moved into its bias: the figures by hand, what has none, what carries it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from calibrated import make_calibrated
+from helpers import Mlp
+from helpers import Snapshot
+from helpers import assert_same
+from torch import Tensor
+from torch import nn
+from torch.nn import functional as F
+
+from quantizer import QATCalibrate
+from quantizer import Quantizer
+from quantizer.calibration.output_error import OutputError
+from quantizer.errors import QuantizerError
+from quantizer.errors import TrainingError
+from quantizer.plan.site_plan import Plan
+
+BATCHES = 2  # as many as are kept to be run again
+COARSE = {"calibrator": "percentile", "percentile": 90.0}
+"""Ranges that clip a tenth of the values, whose mean error is not small."""
+
+
+class Net(nn.Module):
+    """Two layers of all positive inputs: [rows, 8] to [rows, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def data(batches: int = BATCHES, seed: int = 0, shape: tuple[int, ...] = (24, 8)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator).square() for _ in range(batches)]
+
+
+def calibrated(model: nn.Module, batches: list[Any] | None = None, **options: Any) -> Quantizer:
+    settings = {"backend": "onnxruntime", "activations": COARSE, "bias_correction": True, **options}
+    return make_calibrated(model.eval(), data() if batches is None else batches, **settings)
+
+
+def uncorrected(model: nn.Module, batches: list[Any] | None = None, **options: Any) -> Any:
+    """The frozen proxy of the same ranges without shifts."""
+    return calibrated(model, batches, bias_correction=False, **options).quantize(model)
+
+
+def shift_of(q: Quantizer, site: str) -> Tensor:
+    shift = q.plan[site].bias_shift
+    assert shift is not None
+    assert shift.dtype == torch.float32
+    return shift
+
+
+def sums(y: Tensor, z: Tensor) -> tuple[Tensor, float]:
+    """The formula of ``bias_correction.py`` for rows [R, C]."""
+    y, z = y.double(), z.double()
+    power = [float(row @ row) for row in y]
+    middle = sorted(power)[(len(power) - 1) // 2]
+    weights = [middle / (value + middle) for value in power]
+    error = sum((w * (a - b) for w, a, b in zip(weights, y, z, strict=True)), torch.zeros(y.shape[1]).double())
+    return error, sum(weights)
+
+
+def sqnr_db(found: Tensor, expected: Tensor) -> float:
+    return 10 * math.log10(float(expected.square().sum() / (found - expected).square().sum()))
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected.float(), rtol=1e-4, atol=1e-6)
+
+
+# -- the figures -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_two_layers_by_hand() -> None:
+    model = Net().eval()
+    (x,) = data(1)
+    q = calibrated(model, [x])
+    rounded = uncorrected(model, [x])
+    y = model.first(x)
+    z = rounded.first(x)
+    error, weight = sums(y, z)
+    first = error / weight
+    # The second layer is compared with what it reads once the first is corrected.
+    error, weight = sums(model.second(torch.relu(y)), rounded.second(torch.relu(z + first.float())))
+    assert close(shift_of(q, "first.forward.linear_0"), first)
+    assert close(shift_of(q, "second.forward.linear_0"), error / weight)
+    expected = rounded.second(torch.relu(z + first.float())) + (error / weight).float()
+    assert torch.allclose(q.quantize(model)(x), expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_several_batches_add_up() -> None:
+    model = Net().eval()
+    q, rounded = calibrated(model), uncorrected(model)
+    found = [sums(model.first(x), rounded.first(x)) for x in data()]
+    expected = sum(error for error, _ in found) / sum(weight for _, weight in found)
+    assert close(shift_of(q, "first.forward.linear_0"), torch.as_tensor(expected))
+
+
+@torch.no_grad()
+def test_the_output_is_better_on_other_data() -> None:
+    model = Net().eval()
+    corrected, rounded = calibrated(model).quantize(model), uncorrected(model)
+    for x in data(4, seed=5):
+        # Measured: 0.3 to 0.5.
+        assert sqnr_db(corrected(x), model(x)) - sqnr_db(rounded(x), model(x)) > 0.2
+
+
+@torch.no_grad()
+def test_rows_with_huge_values_do_not_decide() -> None:
+    model = nn.Sequential(nn.Linear(8, 16)).eval()
+    x = data(1, shape=(400, 8))[0]
+    x[0] = 1000.0
+    activations = {"calibrator": "percentile", "percentile": 99.0}
+    shift = shift_of(calibrated(model, [x], activations=activations), "0.forward.linear_0")
+    rounded = uncorrected(model, [x], activations=activations)
+    error = model(x) - rounded(x)
+    usual = error[1:].mean(0)
+    assert float((error.mean(0) - usual).norm()) > 20 * float((shift - usual).norm())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(8, 12, 3, groups=4), (4, 8, 6, 6)),
+        (nn.Conv2d(8, 8, 3, groups=8), (4, 8, 6, 6)),
+        (nn.Conv1d(8, 12, 3), (4, 8, 9)),
+        (nn.ConvTranspose2d(8, 12, 3, groups=2), (4, 8, 6, 6)),
+        (nn.Conv2d(8, 12, 3), (8, 6, 6)),
+    ],
+    ids=["groups", "depthwise", "one axis", "transposed", "no batch axis"],
+)
+def test_convolutions(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(layer).eval()
+    (x,) = data(1, shape=shape)
+    q, rounded = calibrated(model, [x]), uncorrected(model, [x])
+    (site,) = [path for path, entry in q.plan.items() if entry.quantized]
+    channels = -len(layer.kernel_size) - 1  # type: ignore[arg-type]
+    rows = [value.movedim(channels, -1).flatten(0, -2) for value in (model(x), rounded(x))]
+    error, weight = sums(*rows)
+    assert close(shift_of(q, site), error / weight)
+    assert sqnr_db(q.quantize(model)(x), model(x)) > sqnr_db(rounded(x), model(x))
+
+
+@torch.no_grad()
+def test_a_layer_that_is_called_twice_has_one_shift() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.relu(self.layer(x)))
+
+    model = Twice().eval()
+    (x,) = data(1)
+    q, rounded = calibrated(model, [x]), uncorrected(model, [x])
+    y, z = model.layer(x), rounded.layer(x)
+    error, weight = sums(y, z)
+    other, more = sums(model.layer(torch.relu(y)), rounded.layer(torch.relu(z + (error / weight).float())))
+    assert close(shift_of(q, "layer.forward.linear_0"), (error + other) / (weight + more))
+
+
+@torch.no_grad()
+def test_layers_of_one_weight_have_their_own_shifts() -> None:
+    model = Net().eval()
+    model.first = nn.Linear(8, 8)
+    model.second = nn.Linear(8, 8)
+    model.second.weight = model.first.weight
+    model.eval()
+    q = calibrated(model)
+    assert not torch.equal(shift_of(q, "first.forward.linear_0"), shift_of(q, "second.forward.linear_0"))
+
+
+class Tokens(nn.Module):
+    """Token ids [B, S] to [B, S, 8]; the mask is not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer = nn.Embedding(50, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.layer(self.table(input_ids))
+
+
+def test_padding_is_left_out() -> None:
+    ids, mask = torch.arange(2, 26).reshape(4, 6), torch.ones(4, 6, dtype=torch.long)
+    mask[1:, 4:] = 0
+    found = []
+    for fill in (0, 49):
+        batch = {"input_ids": torch.where(mask.bool(), ids, fill), "attention_mask": mask}
+        found.append(shift_of(calibrated(Tokens(), [batch]), "layer.forward.linear_0"))
+    assert torch.equal(*found)
+
+
+# -- where there is none -----------------------------------------------------------------------------------------------
+
+
+class Kinds(nn.Module):
+    """Products with a bias, without one, with a bias along another axis, and of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bare = nn.Linear(8, 8, bias=False)
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, self.bare(x), self.weight)
+        z = torch.addmm(self.bias, y, self.weight, beta=2)
+        return torch.addmm(z, self.weight, z.T @ z)
+
+
+def test_the_reason_is_said() -> None:
+    q = calibrated(Kinds(), data(shape=(8, 8)), sites={"residual_add": False}, backend="openvino")
+    notes = {path: entry.bias_note for path, entry in q.plan.items() if entry.quantized}
+    assert notes.pop("forward.addmm_0") == "bias corrected"
+    assert set(notes) == {"bare.forward.linear_0", "forward.addmm_1", "forward.addmm_2", "forward.matmul_0"}
+    assert set(notes.values()) == {"bias not corrected: it has none that holds it"}
+    reasons = {row.name: row.reason for row in q.coverage.quantized}
+    assert reasons["bare.forward.linear_0"] == "int8: input, weight; bias not corrected: it has none that holds it"
+    assert reasons["forward.addmm_0"] == "int8: lhs, rhs; bias corrected"
+
+
+def test_it_is_left_out_where_the_output_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(self: OutputError, plan: Plan) -> float:
+        return float(any(entry.bias_shift is not None for entry in plan.values()))
+
+    monkeypatch.setattr(OutputError, "of", of)
+    q = calibrated(Net())
+    said = {entry.bias_note for entry in q.plan.values()}
+    assert said == {"bias not corrected: the output of the model comes out better without"}
+    assert all(entry.bias_shift is None for entry in q.plan.values())
+
+
+def test_a_branch_that_no_kept_batch_takes_has_none() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.rarely = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.always(x) + (self.rarely(x) if len(x) == 7 else 0)
+
+    model, notes = Branch(), {}
+    for seed in range(20):
+        q = calibrated(model, [*data(6, seed), *data(1, seed, shape=(7, 8))])
+        notes = {path: entry.bias_note for path, entry in q.plan.items() if "linear" in path}
+        if notes["rarely.forward.linear_0"] != "bias corrected":
+            break
+    assert notes == {
+        "always.forward.linear_0": "bias corrected",
+        "rarely.forward.linear_0": "bias not corrected: no batch that was kept reaches it",
+    }
+
+
+def test_a_folder_keeps_no_batches(tmp_path: Path) -> None:
+    model = Net()
+    loaded = Quantizer.load(calibrated(model).save(tmp_path / "saved"))
+    other = loaded.for_backend("openvino")
+    other.quantize(model)
+    assert {entry.bias_note for entry in other.plan.values()} == {
+        "bias not corrected: no batch that was kept reaches it"
+    }
+
+
+def test_off_nothing_is_said() -> None:
+    q = calibrated(Net(), bias_correction=False)
+    assert all(entry.bias_shift is None and entry.bias_note is None for entry in q.plan.values())
+    assert "bias" not in q.coverage.text()
+
+
+# -- what carries it ---------------------------------------------------------------------------------------------------
+
+
+def test_off_is_the_model_and_the_model_stays() -> None:
+    model, x = Net().eval(), data(1)[0]
+    before = Snapshot.of(model)
+    q = calibrated(model)
+    with torch.no_grad():
+        for proxy in (q.proxy(model), q.calib(model, resume=True), q.amp(model)):
+            assert_same(proxy(x), model(x))
+        q.quantize(model)(x)
+    before.assert_unchanged(model)
+
+
+def test_more_data_is_measured_again() -> None:
+    model, more = Net(), data(3, seed=7)
+    q = calibrated(model)
+    before = shift_of(q, "first.forward.linear_0")
+    q.calibrate(model, more, resume=True)
+    whole = calibrated(model, [*data(), *more])
+    assert torch.equal(shift_of(q, "first.forward.linear_0"), shift_of(whole, "first.forward.linear_0"))
+    assert not torch.equal(shift_of(q, "first.forward.linear_0"), before)
+
+
+def test_another_backend_measures_its_own() -> None:
+    model = Net()
+    there = calibrated(model, backend="openvino")
+    here = calibrated(model).for_backend("openvino")
+    for path, entry in there.plan.items():
+        assert torch.equal(shift_of(here, path), shift_of(there, path))
+        assert entry.bias_note == "bias corrected"
+
+
+def test_a_folder_holds_it(tmp_path: Path) -> None:
+    model, x = Net().eval(), data(1)[0]
+    q = calibrated(model)
+    loaded = Quantizer.load(q.save(tmp_path / "saved"))
+    for path in q.plan:
+        assert torch.equal(shift_of(loaded, path), shift_of(q, path))
+    with torch.no_grad():
+        assert_same(loaded.quantize(model)(x), q.quantize(model)(x))
+    assert str(loaded.coverage) == str(q.coverage)
+
+
+@torch.no_grad()
+def test_fallback_takes_it_away() -> None:
+    model, x = Net().eval(), data(1)[0]
+    q = calibrated(model)
+    amp = q.amp(model)
+    amp(x)
+    q.fallback(amp, num=1)
+    back = {path: entry for path, entry in q.plan.items() if not entry.quantized}
+    assert len(back) == 1
+    assert all(entry.bias_shift is None and entry.bias_note is None for entry in back.values())
+    q.fallback(amp, ratio=1.0)
+    assert_same(q.quantize(model)(x), model(x))
+    q.clear_fallback()
+    assert all(entry.bias_shift is not None for entry in q.plan.values())
+
+
+def test_training_keeps_it() -> None:
+    model, x = Net().eval(), data(1)[0]
+    q = calibrated(model)
+    proxy: Any = q.qat(model)
+    with torch.no_grad():
+        assert_same(proxy.eval()(x), q.quantize(model)(x))
+    before = model.first.bias.detach().clone()
+    optimizer = torch.optim.SGD(proxy.parameters(), lr=0.1)
+    proxy.train()(x).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model.first.bias, before)
+    with torch.no_grad():
+        assert_same(proxy.eval()(x), q.quantize(model)(x))
+    assert any(name.endswith("bias_shift") for name in proxy.state_dict())
+    proxy.load_state_dict(proxy.state_dict())
+    other: Any = calibrated(Net(), data(seed=1)).qat(Net(), copy=True)
+    with pytest.raises(TrainingError, match=r"forward\.linear_0\.bias: shifted by"):
+        other.load_state_dict(proxy.state_dict())
+
+
+def test_in_place() -> None:
+    with QATCalibrate(method="histogram", percentile=90.0, backend="onnxruntime", bias_correction=True) as qat:
+        model = Net().eval()
+        qat.setup_model_qat(model)
+        with torch.no_grad():
+            for x in data():
+                model(x)
+    assert all("bias corrected" in row.reason for row in qat.coverage(model).quantized)
+    with torch.no_grad():
+        expected = calibrated(Net()).quantize(Net().eval())(data(1)[0])
+        assert torch.allclose(model(data(1)[0]), expected, atol=1e-5)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """More channels than torch folds by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.conv = nn.Linear(8, 8200), nn.Conv1d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(x).mean(-1, keepdim=True) + self.conv(x[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("model", [Net(), Mlp(), Wide()], ids=["linears", "residual", "wide"])
+def test_the_file_computes_the_same_with_one_constant(model: nn.Module, tmp_path: Path) -> None:
+    shape = (24, 32) if isinstance(model, Mlp) else (24, 8)
+    q = calibrated(model, data(shape=shape))
+    (x,) = data(1, seed=3, shape=shape)
+    frozen = q.quantize(model)
+    path = q.export(frozen, tmp_path / "model.onnx", x)
+    graph = onnx.load(path).graph
+    held = {tensor.name for tensor in graph.initializer}
+    assert not [node for node in graph.node if node.op_type == "Add" and set(node.input) <= held]
+    session = onnxruntime.InferenceSession(path)
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        expected = frozen(x)
+        assert not torch.allclose(expected, uncorrected(model, data(shape=shape))(x), atol=1e-3)
+    assert torch.allclose(torch.from_numpy(found), expected, atol=1e-4)
+
+
+def test_a_half_target_holds_the_shift(tmp_path: Path) -> None:
+    model, x = Net().eval(), data(1)[0]
+    q = calibrated(model, backend="openvino", fallback_dtype="float16")
+    for path in q.plan:
+        shift = shift_of(q, path)
+        assert torch.equal(shift, shift.half().float())
+    with torch.no_grad():
+        assert torch.allclose(q.simulate(model)(x), q.quantize(model)(x), atol=0.02)
+    graph = onnx.load(q.export(q.quantize(model), tmp_path / "model.onnx", x)).graph
+    added = [node for node in graph.node if node.op_type in ("Add", "Gemm")]
+    halves = {tensor.name for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT16}
+    assert len(added) == 2
+    assert all(set(node.input) & halves for node in added)
+
+
+def test_a_copy_and_a_cast_keep_it() -> None:
+    import copy
+
+    model, x = Net().eval(), data(1)[0]
+    frozen = calibrated(model).quantize(model)
+    with torch.no_grad():
+        assert_same(copy.deepcopy(frozen)(x), frozen(x))
+        assert torch.allclose(copy.deepcopy(frozen).double()(x.double()).float(), frozen(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("first.forward.linear_0", torch.full((16,), math.nan), "bias_shift: expected finite numbers"),
+        ("first.forward.linear_0", torch.zeros(4, 4), r"bias_shift: expected a tensor of float32 \[C\]"),
+        ("first.forward.linear_0", torch.zeros(16).half(), r"bias_shift: expected a tensor of float32 \[C\]"),
+        ("other", torch.zeros(16), "belongs to no site or operand"),
+    ],
+)
+def test_a_damaged_folder_is_refused(name: str, value: Tensor, said: str, tmp_path: Path) -> None:
+    from helpers import forget_checksums
+    from safetensors.torch import load_file
+    from safetensors.torch import save_file
+
+    folder = calibrated(Net()).save(tmp_path / "saved")
+    forget_checksums(folder)
+    tensors = {**load_file(folder / "ranges.safetensors"), f"{name}/bias_shift": value}
+    save_file(tensors, folder / "ranges.safetensors")
+    with pytest.raises(QuantizerError, match=said):
+        Quantizer.load(folder)
+
+
+def test_functional_calls_without_a_bias_have_none() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for bias in (self.bias, None):
+                x = F.linear(torch.relu(x), self.weight, bias)
+            return x
+
+    q = calibrated(Sometimes())
+    assert [entry.bias_note for entry in q.plan.values()] == ["bias not corrected: it has none that holds it"]
