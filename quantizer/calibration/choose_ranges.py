@@ -1,4 +1,4 @@
-"""The step from statistics to a plan, after the choice of ranges that need more passes of the model."""
+"""The step from statistics to a plan, after the choice of ranges and codes that need more passes of the model."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from quantizer.calibration.settings import plan_settings
 from quantizer.calibration.settings import replays_batches
 from quantizer.calibration.smoothquant import ALPHAS
 from quantizer.calibration.smoothquant import migrate
+from quantizer.calibration.weight_rounding import round_weights
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.statistics import Seen
@@ -33,9 +34,10 @@ __all__ = ["make_plan"]
 
 
 def make_plan(proxy: Proxied, observation: Seen) -> Plan:
-    """Return the plan of a calibrated proxy; if the configuration asks for it, choose ranges on kept batches first.
+    """Return the plan of a calibrated proxy; if the configuration asks for it, choose ranges and codes on kept batches
+    first.
 
-    Ranges are chosen once, and again after more data. This runs the proxy, so pause its observation first.
+    They are chosen once, and again after more data. This runs the proxy, so pause its observation first.
     """
     config, settings = proxy.config, plan_settings(proxy)
 
@@ -45,6 +47,7 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
     if not replays_batches(config) or observation.batches in (0, observation.chosen_at):
         return decided()
     activations = config.activations
+    observation.forget_codes()
     with torch.no_grad():
         if activations.smooth is not None:
             migrate(
@@ -60,6 +63,9 @@ def make_plan(proxy: Proxied, observation: Seen) -> Plan:
             choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept)
         elif activations.calibrator == "percentile" and len(activations.percentiles) > 1:
             _choose_percentile(activations.percentiles, proxy, observation, decided)
+        if config.weights.rounding == "gptq":
+            qmax = settings.profile.weight_qmax
+            round_weights(proxy, observation, decided(), qmax=qmax, by_size=config.weights.act_order)
     observation.chosen_at = observation.batches
     return decided()
 

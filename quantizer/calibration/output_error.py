@@ -22,7 +22,7 @@ from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.restored_state import unmoved
 
-__all__ = ["OutputError", "first_of_best"]
+__all__ = ["OutputError", "first_of_best", "quantized"]
 
 _T = TypeVar("_T")
 
@@ -46,7 +46,7 @@ class OutputError:
 
     def of(self, plan: Plan) -> float:
         """Return the error of the model quantized by a plan; the proxy is float again afterwards."""
-        with torch.no_grad(), _quantized(self._proxy, plan):
+        with torch.no_grad(), quantized(self._proxy, plan):
             return sum(_error(_output(self._proxy.module, batch), output) for batch, output in self._expected)
 
 
@@ -57,7 +57,7 @@ def first_of_best(errors: Mapping[_T, float], tolerance_db: float = 0.0) -> _T:
 
 
 @contextmanager
-def _quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
+def quantized(proxy: Proxied, plan: Plan) -> Iterator[None]:
     """Apply a plan to the proxy, with weights as float parameters; switch all quantizers off again afterwards."""
     apply_plan(proxy.module, plan)
     try:

@@ -56,10 +56,11 @@ def make_observation(proxy: Proxied) -> Observation:
 
 
 def replays_batches(config: QuantizerConfig) -> bool:
-    """Return whether ranges are chosen by running the model again, for which a few batches are kept."""
+    """Return whether the model is run again to choose ranges or codes, for which a few batches are kept."""
     activations = config.activations
     several = activations.calibrator == "percentile" and len(activations.percentiles) > 1
-    return several or activations.calibrator == "auto" or activations.smooth is not None
+    smooth = activations.smooth is not None
+    return several or activations.calibrator == "auto" or smooth or config.weights.rounding != "nearest"
 
 
 def calibrator_of(config: QuantizerConfig, histogram: bool) -> Calibrator:

@@ -52,6 +52,11 @@ class ReplayBatches:
         if len(self._kept) > _KEPT:
             del self._kept[max(self._kept)]
 
+    @property
+    def digest(self) -> str:
+        """The hashes of all batches that are kept, hexadecimal."""
+        return b"".join(sorted(self._kept)).hex()
+
     def shared(self) -> ReplayBatches:
         """Return this rank's part of the batches that one process would have kept of all ranks' data.
 

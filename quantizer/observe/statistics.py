@@ -17,10 +17,24 @@ from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.range_group import RoundedWeight
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.site_statistics import SiteStatistics
 
-__all__ = ["Seen"]
+__all__ = ["RoundingProgress", "Seen"]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RoundingProgress:
+    """Weights that are rounded already, of a model whose weights are rounded one after another.
+
+    Attributes:
+        key: a checksum of all that the result depends on.
+        done: the rounded weights, by ``SITE.OPERAND``.
+    """
+
+    key: str
+    done: dict[str, RoundedWeight] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,6 +50,7 @@ class Seen:
         kept: batches to run again (None: none are kept).
         only_zeros: whether all inputs were all zeros.
         read_outside: where code outside of sites computes with a parameter, by the parameter's path.
+        rounding: the weights that are rounded already, if a choice of codes was interrupted (None: none was).
     """
 
     records: dict[str, SiteStatistics]
@@ -46,6 +61,7 @@ class Seen:
     kept: ReplayBatches | None = None
     only_zeros: bool = True
     read_outside: dict[str, str] = field(default_factory=dict)
+    rounding: RoundingProgress | None = None
 
     @classmethod
     def of_sites(cls, paths: Iterable[str], kept: ReplayBatches | None = None) -> Seen:
@@ -67,6 +83,12 @@ class Seen:
         self.chosen_at = 0
         for group in self.groups:
             group.chosen = None
+
+    def forget_codes(self) -> None:
+        """Discard the codes that were chosen by running batches."""
+        for site in self.records.values():
+            for record in site.operands.values():
+                record.rounded = None
 
     def with_added(self, other: Seen) -> Seen:
         """Return the sum of these statistics and others, and change neither.
