@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from quantizer.calibration.output_error import quantized
 from quantizer.calibration.product_rows import ProductRows
 from quantizer.calibration.product_rows import product_rows
 from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.staged_passes import StagedPasses
 from quantizer.common.digest import tensors_digest
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
@@ -36,18 +36,14 @@ from quantizer.numerics.granularity import beside
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import qtype
-from quantizer.observe.padding import padding_mask
 from quantizer.observe.padding import with_zeroed_padding
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.range_group import RoundedWeight
-from quantizer.observe.replay_batches import Batch
-from quantizer.observe.replay_batches import copied
 from quantizer.observe.statistics import RoundingProgress
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_scales import as_rounded
-from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
 
 __all__ = ["round_weights"]
@@ -117,8 +113,8 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, *, qmax: int | 
         observation.rounding = RoundingProgress(key=key)
     done = observation.rounding.done
     with torch.no_grad(), quantized(proxy, plan):
-        passes = _Passes(proxy, observation.kept)
-        units = passes.in_order(weights)
+        passes = StagedPasses(proxy.module, observation.kept)
+        units = _units(weights, passes)
         for unit in tqdm(units, "rounding weights", unit="tensor", leave=False, disable=None):
             if any(one.name not in done for one in unit):
                 done.update(_rounded(unit, passes, qmax, by_size))
@@ -181,140 +177,75 @@ def _key(proxy: Proxied, observation: Seen, plan: Plan) -> str:
     return tensors_digest(tensors, f"{weights} {observation.kept.digest} {proxy.config.model_dump_json()}")
 
 
-class _Passes:
-    """Passes of the kept batches through a quantized proxy, each up to the last call of one site."""
-
-    def __init__(self, proxy: Proxied, batches: Iterable[Batch]) -> None:
-        self._proxy = proxy
-        self._batches = list(batches)
-        self._calls: list[Counter[Site]] = []
-
-    def in_order(self, weights: Iterable[_Weighted]) -> list[list[_Weighted]]:
-        """Return the weights that batches reach, those with one H together, in the order of their first calls."""
-        by_site = {one.site: one for one in weights}
-        order: list[Site] = []
-        for batch in self._batches:
-            called = self._called(batch, by_site)
-            self._calls.append(Counter(called))
-            # A site that no earlier batch reached follows the one that was called before it.
-            place = 0
-            for site in dict.fromkeys(called):
-                if site not in order:
-                    order.insert(place, site)
-                place = order.index(site) + 1
-        units: dict[tuple[Any, ...], list[_Weighted]] = {}
-        for site in order:
-            units.setdefault(by_site[site].shares, []).append(by_site[site])
-        return list(units.values())
-
-    def _called(self, batch: Batch, sites: Collection[Site]) -> list[Site]:
-        """Return the sites that a batch calls, in order."""
-        called: list[Site] = []
-        self._run(batch, sites, lambda site, *_: called.append(site))
-        return called
-
-    def visit(self, site: Site, visit: Callable[..., None]) -> None:
-        """Call ``visit`` with the arguments of every call of a site, and with the real tokens of the batch."""
-        for batch, calls in zip(self._batches, self._calls, strict=True):
-            if calls[site] == 0:
-                continue
-            left = calls[site]
-
-            def visit_until(site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None) -> None:
-                nonlocal left
-                visit(args, keywords, mask)
-                left -= 1
-                if left == 0:
-                    raise _Reached
-
-            try:
-                self._run(batch, [site], visit_until)
-            except _Reached:
-                continue
-
-    def _run(self, batch: Batch, sites: Iterable[Site], visit: Callable[..., None]) -> None:
-        args, keywords = copied(*batch)
-        mask = padding_mask(keywords, args)
-
-        def judge(site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-            visit(site, args, keywords, mask)
-            return site.rounded(function, args, keywords)
-
-        try:
-            for site in sites:
-                site.active, site.judge = False, judge
-            # forward() instead of a call: the hooks of the proxy are for calibration.
-            with unmoved(self._proxy.module):
-                self._proxy.module.forward(*args, **keywords)
-        finally:
-            for site in sites:
-                site.active, site.judge = True, None
+def _units(weights: Iterable[_Weighted], passes: StagedPasses) -> list[list[_Weighted]]:
+    """Return the weights that batches reach, those with one H together, in the order of their first calls."""
+    by_site = {one.site: one for one in weights}
+    units: dict[tuple[Any, ...], list[_Weighted]] = {}
+    for site in passes.in_order(by_site):
+        units.setdefault(by_site[site].shares, []).append(by_site[site])
+    return list(units.values())
 
 
-class _Reached(BaseException):
-    """The end of a pass that needs to go no further; no error, so that a model that catches errors lets it through."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Inputs:
+    """The rows x [G, M, K] that weights multiply.
 
+    Attributes:
+        hessian: the sum of x^T x, float64 [G, K, K]; None: there are none yet.
+        rows: M, without rows of zeros.
+    """
 
-def _rounded(unit: list[_Weighted], passes: _Passes, qmax: int | None, by_size: bool) -> dict[str, RoundedWeight]:
-    """Return the rounding of the weights that multiply one tensor, by name."""
-    first = unit[0]
-    rows: dict[str, ProductRows | str] = {}
     hessian: Tensor | None = None
+    rows: int = 0
 
-    def visit(args: list[Any], keywords: dict[str, Any], mask: Tensor | None) -> None:
-        nonlocal hessian
-        x = first.site.argument(1 - first.place, args, keywords)
-        x = with_zeroed_padding(
-            first.site.quantizer(1 - first.place)(x), mask, channels_last=first.site.operation.name == "linear"
-        )
+    def add(self, x: Tensor) -> None:
+        """Add rows x [G, M, K]."""
+        added = (x.mT @ x).double()
+        self.hessian = added if self.hessian is None else self.hessian.add_(added)
+        self.rows += int((x != 0).any(-1).any(0).sum())
+
+
+def _rounded(unit: list[_Weighted], passes: StagedPasses, qmax: int | None, by_size: bool) -> dict[str, RoundedWeight]:
+    """Return the rounding of the weights that multiply one tensor, by name."""
+    first, inputs = unit[0], _Inputs()
+    products: dict[str, ProductRows | str] = {}
+
+    def visit(site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None) -> None:
+        x = site.quantizer(1 - first.place)(site.argument(1 - first.place, args, keywords))
+        x = with_zeroed_padding(x, mask, channels_last=site.operation.name == "linear")
         for one in unit:
             found = product_rows(one.site, one.place, x, one.read(), args, keywords)
-            if rows.setdefault(one.name, found) != found:
-                rows[one.name] = "its product differs from call to call"
-        product = rows[first.name]
+            if products.setdefault(one.name, found) != found:
+                products[one.name] = "its product is another one from call to call"
+        product = products[first.name]
         if not isinstance(product, str):
             for part in product.inputs(x.float()):
-                added = (part.mT @ part).double()
-                hessian = added if hessian is None else hessian.add_(added)
+                inputs.add(part)
 
     passes.visit(first.site, visit)
-    result = {}
-    for one in unit:
-        product = rows.get(one.name, "no batch that was kept reaches it")
-        if isinstance(product, str) or hessian is None:
-            result[one.name] = _nearest(str(product))
-        else:
-            result[one.name] = _best(one.weight, as_rounded(one.weight, one.read()), product, hessian, qmax, by_size)
-    return result
+    return {one.name: _best(one, products[one.name], inputs, qmax, by_size) for one in unit}
 
 
 def _best(
-    planned: OperandPlan, values: Tensor, product: ProductRows, hessian: Tensor, qmax: int | None, by_size: bool
+    one: _Weighted, product: ProductRows | str, inputs: _Inputs, qmax: int | None, by_size: bool
 ) -> RoundedWeight:
-    """Return the codes of a weight by GPTQ, if they make a smaller error than the nearest.
-
-    Args:
-        planned: the plan of the weight.
-        values: the weight, multiplied by its factors, float32 [*].
-        product: the product of the weight.
-        hessian: H of what it multiplies, float64 [G, K, K].
-        qmax: as in ``round_weights``.
-        by_size: as in ``round_weights``.
-    """
-    kind, axis, block = qtype(planned.dtype), planned.axis, planned.block_size
-    assert planned.scale is not None
-    scale = torch.ones_like(values)
-    in_blocks(scale, axis, block).mul_(beside(planned.scale, values.dim(), axis, block))
-    bound = qmax if qmax is not None and kind == INT8 else None
-    low, high = (int(kind.qmin), int(kind.qmax)) if bound is None else (-bound, bound)
-    weight, scales = product.weight(values), product.weight(scale)
-    codes = gptq_codes(weight, hessian, scales, low, high, by_size=by_size)
+    """Return the codes of a weight by GPTQ, if they make a smaller error than the nearest."""
+    if isinstance(product, str) or inputs.hessian is None:
+        return _nearest(str(product))
+    values, kind = as_rounded(one.weight, one.read()), qtype(one.weight.dtype)
+    axis, block, scale = one.weight.axis, one.weight.block_size, one.weight.scale
+    assert scale is not None
+    of_each = torch.ones_like(values)
+    in_blocks(of_each, axis, block).mul_(beside(scale, values.dim(), axis, block))
+    low, high = (int(kind.qmin), int(kind.qmax)) if qmax is None or kind != INT8 else (-qmax, qmax)
+    weight, steps = product.weight(values), product.weight(of_each)
+    codes = gptq_codes(weight, inputs.hessian, steps, low, high, rows=inputs.rows, by_size=by_size)
     if codes is None:
         return _nearest("what it multiplies has squares beyond float32")
-    nearest = product.weight(quantize(values, planned.scale, planned.dtype, axis=axis, block_size=block))
-    errors = [output_error(weight, found * scales, hessian) for found in (codes, nearest)]
-    if not errors[0] < errors[1]:
+    nearest = product.weight(quantize(values, scale, kind.name, axis=axis, block_size=block))
+    error, usual = (output_error(weight, found * steps, inputs.hessian) for found in (codes, nearest))
+    if not error < usual:
         return _nearest("gptq makes no smaller error")
     return RoundedWeight(
-        codes=product.as_weight(codes), text=f"gptq, {errors[0] / errors[1]:.2f} of the error of rounding to nearest"
+        codes=product.as_weight(codes), text=f"gptq, {error / usual:.2f} of the error of rounding to nearest"
     )

@@ -10,8 +10,11 @@ rounded yet (Algorithm 1 of the paper):
 
     W[:, j+1:] -= (W[:, j] - Q[:, j]) / U[j, j] * U[j, j+1:]
 
-All arguments may have leading axes, which are products of their own, as in a grouped convolution. A constant factor of
-H does not matter.
+First K / M times the mean of its diagonal is added to that of H, for M rows, and at least the paper's 0.01. H of few
+rows says little about the inputs of other data, and columns would make up for each other as only those rows allow.
+docs/explain/calibration.md shows the measurement behind it.
+
+All arguments may have leading axes, which are products of their own, as in a grouped convolution.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from torch import Tensor
 __all__ = ["gptq_codes", "output_error"]
 
 _DAMPING = 0.01
-"""What is added to the diagonal of H, as a share of its mean: that of the paper."""
+"""The least that is added to the diagonal of H, as a share of its mean: that of the paper."""
 
 _COLUMNS = 128
 """The number of columns after which the others are updated at once, which changes nothing but the time (paper, 3.3)."""
 
 
 def gptq_codes(
-    weight: Tensor, hessian: Tensor, scale: Tensor, qmin: int, qmax: int, *, by_size: bool = False
+    weight: Tensor, hessian: Tensor, scale: Tensor, qmin: int, qmax: int, *, rows: int, by_size: bool = False
 ) -> Tensor | None:
     """Return the codes of a weight, int8 [.., N, K]; None if H is not finite.
 
@@ -39,6 +42,7 @@ def gptq_codes(
         scale: the scale of each value, broadcastable to W.
         qmin: the lowest code.
         qmax: the highest code.
+        rows: M, the number of rows in H.
         by_size: whether columns with a large diagonal of H come first (``act_order``), not those with a small index.
     """
     if not bool(torch.isfinite(hessian).all()):
@@ -46,7 +50,7 @@ def gptq_codes(
     values, scales = weight.double(), scale.double().expand(weight.shape)
     order = _order(hessian, by_size)
     values, scales = _columns(values, order), _columns(scales, order)
-    factor = _inverse_factor(_columns(_columns(hessian.double(), order).mT, order).mT)
+    factor = _inverse_factor(_columns(_columns(hessian.double(), order).mT, order).mT, rows)
     codes = torch.empty_like(values)
     columns = weight.shape[-1]
     for start in range(0, columns, _COLUMNS):
@@ -83,10 +87,10 @@ def _columns(values: Tensor, order: Tensor) -> Tensor:
     return values.gather(-1, order[..., None, :].expand(values.shape))
 
 
-def _inverse_factor(hessian: Tensor) -> Tensor:
+def _inverse_factor(hessian: Tensor, rows: int) -> Tensor:
     """Return U [.., K, K] of H after damping; where all inputs are zero, of the identity."""
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
-    damping = _DAMPING * diagonal.mean(-1, keepdim=True)
+    damping = max(_DAMPING, diagonal.shape[-1] / max(rows, 1)) * diagonal.mean(-1, keepdim=True)
     added = torch.where(damping > 0, damping, torch.ones_like(damping)).expand(diagonal.shape)
     lower = torch.linalg.cholesky(hessian + torch.diag_embed(added))
     factor: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
