@@ -153,15 +153,17 @@ class ModelSession:
             groups = {} if self.fallback is None else self.fallback.reasons()
             # The scales of an earlier training may belong to the weights of a copy: start from those of calibration.
             # After such a training changed weights are expected, and need no warning.
-            # Training rounds the float weights, which move: codes that were chosen for them are not theirs.
-            plan = without_codes(self.decisions.plan(), "qat() trains the float weights")
-            plan = self._scaled_for(model, plan, told=self.trainable is not None)
+            plan = self._scaled_for(model, self._trained_plan(), told=self.trainable is not None)
             self.trainable = QatSession(model, plan, groups, scales, self._target.torch_dtype, own=own)
             return self.trainable.proxy
         trainable = QatSession(model, None, {}, scales, self._target.torch_dtype, own=own)
-        trainable.calibrate_first(self.calibration_proxy(model, resume=False), self.decisions.plan)
+        trainable.calibrate_first(self.calibration_proxy(model, resume=False), self._trained_plan)
         self.trainable = trainable
         return trainable.proxy
+
+    def _trained_plan(self) -> Plan:
+        """Return the plan of calibration without codes: training rounds the float weights, which move."""
+        return without_codes(self.decisions.plan(), "qat() trains the float weights")
 
     def trained(self, model: nn.Module) -> nn.Module:
         """Return the model, or the copy of it that was trained."""

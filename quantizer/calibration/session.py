@@ -161,8 +161,8 @@ class CalibrationSession:
         """Return the plan for all sites.
 
         Raises:
-            CalibrationError: no rank has any data, the ranks have different configurations, or ranges must be chosen by
-                running batches and none are kept.
+            CalibrationError: no rank has any data, the ranks have different configurations, or ranges or codes must be
+                chosen by running batches and none are kept.
         """
         whole = self.observation()
         if whole.batches == 0:
@@ -179,12 +179,12 @@ class CalibrationSession:
         choosing = replays_batches(self._proxied.config) and whole.chosen_at != whole.batches
         if choosing and get_world_size() == 1 and not any(True for _ in whole.kept or ()):
             raise CalibrationError(
-                "with a list of percentiles, calibrator 'auto' or smooth, each target's ranges are chosen by running "
-                "batches, and a folder keeps none: call for_backend() before save(), or calibrate(model, batches, "
-                "resume=True) with a few batches"
+                "with a list of percentiles, calibrator 'auto', smooth or rounding 'gptq', ranges and codes are chosen "
+                "for each target by running batches, and a folder keeps none: call for_backend() before save(), or "
+                "calibrate(model, batches, resume=True) with a few batches"
             )
         self._renew_weights(whole)
-        # The choice of ranges runs the proxy, which must not observe these passes.
+        # The choice of ranges and codes runs the proxy, which must not observe these passes.
         with self._observation.paused(self._proxied.sites):
             return make_plan(self._proxied, whole)
 
