@@ -14,6 +14,7 @@ from quantizer.calibration.session import merge_across_ranks
 from quantizer.calibration.settings import make_observation
 from quantizer.config import quantizer_config
 from quantizer.errors import CalibrationError
+from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.observation import Observation
@@ -67,6 +68,13 @@ class QATCalibrate:
         activations = {"calibrator": _METHODS.get(method, method), "percentile": percentile}
         # As in NVIDIA's toolkit one pass gives the ranges, and no batch is kept to choose among others.
         self.config = quantizer_config(None, activations=activations, **{"preset": "fast", **settings})
+        if self.config.weights.rounding != "nearest":
+            raise ConfigError(
+                [
+                    f"weights.rounding: got {self.config.weights.rounding!r}; expected 'nearest', as the model keeps "
+                    "float weights, which may be trained; Quantizer.quantize() chooses codes"
+                ]
+            )
         self._patch = patched(*sources, built=instrument)
         self._open = 0
         self._calibrating: list[tuple[Proxied, Observation]] = []

@@ -16,6 +16,7 @@ from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.settings import tell_where_nothing_is_quantized
 from quantizer.calibration.settings import warn_of_float32
 from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.fingerprint import changed_parameters
 from quantizer.common.fingerprint import refuse_other_shapes
 from quantizer.common.fingerprint import warn_of_other_weights
 from quantizer.config import QuantizerConfig
@@ -29,6 +30,8 @@ from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.apply import require_scales_of
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import with_fallback as without_groups
+from quantizer.plan.weight_codes import without_codes
+from quantizer.plan.weight_codes import without_former_codes
 from quantizer.plan.weight_scales import with_scales_of_weights
 from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.build import applied_patches
@@ -150,13 +153,17 @@ class ModelSession:
             groups = {} if self.fallback is None else self.fallback.reasons()
             # The scales of an earlier training may belong to the weights of a copy: start from those of calibration.
             # After such a training changed weights are expected, and need no warning.
-            plan = self._scaled_for(model, self.decisions.plan(), told=self.trainable is not None)
+            plan = self._scaled_for(model, self._trained_plan(), told=self.trainable is not None)
             self.trainable = QatSession(model, plan, groups, scales, self._target.torch_dtype, own=own)
             return self.trainable.proxy
         trainable = QatSession(model, None, {}, scales, self._target.torch_dtype, own=own)
-        trainable.calibrate_first(self.calibration_proxy(model, resume=False), self.decisions.plan)
+        trainable.calibrate_first(self.calibration_proxy(model, resume=False), self._trained_plan)
         self.trainable = trainable
         return trainable.proxy
+
+    def _trained_plan(self) -> Plan:
+        """Return the plan of calibration without codes: training rounds the float weights, which move."""
+        return without_codes(self.decisions.plan(), "qat() trains the float weights")
 
     def trained(self, model: nn.Module) -> nn.Module:
         """Return the model, or the copy of it that was trained."""
@@ -191,6 +198,7 @@ class ModelSession:
             refuse_other_shapes(before, now)
             if not told:
                 warn_of_other_weights(before, now)
+            plan = without_former_codes(plan, set(changed_parameters(before, now)))
         return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_qmax)
 
     def decided(self) -> Plan:

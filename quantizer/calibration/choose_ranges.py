@@ -1,4 +1,4 @@
-"""The step from statistics to a plan, after the choice of ranges that need more passes of the model."""
+"""The step from statistics to a plan, after the choice of ranges and codes that need more passes of the model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from quantizer.calibration.settings import plan_settings
 from quantizer.calibration.settings import replays_batches
 from quantizer.calibration.smoothquant import ALPHAS
 from quantizer.calibration.smoothquant import Smoothing
+from quantizer.calibration.weight_rounding import round_weights
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import PlanSettings
@@ -31,10 +32,10 @@ __all__ = ["make_plan"]
 
 
 def make_plan(proxy: Proxied, observation: Seen) -> Plan:
-    """Return the plan of a calibrated proxy; if the configuration asks for it, choose ranges on kept batches first.
+    """Return the plan of a calibrated proxy, after the choices that run kept batches, if the configuration asks for any.
 
-    Ranges are chosen once, and again after more data; so are the shifts of biases, with the ranges as they came out.
-    This runs the proxy, so pause its observation first.
+    Ranges and codes of weights are chosen once, and again after more data; so are the shifts of biases, with ranges and
+    codes as they came out. This runs the proxy, so pause its observation first.
     """
     plan = _with_ranges(proxy, observation)
     if not proxy.config.bias_correction:
@@ -75,6 +76,9 @@ def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
         if activations.calibrator == "auto":
             assert observation.kept is not None
             choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept)
+        if config.weights.rounding == "gptq":
+            qmax = settings.profile.weight_qmax
+            round_weights(proxy, observation, decided(), qmax=qmax, by_size=config.weights.act_order)
     observation.chosen_at = observation.batches
     return decided()
 

@@ -52,9 +52,8 @@ class SiteCall:
     def operand(self, name: str) -> Any:
         """Return the operand before rounding, without padding."""
         args, keywords, mask = self._all
-        entry = next(entry for entry in self.site.operation.operands if entry.name == name)
-        assert entry.index is not None
-        value = args[entry.index] if entry.index < len(args) else keywords.get(entry.keyword or "")
+        place = [entry.name for entry in self.site.operation.operands].index(name)
+        value = self.site.argument(place, args, keywords)
         last = self.site.operation.name == "linear"
         return without_padding(value, mask, channels_last=last) if isinstance(value, Tensor) else value
 

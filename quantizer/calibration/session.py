@@ -177,8 +177,8 @@ class CalibrationSession:
         """Return the plan for all sites.
 
         Raises:
-            CalibrationError: no rank has any data, the ranks have different configurations, or ranges must be chosen by
-                running batches and none are kept.
+            CalibrationError: no rank has any data, the ranks have different configurations, or ranges or codes must be
+                chosen by running batches and none are kept.
         """
         whole = self.observation()
         if whole.batches == 0:
@@ -195,12 +195,12 @@ class CalibrationSession:
         needed = needs_batches(self._proxied.config) and whole.chosen_at != whole.batches
         if needed and get_world_size() == 1 and not whole.kept:
             raise CalibrationError(
-                "with a list of percentiles, calibrator 'auto' or a share for smooth, each target's ranges come from "
-                "running batches, and a folder keeps none: call for_backend() before save(), or calibrate(model, "
-                "batches, resume=True) with a few batches"
+                "with a list of percentiles, calibrator 'auto', a share for smooth or rounding 'gptq', each target's "
+                "ranges and codes come from running batches, and a folder keeps none: call for_backend() before save(), or "
+                "calibrate(model, batches, resume=True) with a few batches"
             )
         self._renew_weights(whole)
-        # The choice of ranges runs the proxy, which must not observe these passes.
+        # The choice of ranges and codes runs the proxy, which must not observe these passes.
         with self._observation.paused(self._proxied.sites):
             return make_plan(self._proxied, whole)
 

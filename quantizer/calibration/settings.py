@@ -68,16 +68,18 @@ def make_observation(proxy: Proxied) -> Observation:
 
 
 def replays_batches(config: QuantizerConfig) -> bool:
-    """Return whether ranges are chosen by running the model again, for which a few batches are kept."""
+    """Return whether the model is run again to choose ranges or codes, for which a few batches are kept."""
     activations = config.activations
-    return len(estimates_of(activations)) > 1 or activations.calibrator == "auto" or activations.smooth is not None
+    by_output = len(estimates_of(activations)) > 1 or activations.calibrator == "auto" or activations.smooth is not None
+    return by_output or config.weights.rounding != "nearest"
 
 
 def needs_batches(config: QuantizerConfig) -> bool:
     """Return whether there is no plan without kept batches; other choices have a default for that case."""
     activations = config.activations
     several = activations.calibrator == "percentile" and len(activations.percentiles) > 1
-    return several or activations.calibrator == "auto" or isinstance(activations.smooth, float)
+    by_hand = several or activations.calibrator == "auto" or isinstance(activations.smooth, float)
+    return by_hand or config.weights.rounding != "nearest"
 
 
 def estimates_of(activations: ActivationsConfig) -> tuple[Estimate, ...]:

@@ -19,7 +19,7 @@ from torch import nn
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 
-__all__ = ["Fingerprint", "refuse_other_shapes", "warn_of_other_weights"]
+__all__ = ["Fingerprint", "changed_parameters", "refuse_other_shapes", "warn_of_other_weights"]
 
 _SAMPLE = 1024
 """How many values of a parameter, about, give the mean magnitude that distinguishes a cast from other values."""
@@ -86,10 +86,15 @@ def refuse_other_shapes(before: Fingerprint, now: Fingerprint) -> None:
         )
 
 
-def warn_of_other_weights(before: Fingerprint, now: Fingerprint) -> None:
-    """Warn if parameters of the same shape have other values now; a cast to another float type is no change."""
+def changed_parameters(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """Return the paths of parameters with other values now; a cast to another float type is no change."""
     both = ((path, one, now.parameters.get(path)) for path, one in before.parameters.items())
-    found = [path for path, one, other in both if other is not None and not _alike(one, other)]
+    return [path for path, one, other in both if other is not None and not _alike(one, other)]
+
+
+def warn_of_other_weights(before: Fingerprint, now: Fingerprint) -> None:
+    """Warn if parameters of the same shape have other values now."""
+    found = changed_parameters(before, now)
     if found:
         warnings.warn(
             f"{len(found)} of {len(before.parameters)} parameters changed since the calibration, the first is "

@@ -100,7 +100,7 @@ class ActivationsConfig(Section):
 
 
 class WeightsConfig(Section):
-    """The estimation of weight ranges."""
+    """The ranges of weights, and their rounding."""
 
     granularity: Literal["per_channel", "per_tensor"] = Field(
         default="per_channel", description="One scale for each output channel, or one for the whole weight."
@@ -112,6 +112,14 @@ class WeightsConfig(Section):
     )
     percentile: Annotated[float, BeforeValidator(_percentile_number), Expects("a number, above 0 and at most 100")] = (
         Field(default=99.9, description="Percent of a scale's magnitudes that the range covers; used by 'percentile'.")
+    )
+    rounding: Literal["nearest", "gptq"] = Field(
+        default="nearest",
+        description="How a weight is rounded: each value by itself, or all of them so that what is computed with the "
+        "calibration data changes least.",
+    )
+    act_order: bool = Field(
+        default=False, description="With 'gptq': round the input channels with the largest values first."
     )
 
 
@@ -207,7 +215,9 @@ class QuantizerConfig(Section):
     activations: ActivationsConfig = Field(
         default=ActivationsConfig(), description="How the ranges of activations are found."
     )
-    weights: WeightsConfig = Field(default=WeightsConfig(), description="How the ranges of weights are found.")
+    weights: WeightsConfig = Field(
+        default=WeightsConfig(), description="How the ranges of weights are found, and how weights are rounded."
+    )
     bias_correction: bool = Field(
         default=False,
         description="Add the mean error that rounding makes in the output of each site to the site's bias.",

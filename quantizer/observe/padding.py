@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["has_padding", "output_without_padding", "padding_mask", "read_mask", "without_padding"]
+__all__ = [
+    "has_padding",
+    "output_without_padding",
+    "padding_mask",
+    "read_mask",
+    "with_zeroed_padding",
+    "without_padding",
+]
 
 _NAME = "attention_mask"
 _AXES = 2  # of a mask [B, S]
@@ -52,10 +59,25 @@ def without_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool =
         mask: [B, S], True where a token is real; None: all are real.
         channels_last: whether the last axis is known to be no sequence.
     """
-    if mask is None or value.dim() < _AXES + 1 or value.shape[0] != mask.shape[0]:
+    axis = _token_axis(value, mask, channels_last)
+    return value if mask is None or axis is None else value.movedim(axis, 1)[mask]
+
+
+def with_zeroed_padding(value: Tensor, mask: Tensor | None, *, channels_last: bool = False) -> Tensor:
+    """Return an operand [B, .., S, ..] with zeros at its padding; which that is, see ``without_padding``."""
+    axis = _token_axis(value, mask, channels_last)
+    if mask is None or axis is None:
         return value
+    hidden = ~mask.to(value.device)
+    return value.masked_fill(hidden.reshape([*hidden.shape, *[1] * (value.dim() - _AXES)]).movedim(1, axis), 0.0)
+
+
+def _token_axis(value: Tensor, mask: Tensor | None, channels_last: bool) -> int | None:
+    """Return the axis of the tokens of a mask [B, S] in a value; None without a mask, or if it cannot be told."""
+    if mask is None or value.dim() < _AXES + 1 or value.shape[0] != mask.shape[0]:
+        return None
     axes = [axis for axis in range(1, value.dim() - channels_last) if value.shape[axis] == mask.shape[1]]
-    return value.movedim(axes[0], 1)[mask] if len(axes) == 1 else value
+    return axes[0] if len(axes) == 1 else None
 
 
 def has_padding(output: Tensor, mask: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantizer.calibrators import Calibrator
 from quantizer.proxy.weight import Weight
 
-__all__ = ["ChannelRange", "Migration", "OperandRecord", "RangeGroup"]
+__all__ = ["ChannelRange", "Migration", "OperandRecord", "RangeGroup", "RoundedWeight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,14 @@ class RangeGroup:
         return self.calibrator.for_format(dtype).amax() if self.chosen is None else self.chosen[0]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RoundedWeight:
+    """The codes that were chosen for a weight, int8 [*], and a text on the choice; None: the nearest codes."""
+
+    codes: Tensor | None
+    text: str
+
+
 @dataclass(kw_only=True, slots=True)
 class OperandRecord:
     """The record of one operand: a weight, or an activation's group.
@@ -108,6 +116,7 @@ class OperandRecord:
         ends_branch: whether this operand of an add is the direct result of a product, and the other operand is not.
         smoothed: the group that the operand shares a range with after migration of outliers (None: no migration).
         left: why there is no migration, if there could have been one.
+        rounded: how the weight is rounded (None: to nearest, without a choice).
     """
 
     weight: Weight | None = None
@@ -118,6 +127,7 @@ class OperandRecord:
     ends_branch: bool = False
     smoothed: RangeGroup | None = None
     left: str | None = None
+    rounded: RoundedWeight | None = None
 
     def add(self, other: OperandRecord) -> None:
         """Add the record of other calls, except for weight and group."""

@@ -62,6 +62,11 @@ class ReplayBatches:
         enough = _enough({kept: _rows(batch) for kept, batch in self._kept.items()})
         self._kept = {kept: self._kept[kept] for kept in enough}
 
+    @property
+    def digest(self) -> str:
+        """The hashes of all batches that are kept, hexadecimal."""
+        return b"".join(sorted(self._kept)).hex()
+
     def shared(self) -> ReplayBatches:
         """Return this rank's part of the batches that one process would have kept of all ranks' data.
 

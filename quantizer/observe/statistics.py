@@ -20,10 +20,11 @@ from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.range_group import OperandRecord
 from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.range_group import RoundedWeight
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.site_statistics import SiteStatistics
 
-__all__ = ["BiasShifts", "Seen"]
+__all__ = ["BiasShifts", "RoundingProgress", "Seen"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,19 @@ class BiasShifts:
 
     shifts: Mapping[str, Tensor]
     notes: Mapping[str, str]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RoundingProgress:
+    """Weights that are rounded already, of a model whose weights are rounded one after another.
+
+    Attributes:
+        key: a checksum of all that the result depends on.
+        done: the rounded weights, by ``SITE.OPERAND``.
+    """
+
+    key: str
+    done: dict[str, RoundedWeight] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,6 +67,7 @@ class Seen:
         only_zeros: whether all inputs were all zeros.
         read_outside: where code outside of sites computes with a parameter, by the parameter's path.
         bias_shifts: the shifts of biases, and the number of batches when they were measured (None: they were not).
+        rounding: the weights that are rounded already, if a choice of codes was interrupted (None: none was).
     """
 
     records: dict[str, SiteStatistics]
@@ -64,6 +79,7 @@ class Seen:
     only_zeros: bool = True
     read_outside: dict[str, str] = field(default_factory=dict)
     bias_shifts: tuple[int, BiasShifts] | None = None
+    rounding: RoundingProgress | None = None
 
     @classmethod
     def of_sites(cls, paths: Iterable[str], kept: ReplayBatches | None = None) -> Seen:
@@ -81,7 +97,7 @@ class Seen:
         return tuple(replace(product, multiply_adds=number) for product, number in self.products.items())
 
     def forget_choices(self) -> None:
-        """Discard all that was chosen by running batches: ranges, migration of outliers, shifts of biases."""
+        """Discard all that was chosen by running batches: ranges, migration of outliers, codes, shifts."""
         self.chosen_at = 0
         self.bias_shifts = None
         for group in self.groups:
@@ -89,7 +105,7 @@ class Seen:
         for site in self.records.values():
             site.left = None
             for record in site.operands.values():
-                record.smoothed = record.left = None
+                record.smoothed = record.left = record.rounded = None
 
     def with_added(self, other: Seen) -> Seen:
         """Return the sum of these statistics and others, and change neither.

@@ -71,6 +71,7 @@ def apply_site_plan(site: Site, entry: SitePlan) -> None:
             quantizer = site.quantizer_of(planned.name)
             quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
             quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.view is not None
+            quantizer.set_codes(planned.codes)
             apply_factor(quantizer, planned)
 
 
@@ -151,6 +152,7 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
         weight = _weight(proxy, site, planned)
         quantizer.stored = torch.empty_like(weight, dtype=qtype(quantizer.dtype).storage)
         quantizer.stored_dtype = weight.dtype
+        quantizer.set_codes(None)
         if planned.parameter in dropped:
             _hand_over(*_owner(proxy, planned), site, quantizer, planned)
     _list_weights(proxy)
@@ -163,7 +165,8 @@ def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[s
 
 
 def is_frozen_by(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> bool:
-    """Return whether a proxy was frozen by exactly this plan: the same sites on, with the same formats and scales."""
+    """Return whether a proxy was frozen by exactly this plan: the same sites on, with the same formats, scales and
+    chosen codes."""
     sites = {site.path: site for site in sites_of(proxy)}
     if set(sites) != set(plan):
         return False
@@ -205,11 +208,14 @@ def _same_shift(held: Tensor | None, planned: Tensor | None) -> bool:
 
 
 def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
-    """Return whether a quantizer has the state, format and scale of the plan."""
+    """Return whether a frozen quantizer has the state, format, scale and chosen codes of the plan."""
     if not planned.quantized:
         return not quantizer.enabled
     scale = quantizer.scale
     if scale is None or planned.scale is None or quantizer.dtype != planned.dtype:
+        return False
+    stored = quantizer.stored
+    if planned.codes is not None and (stored is None or not torch.equal(stored, planned.codes.to(stored.device))):
         return False
     return torch.equal(scale, planned.scale.to(scale))
 

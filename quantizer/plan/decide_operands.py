@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -137,7 +138,9 @@ def _weight(
         note=ONE_SCALE if site.operation.kind == "conv" and settings.per_channel and axis is None else None,
     )
     scaled = scaled_for(plan, seen.weight.tensor(), settings.scale_dtype, settings.profile.weight_qmax)
-    return scaled if scaled.reason is None else refused(scaled.reason)
+    if scaled.reason is not None:
+        return refused(scaled.reason)
+    return scaled if seen.rounded is None else replace(scaled, codes=seen.rounded.codes, rounding=seen.rounded.text)
 
 
 def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings, wanted: Format) -> OperandPlan:

@@ -147,6 +147,9 @@ def _scaled(operand: OperandPlan, scale: Tensor, scale_dtype: torch.dtype, keep_
         axis=operand.axis if scale.dim() else None,
         block_size=operand.block_size if scale.dim() else None,
         zero_point=zero_point,
+        # Codes belong to the scale that they were chosen for.
+        codes=None,
+        rounding=None,
         # These were measured with the former range.
         sqnr_db=None,
         clipped=None,

@@ -2,7 +2,8 @@
 
 - ``quantizer.yaml``: format, config, fallback, every site with its reason, every product counted.
 - ``ranges.safetensors``: amax, scale and smooth of every operand, float32, under ``SITE/OPERAND/amax`` and so on, and
-  the shift of a site's bias under ``SITE/bias_shift``.
+  the shift of a site's bias under ``SITE/bias_shift``; the codes of weights whose rounding was chosen, int8 or uint8
+  (two of 4 bits each).
 - ``observed.safetensors``: the statistics of calibration, to continue it; not in every folder.
 
 The folder appears as a whole or not at all. Inside another file, the first two are the bytes of one safetensors file
@@ -39,6 +40,8 @@ from quantizer.plan.saved_folder_check import check_plan
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.weight_codes import codes_of_file
+from quantizer.plan.weight_codes import file_of_codes
 
 __all__ = ["load_state", "save_state", "state_bytes", "state_of_bytes"]
 
@@ -51,7 +54,7 @@ _DOCUMENT = "document"
 _SUMS = "sha256"
 # Both dumpers write the same text, but libyaml writes a large plan several times as fast.
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-_TENSOR_FIELDS = ("amax", "scale", "smooth")
+_TENSOR_FIELDS = ("amax", "scale", "smooth", "codes")
 _DOCUMENT_FIELDS = {
     "format": int,
     "config": Mapping[str, Any],
@@ -197,9 +200,11 @@ def _plain(
         for operand in entry.operands:
             for name in _TENSOR_FIELDS:
                 value = getattr(operand, name)
-                if value is not None:
-                    # A copy, since both operands of a product share ``smooth``, and safetensors shares no memory.
-                    tensors[f"{entry.name}/{operand.name}/{name}"] = value.contiguous().clone()
+                if value is None:
+                    continue
+                # A copy, since both operands of a product share ``smooth``, and safetensors shares no memory.
+                held = file_of_codes(value, operand.dtype) if name == "codes" else value.contiguous().clone()
+                tensors[f"{entry.name}/{operand.name}/{name}"] = held
     plain = [product.plain() for product in products]
     return {**document, "sites": sites, "products": plain}, tensors
 
@@ -258,8 +263,8 @@ def _check_fields(document: Mapping[str, Any]) -> None:
 def _with_tensors(site: SitePlan, tensors: Mapping[str, Tensor]) -> SitePlan:
     found = []
     for operand in site.operands:
-        amax, scale, smooth = (tensors.get(f"{site.name}/{operand.name}/{name}") for name in _TENSOR_FIELDS)
-        found.append(replace(operand, amax=amax, scale=scale, smooth=smooth))
+        amax, scale, smooth, codes = (tensors.get(f"{site.name}/{operand.name}/{name}") for name in _TENSOR_FIELDS)
+        found.append(replace(operand, amax=amax, scale=scale, smooth=smooth, codes=codes_of_file(codes, operand.dtype)))
     return replace(site, operands=tuple(found), bias_shift=tensors.get(f"{site.name}/bias_shift"))
 
 

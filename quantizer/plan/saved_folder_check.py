@@ -13,6 +13,7 @@ from torch import Tensor
 from quantizer.numerics.qtype import QTYPES
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import SitePlan
+from quantizer.plan.weight_codes import code_faults
 
 __all__ = ["check_plan"]
 
@@ -46,7 +47,7 @@ def check_plan(sites: Sequence[SitePlan], plan: Mapping[str, SitePlan], tensors:
         for index, operand in enumerate(site.operands):
             for fault in _of_operand(operand):
                 raise ValueError(f"{place}.operands[{index}].{fault}")
-            known |= {f"{site.name}/{operand.name}/{field}" for field in _TENSORS}
+            known |= {f"{site.name}/{operand.name}/{field}" for field in (*_TENSORS, "codes")}
         known.add(f"{site.name}/bias_shift")
     lost = [name for name in tensors if name not in known]
     if lost:
@@ -89,6 +90,7 @@ def _of_operand(operand: OperandPlan) -> Iterator[str]:
             yield f"{name}: expected a number, got NaN"
     if operand.quantized and operand.role == "weight" and operand.parameter is None:
         yield "parameter: is null for a weight that is quantized"
+    yield from code_faults(operand)
 
 
 def _of_tensors(operand: OperandPlan) -> Iterator[str]:

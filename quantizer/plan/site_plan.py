@@ -50,6 +50,8 @@ class OperandPlan:
         view: the weight as a view of the parameter (None: the parameter itself).
         smooth: float32 [K] along ``smooth_axis``, by which an activation is divided and a weight multiplied first.
         smoothing: a text on ``smooth``, or on why there is none (None: it was not asked for).
+        codes: int8 in the shape of the weight as its site reads it, chosen instead of the nearest (None: the nearest).
+        rounding: a text on the choice of codes (None: it was not asked for).
         given: whether the scale was loaded or trained, and so is not computed from the weight.
         read_outside: where code outside of the site reads the weight as floats (None: nowhere in calibration).
         note: other remarks for the reader of the coverage.
@@ -77,6 +79,8 @@ class OperandPlan:
     smooth: Tensor | None = None
     smooth_axis: int | None = None
     smoothing: str | None = None
+    codes: Tensor | None = None
+    rounding: str | None = None
     given: bool = False
     read_outside: str | None = None
     note: str | None = None
@@ -90,7 +94,7 @@ class OperandPlan:
     def notes(self) -> list[str]:
         """The notes for the reader of the coverage."""
         outside = f"read as floats outside of its site too, {self.read_outside}" if self.read_outside else None
-        return [text for text in (self.note, outside) if text is not None]
+        return [text for text in (self.rounding, self.note, outside) if text is not None]
 
     @property
     def largest_amax(self) -> float | None:

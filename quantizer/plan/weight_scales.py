@@ -23,7 +23,7 @@ from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_range import weight_amax
 from quantizer.reasons import ReasonCode
 
-__all__ = ["ONE_SCALE", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
+__all__ = ["ONE_SCALE", "as_rounded", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
 
 ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
 """The note on the weight of a transposed convolution if no axis of it is that of the output channels."""
@@ -57,7 +57,7 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
     Raises:
         CalibrationError: the weight has NaN or infinite values.
     """
-    values, kind = _as_rounded(operand, weight), qtype(operand.dtype)
+    values, kind = as_rounded(operand, weight), qtype(operand.dtype)
     # A smaller range makes larger codes of what it clips, which such a target cannot add.
     bounded = qmax is not None and kind == INT8
     amax = weight_amax(values, operand.axis, operand.block_size, kind, None if bounded else operand.estimate)
@@ -85,6 +85,8 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
 def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtype, qmax: int | None) -> Plan:
     """Return the plan with scales computed from the present weights of ``model``, except for given scales.
 
+    Weights with codes keep codes and scales: see ``weight_codes.without_codes`` for weights that changed.
+
     Raises:
         CalibrationError: a weight has another shape, NaN or infinite values, or a scale that the target's float type
             cannot represent; or a given scale makes codes that are too large for the target's accumulator.
@@ -93,7 +95,10 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
     for path, entry in plan.items():
         operands = []
         for operand in entry.operands:
-            if operand.role == "weight" and operand.quantized and not operand.given:
+            if operand.role == "weight" and operand.quantized and operand.codes is not None:
+                weight = _weight(model, operand)
+                operand = operand if weight is None else _beside(operand, weight.device)
+            elif operand.role == "weight" and operand.quantized and not operand.given:
                 weight = _weight(model, operand)
                 # If the model has no such weight, the application of the plan raises an error.
                 operand = operand if weight is None else scaled_for(operand, weight, scale_dtype, qmax)
@@ -108,6 +113,13 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
     return result
 
 
+def _beside(operand: OperandPlan, device: torch.device) -> OperandPlan:
+    """Return the plan of a weight with codes and scales on the device of the weight; a folder has them on the CPU."""
+    assert operand.codes is not None
+    assert operand.scale is not None
+    return replace(operand, codes=operand.codes.to(device), scale=operand.scale.to(device))
+
+
 def _check_codes(name: str, operand: OperandPlan, weight: Tensor, qmax: int) -> None:
     """Raise if the weight has larger codes with a given scale than the target can accumulate without saturation.
 
@@ -116,7 +128,7 @@ def _check_codes(name: str, operand: OperandPlan, weight: Tensor, qmax: int) -> 
     """
     if operand.scale is None or qtype(operand.dtype) != INT8:
         return
-    values = _as_rounded(operand, weight)
+    values = as_rounded(operand, weight)
     amax = weight_amax(values, operand.axis, operand.block_size, INT8, None)
     most = float((amax.cpu() / operand.scale.cpu()).max())
     if most > qmax + 0.5:
@@ -127,7 +139,7 @@ def _check_codes(name: str, operand: OperandPlan, weight: Tensor, qmax: int) -> 
         )
 
 
-def _as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
+def as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
     """Return the values that are rounded: the weight in float32 [*], multiplied by the factors of smoothing."""
     values = weight.detach().float()
     if operand.smooth is None:
@@ -158,9 +170,10 @@ def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
     try:
         weight = parameter.detach() if operand.view is None else operand.view.of(parameter)
         shape = scale_shape(weight.shape, operand.axis, operand.block_size)
+        fits = operand.codes is None or operand.codes.shape == weight.shape
     except (IndexError, RuntimeError):
-        shape = None
-    if operand.scale is None or shape != tuple(operand.scale.shape):
+        fits = False
+    if not fits or operand.scale is None or shape != tuple(operand.scale.shape):
         raise CalibrationError(
             f"the calibration belongs to another model: {path} has the shape {list(parameter.shape)} here, which "
             "its scales do not fit; calibrate this model with a Quantizer of its own"

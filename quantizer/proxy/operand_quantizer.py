@@ -40,6 +40,7 @@ class OperandQuantizer(nn.Module):
             is set.
         zero_point: uint8 [], the code of 0.0 in an asymmetric format; None: 0.
         factor: float [K] along ``factor_axis``, by which the operand is multiplied before it is rounded; None: 1.
+        codes: the weight's codes, of its shape, if they were chosen; None: those of rounding to nearest.
         stored: the weight's codes once it is frozen; None for an activation.
         stored_dtype: the float type of the weight that ``stored`` encodes.
         frozen: checks that the weight that arrives is the one that was stored (None: no check).
@@ -77,10 +78,13 @@ class OperandQuantizer(nn.Module):
         self.register_parameter("change", None)
         self.register_buffer("factor", None)
         self.register_buffer("stored", None)
+        # Not in a state dict: there the weight itself is, or ``stored``.
+        self.register_buffer("codes", None, persistent=False)
         self.scale: Tensor | None
         self.zero_point: Tensor | None
         self.factor: Tensor | None
         self.stored: Tensor | None
+        self.codes: Tensor | None
         self.change: nn.Parameter | None
 
     def set_scale(
@@ -113,6 +117,10 @@ class OperandQuantizer(nn.Module):
         self.factor_axis = axis
         self.enabled = True
 
+    def set_codes(self, codes: Tensor | None) -> None:
+        """Round the weight to these codes, int8 of its shape, from now on; None: to nearest."""
+        self.codes = codes
+
     def learn_scale(self, change: nn.Parameter) -> None:
         """Train the scale from now on: ``change``, of its shape and 0 at first, is the change of its logarithm."""
         self.change = change
@@ -141,22 +149,24 @@ class OperandQuantizer(nn.Module):
 
     def reset(self) -> None:
         """Remove the range and the factor, and pass the operand through again."""
-        self.scale = self.zero_point = self.factor = None
+        self.scale = self.zero_point = self.factor = self.codes = None
         self.enabled = False
 
     def store(self, weight: Tensor) -> None:
         """Store the weight as codes; from now on the operand that arrives is ignored."""
         assert self.scale is not None
-        multiplied = self._multiplied(weight.detach().float())
-        self.stored = ops.quantize(multiplied, self.scale, self.dtype, self.axis, self.block_size)
+        if self.codes is not None:
+            # A copy, as the plan that they are from makes other models.
+            self.stored, self.codes = self.codes.to(weight.device, copy=True), None
+        else:
+            multiplied = self._multiplied(weight.detach().float())
+            self.stored = ops.quantize(multiplied, self.scale, self.dtype, self.axis, self.block_size)
         self.stored_dtype = weight.dtype
 
     def dequantized(self) -> Tensor:
         """Return the stored weight in its own float type, multiplied by its factor."""
-        assert self.scale is not None
         assert self.stored is not None
-        result: Tensor = ops.dequantize(self.stored, self.scale, self.dtype, self.axis, self.block_size)
-        return result.to(self.stored_dtype)
+        return self._values_of(self.stored).to(self.stored_dtype)
 
     def as_parameter(self) -> Tensor:
         """Return the stored weight as the model's own parameter: in its own float type, without the factor."""
@@ -197,11 +207,19 @@ class OperandQuantizer(nn.Module):
             if self.frozen is not None:
                 self.frozen.check(x)
             return self.dequantized()
+        if self.codes is not None:
+            return self._values_of(self.codes).to(x.dtype)
         if self.is_weight:
             # As in ``store``, the product of weight and factor is computed in float32, not in half precision.
             rounded = self._rounded(x.float() if self.factor is not None else x).to(x.dtype)
             return laid_out(rounded) if self.contiguous else rounded
         return self._rounded(x)
+
+    def _values_of(self, codes: Tensor) -> Tensor:
+        """Return the values [*] of codes [*], in the type of the scale."""
+        assert self.scale is not None
+        result: Tensor = ops.dequantize(codes, self.scale, self.dtype, self.axis, self.block_size)
+        return result
 
     def _rounded(self, x: Tensor) -> Tensor:
         x = self._multiplied(x)

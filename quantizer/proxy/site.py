@@ -122,6 +122,12 @@ class Site(nn.Module):
         place = None if bias is None else _place(bias, args, keywords)
         return None if place is None else place[0][place[1]]
 
+    def argument(self, index: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Return an operand of a call, which must be an argument; None if it is missing."""
+        operand = self.operation.operands[index]
+        assert operand.index is not None
+        return args[operand.index] if operand.index < len(args) else keywords.get(operand.keyword or "")
+
     def forward(self, *args: Any, **keywords: Any) -> Any:
         if self._implied is None:
             function, *rest = args
@@ -167,9 +173,9 @@ class Site(nn.Module):
 
     def _operands(self, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
         return [
-            args[index] if index < len(args) else keywords.get(operand.keyword or "")
-            for operand in self.operation.operands
-            if (index := operand.index) is not None
+            self.argument(place, args, keywords)
+            for place, operand in enumerate(self.operation.operands)
+            if operand.index is not None
         ]
 
     def _round(self, args: list[Any], keywords: dict[str, Any], kept: bool = False) -> None:

@@ -99,9 +99,7 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def _quantizer(calibrator: str) -> Quantizer:
     corrected = calibrator == "corrected"
-    return Quantizer(
-        preset="fast", backend="openvino", activations=CALIBRATORS[calibrator], bias_correction=corrected
-    )
+    return Quantizer(preset="fast", backend="openvino", activations=CALIBRATORS[calibrator], bias_correction=corrected)
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""GPTQ, rounding of a weight to the codes with which its product changes least (Frantar et al. 2022, arXiv:2210.17323).
+
+Legend: W [N, K] the weight of a product x W^T; H [K, K] = sum of x^T x over the rows x [K] that it multiplies; Q [N, K]
+the rounded weight; U the upper Cholesky factor of the inverse of H, U^T U = H^-1.
+
+    minimize tr((W - Q) H (W - Q)^T), the sum over rows of |x (W - Q)^T|^2
+
+The columns are rounded one after another. What rounding changed at column j is made up for by the columns that are not
+rounded yet (Algorithm 1 of the paper):
+
+    W[:, j+1:] -= (W[:, j] - Q[:, j]) / U[j, j] * U[j, j+1:]
+
+First K / M times the mean of its diagonal is added to that of H, for M rows, and at least the paper's 0.01. H of few
+rows says little about the inputs of other data, and columns would make up for each other as only those rows allow.
+docs/explain/calibration.md shows the measurement behind it.
+
+All arguments may have leading axes, which are products of their own, as in a grouped convolution.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["gptq_codes", "output_error"]
+
+_DAMPING = 0.01
+"""The least that is added to the diagonal of H, as a share of its mean: that of the paper."""
+
+_COLUMNS = 128
+"""The number of columns after which the others are updated at once, which changes nothing but the time (paper, 3.3)."""
+
+
+def gptq_codes(
+    weight: Tensor, hessian: Tensor, scale: Tensor, qmin: int, qmax: int, *, rows: int, by_size: bool = False
+) -> Tensor | None:
+    """Return the codes of a weight, int8 [.., N, K]; None if H is not finite.
+
+    Args:
+        weight: W, float [.., N, K].
+        hessian: H, [.., K, K].
+        scale: the scale of each value, broadcastable to W.
+        qmin: the lowest code.
+        qmax: the highest code.
+        rows: M, the number of rows in H.
+        by_size: whether columns with a large diagonal of H come first (``act_order``), not those with a small index.
+    """
+    if not bool(torch.isfinite(hessian).all()):
+        return None
+    values, scales = weight.double(), scale.double().expand(weight.shape)
+    order = _order(hessian, by_size)
+    values, scales = _columns(values, order), _columns(scales, order)
+    factor = _inverse_factor(_columns(_columns(hessian.double(), order).mT, order).mT, rows)
+    codes = torch.empty_like(values)
+    columns = weight.shape[-1]
+    for start in range(0, columns, _COLUMNS):
+        end = min(start + _COLUMNS, columns)
+        errors = torch.empty_like(values[..., start:end])
+        for column in range(start, end):
+            exact, step = values[..., column], scales[..., column]
+            # In float32, as the codes of nearest rounding are computed.
+            code = (exact.float() / step.float()).round_().clamp_(qmin, qmax).double()
+            row = factor[..., column, column:end]
+            error = (exact - code * step) / row[..., :1]
+            values[..., column:end] -= error[..., None] * row[..., None, :]
+            codes[..., column], errors[..., column - start] = code, error
+        values[..., end:] -= errors @ factor[..., start:end, end:]
+    return _columns(codes, order.argsort(-1)).to(torch.int8)
+
+
+def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
+    """Return tr((W - Q) H (W - Q)^T), for W and Q [.., N, K] and H [.., K, K]."""
+    change = weight.double() - rounded.double()
+    return float(((change @ hessian.double()) * change).sum())
+
+
+def _order(hessian: Tensor, by_size: bool) -> Tensor:
+    """Return the order of the columns, [.., K]."""
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    if by_size:
+        return diagonal.argsort(dim=-1, descending=True, stable=True)
+    return torch.arange(diagonal.shape[-1], device=diagonal.device).expand(diagonal.shape)
+
+
+def _columns(values: Tensor, order: Tensor) -> Tensor:
+    """Return values [.., N, K] with their columns in an order [.., K]."""
+    return values.gather(-1, order[..., None, :].expand(values.shape))
+
+
+def _inverse_factor(hessian: Tensor, rows: int) -> Tensor:
+    """Return U [.., K, K] of H after damping; where all inputs are zero, of the identity."""
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    damping = max(_DAMPING, diagonal.shape[-1] / max(rows, 1)) * diagonal.mean(-1, keepdim=True)
+    added = torch.where(damping > 0, damping, torch.ones_like(damping)).expand(diagonal.shape)
+    lower = torch.linalg.cholesky(hessian + torch.diag_embed(added))
+    factor: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    return factor

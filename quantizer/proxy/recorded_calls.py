@@ -1,0 +1,149 @@
+"""Calls of a proxy's modules, recorded in one pass and taken instead of computed in later ones.
+
+A call can be taken only if its output is its only effect. It is computed again if it has others: an argument or output
+that is neither a tensor nor a plain value (a cache), an argument that it changed in place, an attribute that it set on
+its module, or an output that was changed in place later.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+from typing import Self
+
+from torch import Tensor
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+from quantizer.proxy.site import Site
+
+__all__ = ["RecordedCall", "RecordedCalls"]
+
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RecordedCall:
+    """A module call that has ended.
+
+    Attributes:
+        output: its output.
+        versions: the version counters of the output's tensors when it ended.
+        inside: the number of calls that it made, by module, its own included.
+        usable: whether its output is its only effect.
+    """
+
+    output: Any
+    versions: list[int]
+    inside: Counter[nn.Module]
+    usable: bool
+
+    @property
+    def holds(self) -> bool:
+        """True if the output can be taken: it is the only effect, and nothing changed it since."""
+        return self.usable and _versions(self.output) == self.versions
+
+
+class RecordedCalls(ABC):
+    """A context that replaces ``forward`` of the modules of a proxy, but not of its sites, while its block is open."""
+
+    def __init__(self, proxy: nn.Module) -> None:
+        self._proxy = proxy
+        self._number: Counter[nn.Module] = Counter()
+        self._open: list[tuple[Counter[nn.Module], list[bool]]] = []
+        self._own: dict[nn.Module, Callable[..., Any]] = {}
+
+    def __enter__(self) -> Self:
+        for module in self._modules():
+            # An attribute of the instance hides the method of its class; some libraries have set one.
+            if "forward" in module.__dict__:
+                self._own[module] = module.__dict__["forward"]
+            module.__dict__["forward"] = self._instead(module, module.forward)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for module in self._modules():
+            del module.__dict__["forward"]
+        for module, forward in self._own.items():
+            module.__dict__["forward"] = forward
+
+    @property
+    @abstractmethod
+    def _records(self) -> bool:
+        """True if calls are recorded now."""
+
+    @abstractmethod
+    def _recorded(self, module: nn.Module, number: int) -> RecordedCall | None:
+        """Return the record of a module's call of this number if it is to be taken; None to compute it."""
+
+    @abstractmethod
+    def _keep(self, module: nn.Module, number: int, call: RecordedCall) -> None:
+        """Keep a call that has ended."""
+
+    def _modules(self) -> list[nn.Module]:
+        return [
+            module
+            for module in self._proxy.modules()
+            if module is not self._proxy and not isinstance(module, Site | OperandQuantizer)
+        ]
+
+    def _instead(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **keywords: Any) -> Any:
+            number = self._number[module]
+            call = self._recorded(module, number)
+            if call is not None:
+                self._number.update(call.inside)
+                if self._open:
+                    self._open[-1][0].update(call.inside)
+                return call.output
+            self._number[module] += 1
+            return (
+                self._record(module, number, forward, args, keywords) if self._records else forward(*args, **keywords)
+            )
+
+        return run
+
+    def _record(
+        self, module: nn.Module, number: int, forward: Callable[..., Any], args: tuple[Any, ...], keywords: Any
+    ) -> Any:
+        inside: Counter[nn.Module] = Counter([module])
+        usable = [_plain((args, keywords))]
+        before = _state(module), _versions((args, keywords))
+        self._open.append((inside, usable))
+        try:
+            output = forward(*args, **keywords)
+        finally:
+            self._open.pop()
+        usable.append(_plain(output) and (_state(module), _versions((args, keywords))) == before)
+        if self._open:
+            outer, outer_usable = self._open[-1]
+            outer.update(inside)
+            outer_usable.append(all(usable))
+        call = RecordedCall(output=output, versions=_versions(output), inside=inside, usable=all(usable))
+        self._keep(module, number, call)
+        return output
+
+
+def _plain(tree: Any) -> bool:
+    """Return whether a tree holds only plain values and tensors; torch counts no changes of inference tensors."""
+    leaves = pytree.tree_leaves(tree)
+    return all(isinstance(leaf, _PLAIN) and not (isinstance(leaf, Tensor) and leaf.is_inference()) for leaf in leaves)
+
+
+def _versions(tree: Any) -> list[int]:
+    """Return how often each tensor was changed in place."""
+    return [leaf._version for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """Return the identities of what the module itself holds, and how often its tensors were changed in place."""
+    held = {**module._buffers, **module.__dict__}
+    return [{name: id(value) for name, value in held.items()}, _versions(list(held.values()))]
