@@ -1,9 +1,9 @@
 """The choice of one share of smoothing and one estimate of ranges for the whole model, by the error of its output.
 
-The kept batches are in two halves. On one the settings are compared: every estimate with some of the shares, then the
-best estimate with the shares beside the best one. The two cannot be chosen one after the other: a clipped range is
-often worse without smoothing and better with it. On the other half the winner must not be worse than the first estimate
-with the first share, which are used otherwise.
+The kept batches are in two halves. On one the settings are compared: the first estimate with some of the shares, then
+from the best setting on the other estimates and the shares beside, until none is better. The two cannot be chosen one
+after the other: a clipped range is often worse without smoothing and better with it. On the other half the winner must
+not be worse than the first estimate with the first share, which are used otherwise.
 """
 
 from __future__ import annotations
@@ -154,20 +154,23 @@ def choose(
 
 
 def _found(search: _Search, shares: Sequence[float | None], estimates: Sequence[Estimate]) -> Setting:
-    """Return the best setting: of all estimates with some of the shares, and then of the shares beside the best one."""
+    """Return the best setting that a search from the first estimate comes to, a step in share or estimate at a time."""
     some = shares[:: max(1, len(shares) // 2)] if len(estimates) > 1 else shares
-    todo = [Setting(share, place) for place in range(len(estimates)) for share in some]
+    todo = [Setting(share, 0) for share in some]
     with tqdm(desc="choosing ranges by the output", unit="setting", leave=False, disable=None) as progress:
         while todo:
             progress.total = progress.n + len(todo)
             for setting in todo:
                 search.measure(setting)
                 progress.update()
-            best = search.best()
-            place = shares.index(best.share)
-            beside = [Setting(share, best.estimate) for share in shares[max(0, place - 1) : place + 2]]
+            least = min(search.errors, key=lambda setting: search.errors[setting])
+            place = shares.index(least.share)
+            beside = [
+                *(Setting(least.share, estimate) for estimate in range(len(estimates))),
+                *(Setting(share, least.estimate) for share in shares[max(0, place - 1) : place + 2]),
+            ]
             todo = [setting for setting in beside if setting not in search.errors]
-    return best
+    return search.best()
 
 
 def _formats(plan: Plan, observation: Seen) -> dict[RangeGroup, str]:

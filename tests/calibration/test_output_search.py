@@ -101,8 +101,8 @@ def test_a_folder_without_batches_has_a_plan_for_another_backend(tmp_path: Any, 
             other = loaded.for_backend(backend)
             found = sqnr_db(other, model, unseen)
         assert f"ranges are not chosen for {backend}" in caplog.text
-        assert [entry.reason.split("smooth ")[1] for entry in other.plan.values() if entry.kind == "linear"] == [
-            entry.reason.split("smooth ")[1] for entry in q.plan.values() if entry.kind == "linear"
+        assert [entry.operands[0].smoothing for entry in other.plan.values() if entry.kind == "linear"] == [
+            entry.operands[0].smoothing for entry in q.plan.values() if entry.kind == "linear"
         ]
         assert found == pytest.approx(sqnr_db(q.for_backend(backend), model, unseen), abs=3)
 

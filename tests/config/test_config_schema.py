@@ -86,6 +86,7 @@ def test_a_preset_fills_what_is_not_set(given: dict[str, Any], expected: tuple[o
     found = config.QuantizerConfig.model_validate(given)
     activations = found.activations
     assert (activations.calibrator, activations.smooth, activations.zero_point) == expected
+    assert found.bias_correction == (given.get("preset") != "fast")
     # The values are explicit, so that what is saved does not depend on what a preset means later.
     assert (
         config.QuantizerConfig.model_validate({**found.model_dump(), "preset": "balanced"}).activations == activations
