@@ -32,7 +32,7 @@ __all__ = ["make_plan"]
 
 
 def make_plan(proxy: Proxied, observation: Seen) -> Plan:
-    """Return the plan of a calibrated proxy, after the choices that run kept batches, if the configuration asks for any.
+    """Return the plan of a calibrated proxy, after the choices on kept batches that the configuration asks for.
 
     Ranges and codes of weights are chosen once, and again after more data; so are the shifts of biases, with ranges and
     codes as they came out. This runs the proxy, so pause its observation first.
