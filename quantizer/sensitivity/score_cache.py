@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from types import CodeType
 
+from torch import Tensor
+
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
@@ -82,7 +84,7 @@ def check_scores(path: Path) -> dict[str, float]:
 
 
 def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], weights: Fingerprint) -> str:
-    """Return a checksum of a plan's scales and formats, of the weights and of the metric's code.
+    """Return a checksum of a plan's scales, formats and shifts, of the weights and of the metric's code.
 
     The data that a metric reads is not part of it: another data set needs another file, unless the metric names its
     data in an attribute ``reads`` (a text).
@@ -90,9 +92,15 @@ def fingerprint(plan: Mapping[str, SitePlan], metric: Callable[..., object], wei
     parts = [*_of_function(metric), json.dumps(weights.plain())]
     for site in plan.values():
         for operand in site.operands:
-            scale = operand.scale.float().cpu().numpy().tobytes().hex() if operand.scale is not None else ""
-            parts += [site.name, operand.name, operand.dtype, str(operand.quantized), str(operand.group), scale]
+            parts += [site.name, operand.name, operand.dtype, str(operand.quantized), str(operand.group)]
+            parts.append("" if operand.scale is None else _of_tensor(operand.scale))
+        if site.bias_shift is not None:
+            parts += [site.name, _of_tensor(site.bias_shift)]
     return _digest(parts)
+
+
+def _of_tensor(values: Tensor) -> str:
+    return values.float().cpu().numpy().tobytes().hex()
 
 
 def _of_function(function: Callable[..., object]) -> list[str]:

@@ -21,9 +21,12 @@ from torch.nn import functional as F
 from quantizer import QATCalibrate
 from quantizer import Quantizer
 from quantizer.calibration.output_error import OutputError
+from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import QuantizerError
 from quantizer.errors import TrainingError
+from quantizer.interop.tripy import tripy_scales
 from quantizer.plan.site_plan import Plan
+from quantizer.sensitivity import fingerprint
 
 BATCHES = 2  # as many as are kept to be run again
 COARSE = {"calibrator": "percentile", "percentile": 90.0}
@@ -346,6 +349,17 @@ def test_fallback_takes_it_away() -> None:
     assert_same(q.quantize(model)(x), model(x))
     q.clear_fallback()
     assert all(entry.bias_shift is not None for entry in q.plan.values())
+
+
+def test_what_cannot_hold_it_says_so() -> None:
+    q = calibrated(Net(), activations=COARSE)
+    assert set(tripy_scales(q.plan).left.values()) == {"its bias was corrected, which these scales cannot say"}
+
+
+def test_scores_of_other_shifts_are_others() -> None:
+    weights = Fingerprint.of(Net())
+    plans = [calibrated(Net(), bias_correction=on).plan for on in (True, False)]
+    assert len({fingerprint(plan, sqnr_db, weights) for plan in plans}) == 2
 
 
 def test_training_keeps_it() -> None:
