@@ -196,8 +196,8 @@ class CalibrationSession:
         if needed and get_world_size() == 1 and not whole.kept:
             raise CalibrationError(
                 "with a list of percentiles, calibrator 'auto', a share for smooth or rounding 'gptq', each target's "
-                "ranges and codes come from running batches, and a folder keeps none: call for_backend() before save(), "
-                "or calibrate(model, batches, resume=True) with a few batches"
+                "ranges and codes come from running batches, and a folder keeps none: call for_backend() before "
+                "save(), or calibrate(model, batches, resume=True) with a few batches"
             )
         self._renew_weights(whole)
         # The choice of ranges and codes runs the proxy, which must not observe these passes.
