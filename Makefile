@@ -74,6 +74,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/calibration_speed.py
 	$(BIN)/python benchmarks/calibration_accuracy.py
+	$(BIN)/python benchmarks/default_accuracy.py
 	$(BIN)/python benchmarks/sensitivity.py
 	$(BIN)/python benchmarks/accuracy_control.py
 	$(BIN)/python benchmarks/check_peers.py

@@ -48,7 +48,13 @@ def minilm_rows() -> None:
         ),
     ):
         quantizer = calibrated(
-            model, task, backend=backend, dtype=dtype, activations=activations, sites={"residual_add": False}
+            model,
+            task,
+            preset="fast",
+            backend=backend,
+            dtype=dtype,
+            activations=activations,
+            sites={"residual_add": False},
         )
         frozen = quantizer.quantize(model)
         scores.add(name, task.predict(lambda batch, frozen=frozen: frozen(**batch), scores.rows))
@@ -73,6 +79,7 @@ def peer_rows() -> None:
             quantizer = calibrated(
                 model,
                 task,
+                preset="fast",
                 backend="openvino",
                 activations={"calibrator": calibrator},
                 sites={**sites, "residual_add": False},
@@ -121,7 +128,10 @@ def efficientnet_rows() -> None:
     for placement, residual in (("convolutions and linear", False), ("default (residual auto)", "auto")):
         for calibrator in _CALIBRATORS:
             quantizer = Quantizer(
-                backend="openvino", activations={"calibrator": calibrator}, sites={"residual_add": residual}
+                preset="fast",
+                backend="openvino",
+                activations={"calibrator": calibrator},
+                sites={"residual_add": residual},
             )
             quantizer.calibrate(model, images[tuned].split(_BATCH), progress=False)
             row(f"{placement}, {calibrator}", _logits(quantizer.quantize(model), images[~tuned]))
@@ -134,6 +144,7 @@ def smollm2_rows() -> None:
     print(f"| float | float | {perplexity(model, tokens):.2f} |", flush=True)
     for weights, activations, left in _SMOLLM2:
         quantizer = Quantizer(
+            preset="fast",
             backend="openvino",
             weights={"granularity": weights},
             activations=activations,

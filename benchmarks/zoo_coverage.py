@@ -41,7 +41,7 @@ def main() -> None:
     rows: list[str] = []
     for architecture in (entry for entries in _SETS for entry in entries):
         model = architecture.build()
-        quantizer = Quantizer(backend="openvino")
+        quantizer = Quantizer(preset="fast", backend="openvino")
         calib = quantizer.calib(model)
         with torch.no_grad():
             calib(**architecture.batch(0))
