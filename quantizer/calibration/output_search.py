@@ -146,7 +146,8 @@ def choose(
     else:
         chosen = _found(search, shares, estimates)
         if chosen != plain and search.is_worse(chosen, than=plain):
-            logger.info("%s is worse on other batches than %s, which is used", *_texts(chosen, plain, estimates))
+            told = _text(chosen, estimates), _text(plain, estimates)
+            logger.info("%s is worse on other batches than %s, which is used", *told)
             chosen = plain
     search.take(chosen)
     if smoothing is not None and chosen.share is None:
@@ -182,10 +183,6 @@ def _formats(plan: Plan, observation: Seen) -> dict[RangeGroup, str]:
             if group is not None and operand.scale is not None:
                 found.setdefault(group, judged_as(qtype(operand.dtype)).name)
     return found
-
-
-def _texts(one: Setting, other: Setting, estimates: Sequence[Estimate]) -> tuple[str, str]:
-    return _text(one, estimates), _text(other, estimates)
 
 
 def _text(setting: Setting, estimates: Sequence[Estimate]) -> str:

@@ -32,10 +32,11 @@ CALIBRATORS: dict[str, dict[str, Any]] = {
     "mse": {"calibrator": "mse"},
     "entropy": {"calibrator": "entropy"},
     "percentiles": {"calibrator": "percentile", "percentile": [90.0, 99.0, 99.99]},
+    "output": {"calibrator": "output", "smooth": "auto", "zero_point": True},
     "auto": {"calibrator": "auto"},
 }
 
-RUN_AGAIN = ("auto", "corrected", "percentiles")
+RUN_AGAIN = ("auto", "corrected", "output", "percentiles")
 """Those for which batches are run again, which a folder does not hold."""
 
 
