@@ -79,7 +79,8 @@ def main() -> None:
     q = Quantizer(
         backend="tensorrt",
         fallback_dtype="float32",
-        activations={"calibrator": "max", "smooth": None},
+        preset="fast",
+        activations={"calibrator": "max"},
         sites={"matmul": False, "residual_add": False},
         exclude={"names": ["lm_head"]},
     )

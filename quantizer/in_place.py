@@ -54,7 +54,7 @@ class QATCalibrate:
         config: the resolved ``QuantizerConfig``.
 
     Raises:
-        ConfigError: a setting is wrong.
+        ConfigError: a setting is wrong, or it chooses codes of weights, which stay float here.
         SourceError: a source is no module, or is torch's own.
     """
 
@@ -68,11 +68,12 @@ class QATCalibrate:
         activations = {"calibrator": _METHODS.get(method, method), "percentile": percentile}
         # As in NVIDIA's toolkit one pass gives the ranges, and no batch is kept to choose among others.
         self.config = quantizer_config(None, activations=activations, **{"preset": "fast", **settings})
-        if self.config.weights.rounding != "nearest":
+        rounding = self.config.weights.rounding
+        if rounding != "nearest":
             raise ConfigError(
                 [
-                    f"weights.rounding: got {self.config.weights.rounding!r}; expected 'nearest', as the model keeps "
-                    "float weights, which may be trained; Quantizer.quantize() chooses codes"
+                    f"weights.rounding: got {rounding!r}; expected 'nearest', as the model keeps float weights, which "
+                    "may be trained; Quantizer.quantize() chooses codes"
                 ]
             )
         self._patch = patched(*sources, built=instrument)

@@ -51,8 +51,8 @@ def product_rows(
         keywords: its keyword arguments.
     """
     name = site.operation.name
-    if site.operation.kind == "conv":
-        return "it is a transposed convolution" if "transpose" in name else _convolution(x, weight, args, keywords)
+    if name in ("conv1d", "conv2d", "conv3d"):
+        return _convolution(x, weight, args, keywords)
     equation = site.source.equation or _equation(name, x if place else weight, weight if place else x)
     return f"its operation is {name}" if equation is None else _contraction(equation, place, x, weight)
 

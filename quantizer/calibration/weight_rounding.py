@@ -49,6 +49,8 @@ from quantizer.proxy.site import Site
 __all__ = ["round_weights"]
 
 
+_PRODUCT = 2  # operands
+
 _Refused = dict[str, str]
 """Why weights keep the nearest codes, by ``SITE.OPERAND``."""
 
@@ -147,6 +149,8 @@ def _weights(proxy: Proxied, observation: Seen, plan: Plan, refused: _Refused) -
         kind, name = qtype(weight.dtype), f"{site.path}.{weight.name}"
         if kind.is_float:
             refused[name] = f"gptq chooses whole numbers, and those of {kind.name} are none"
+        elif len(names) != _PRODUCT:
+            refused[name] = f"its operation is {site.operation.name}"
         elif readers[weight.parameter, weight.view] > 1:
             refused[name] = "other sites store the same weight, and a file holds it once"
         else:

@@ -132,6 +132,8 @@ def _no_int8(entry: SitePlan) -> str | None:
             return f"{operand.name} is in {operand.dtype if operand.quantized else 'float'}, and int8 is needed"
         if operand.smooth is not None:
             return f"outliers of {operand.name} were moved (smooth), which these scales cannot say"
+        if operand.codes is not None:
+            return f"the codes of {operand.name} were chosen (rounding), which these scales cannot say"
     return None if entry.bias_shift is None else "its bias was corrected, which these scales cannot say"
 
 

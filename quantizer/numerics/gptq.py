@@ -27,7 +27,7 @@ __all__ = ["gptq_codes", "output_error"]
 _DAMPING = 0.01
 """The least that is added to the diagonal of H, as a share of its mean: that of the paper."""
 
-_COLUMNS = 128
+_COLUMNS = 100
 """The number of columns after which the others are updated at once, which changes nothing but the time (paper, 3.3)."""
 
 

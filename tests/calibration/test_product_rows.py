@@ -119,7 +119,7 @@ def test_the_rows_give_what_torch_computes(net: Net, shape: tuple[int, ...]) -> 
 @pytest.mark.parametrize(
     ("net", "shape", "reason"),
     [
-        (Net("transposed", 4, 3, 2, 2), (2, 4, 5, 5), "it is a transposed convolution"),
+        (Net("transposed", 4, 3, 2, 2), (2, 4, 5, 5), "its operation is conv_transpose2d"),
         (Net("right", 1, 6, 5), (4, 3, 6), "one of its operands is broadcast"),
         (Net("summed", 5, 6), (2, 6), "it sums over an axis of one operand alone"),
     ],

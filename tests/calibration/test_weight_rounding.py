@@ -207,7 +207,7 @@ def test_convolutions_and_their_groups() -> None:
     q = rounded(model, [images(0), images(1)])
     reasons = {path.partition(".")[0]: entry.reason for path, entry in q.plan.items() if entry.quantized}
     assert all("weight: gptq, 0." in reasons[name] for name in ("first", "second", "third"))
-    assert "weight: rounded to nearest: it is a transposed convolution" in reasons["last"]
+    assert "weight: rounded to nearest: its operation is conv_transpose2d" in reasons["last"]
     rest = {**WEIGHTS, "exclude": {"names": ["last"]}}
     usual = make_calibrated(model, [images(0), images(1)], **rest)
     q = rounded(model, [images(0), images(1)], **rest)

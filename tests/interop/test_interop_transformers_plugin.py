@@ -153,6 +153,7 @@ def test_a_model_that_was_loaded_without_has_no_quantizer(bert):
         pytest.param({"formats": [INT4]}, trained, id="int4-blocks-trained"),
         pytest.param({"activations": {"smooth": 0.5}, "sites": {"embedding": True}}, None, id="smooth-embedding"),
         pytest.param({"bias_correction": True, "activations": {"percentile": 95}}, None, id="bias-correction"),
+        pytest.param({"formats": [INT4], "weights": {"rounding": "gptq"}}, None, id="gptq"),
         pytest.param({}, put_back, id="put-back"),
         pytest.param({"backend": "onnxruntime"}, trained, id="trained"),
     ],

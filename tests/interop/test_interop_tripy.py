@@ -139,6 +139,14 @@ def test_what_is_no_linear_is_listed() -> None:
     assert left["forward.matmul_1"] == "a matmul is no Linear"
 
 
+def test_codes_that_were_chosen_are_more_than_scales() -> None:
+    plan = _calibrated(Mlp(), weights={"rounding": "gptq"}).plan
+    chosen = [path for path, entry in plan.items() if any(operand.codes is not None for operand in entry.operands)]
+    assert chosen
+    left = tripy_scales(plan).left
+    assert all(left[path].endswith("were chosen (rounding), which these scales cannot say") for path in chosen)
+
+
 @pytest.mark.parametrize("place", ["missing/scales.safetensors", "."])
 def test_a_file_that_cannot_be_written(place: str, tmp_path: Path) -> None:
     with pytest.raises(QuantizerError, match="cannot write"):
