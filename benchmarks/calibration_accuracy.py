@@ -1,6 +1,6 @@
 """Accuracy by calibrator, and other quantizers at the same placement; tuned and scored on different rows.
 
-    python benchmarks/calibration_accuracy.py [minilm | peers | efficientnet | smollm2]...
+    python benchmarks/calibration_accuracy.py [minilm | peers | efficientnet | smollm2 | rounding]...
 
 MiniLM: calibrated on the first 64 pairs of STS-B train, scored on all of dev. EfficientNet-Lite0: calibrated on 64
 images of an ImageNet sample, spread over the classes, and scored on the others. SmolLM2-135M: calibrated on the windows
@@ -159,6 +159,26 @@ def smollm2_rows() -> None:
         print(f"| {weights} | {name} | {perplexity(quantizer.quantize(model), tokens):.2f} |", flush=True)
 
 
+def rounding_rows() -> None:
+    print(heading("Rounding of weights: SmolLM2-135M, INT4 in blocks of 64, float activations, WikiText-2, perplexity"))
+    model, tokens = smollm2_and_tokens()
+    print("| rounding | perplexity |\n|---|---|")
+    print(f"| float | {perplexity(model, tokens):.2f} |", flush=True)
+    rows = list(windows(tokens, CALIBRATION_WINDOWS))
+    # As many as are kept to be run again.
+    batches = [{"input_ids": torch.cat(half), "use_cache": False} for half in (rows[:10], rows[10:])]
+    for weights in ({}, {"rounding": "gptq"}, {"rounding": "gptq", "act_order": True}):
+        quantizer = Quantizer(
+            backend="onnxruntime",
+            formats=[{"weights": "int4", "activations": "float", "block_size": 64}],
+            weights=weights,
+            sites={"matmul": False, "residual_add": False},
+        )
+        quantizer.calibrate(model, batches, progress=False)
+        name = ", ".join(f"{key} {value}" for key, value in weights.items()) or "nearest"
+        print(f"| {name} | {perplexity(quantizer.quantize(model), tokens):.2f} |", flush=True)
+
+
 _SMOLLM2: tuple[tuple[str, dict[str, object], list[str]], ...] = (
     ("per_channel", {"calibrator": "max"}, []),
     ("per_channel", {"calibrator": "max"}, ["lm_head"]),
@@ -176,6 +196,7 @@ _TABLES = {
     "peers": peer_rows,
     "efficientnet": efficientnet_rows,
     "smollm2": smollm2_rows,
+    "rounding": rounding_rows,
 }
 
 

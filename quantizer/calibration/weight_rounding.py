@@ -51,6 +51,8 @@ __all__ = ["round_weights"]
 
 _PRODUCT = 2  # operands
 
+_UNREACHED = "no batch that was kept reaches it"
+
 _Refused = dict[str, str]
 """Why weights keep the nearest codes, by ``SITE.OPERAND``."""
 
@@ -123,7 +125,7 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, *, qmax: int | 
             for one in unit:
                 one.site.quantizer(one.place).set_codes(done[one.name].codes)
     reached = {one.name for unit in units for one in unit}
-    refused |= {one.name: "no batch that was kept reaches it" for one in weights if one.name not in reached}
+    refused |= {one.name: _UNREACHED for one in weights if one.name not in reached}
     chosen = {**{name: _nearest(why) for name, why in refused.items()}, **done}
     for name, rounded in chosen.items():
         path, _, operand = name.rpartition(".")
@@ -227,7 +229,8 @@ def _rounded(unit: list[_Weighted], passes: StagedPasses, qmax: int | None, by_s
                 inputs.add(part)
 
     passes.visit(first.site, visit)
-    return {one.name: _best(one, products[one.name], inputs, qmax, by_size) for one in unit}
+    # With other codes before it, a model that routes its data may leave the site out.
+    return {one.name: _best(one, products.get(one.name, _UNREACHED), inputs, qmax, by_size) for one in unit}
 
 
 def _best(
@@ -235,7 +238,7 @@ def _best(
 ) -> RoundedWeight:
     """Return the codes of a weight by GPTQ, if they make a smaller error than the nearest."""
     if isinstance(product, str) or inputs.hessian is None:
-        return _nearest(str(product))
+        return _nearest(product if isinstance(product, str) else _UNREACHED)
     values, kind = as_rounded(one.weight, one.read()), qtype(one.weight.dtype)
     axis, block, scale = one.weight.axis, one.weight.block_size, one.weight.scale
     assert scale is not None

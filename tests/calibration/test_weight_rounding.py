@@ -524,6 +524,13 @@ def test_a_folder_keeps_no_batches_for_another_backend(tmp_path: Path) -> None:
         other.quantize(model)
 
 
+def test_several_processes_do_not_share_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = rounded(Net())
+    monkeypatch.setattr(weight_rounding, "get_world_size", lambda: 2)
+    with pytest.raises(CalibrationError, match=r"weights\.rounding: gptq needs all that a weight multiplies"):
+        _ = q.plan
+
+
 def test_a_model_in_place_keeps_float_weights() -> None:
     with pytest.raises(ConfigError, match=r"weights.rounding: got 'gptq'; expected 'nearest'"):
         QATCalibrate(weights={"rounding": "gptq"})

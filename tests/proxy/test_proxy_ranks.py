@@ -114,6 +114,12 @@ def _start(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 
 
+def _leave() -> None:
+    # Together: gloo may abort a process whose peer is gone while its threads end.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 def _calibrate_half(rank: int, folder: str) -> None:
     _start(rank, folder)
     for name in CALIBRATORS:
@@ -126,7 +132,7 @@ def _calibrate_half(rank: int, folder: str) -> None:
     loaded = Quantizer.load(f"{folder}/saved-{rank}")
     loaded.calibrate(model, [_data()[0] * 7] if rank == 1 else [], resume=True)
     save_file(_tensors(loaded.plan), f"{folder}/resumed-{rank}.safetensors")
-    torch.distributed.destroy_process_group()
+    _leave()
 
 
 def _calibrate_in_place(rank: int, folder: str) -> None:
@@ -139,7 +145,7 @@ def _calibrate_in_place(rank: int, folder: str) -> None:
                 model(x)
     sites = {name: value for name, value in model.state_dict().items() if name.endswith("scale")}
     save_file({name: value.clone() for name, value in sites.items()}, f"{folder}/{rank}.safetensors")
-    torch.distributed.destroy_process_group()
+    _leave()
 
 
 def _disagree(rank: int, folder: str) -> None:
@@ -157,7 +163,7 @@ def _disagree(rank: int, folder: str) -> None:
     assert all_gather_bytes(b"") == [b"", b""]
     assert all_reduce_sum([0.25, rank]) == [0.5, 1.0]
     assert all_reduce_sum([]) == []
-    torch.distributed.destroy_process_group()
+    _leave()
 
 
 def _spawn(work: Any, folder: Path) -> None:
