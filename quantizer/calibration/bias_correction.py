@@ -32,6 +32,7 @@ from torch import Tensor
 from quantizer.calibration.output_error import OutputError
 from quantizer.calibration.output_error import quantized
 from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.replay import run_judged
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.common.distributed import get_world_size
@@ -45,8 +46,6 @@ from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.plan.site_plan import summary
-from quantizer.proxy.restored_state import unmoved
-from quantizer.proxy.site import CallOverride
 from quantizer.proxy.site import Site
 
 __all__ = ["corrected"]
@@ -188,12 +187,9 @@ class _Comparison:
         """Return the errors of the batches before and of this one."""
         args, keywords = batch
         self._mask = padding_mask(keywords, args)
-        _run(proxy, sites, batch, self._in_float)
+        run_judged(proxy.module, sites, copied(*batch), self._in_float)
         with quantized(proxy, plan):
-            for site in sites:
-                # Its calls are made below instead.
-                site.active = False
-            _run(proxy, sites, batch, self._corrected)
+            run_judged(proxy.module, sites, copied(*batch), self._corrected)
         return self._errors
 
     def _in_float(self, site: Site, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
@@ -228,20 +224,6 @@ class _Comparison:
         """Return a result as rows [R, C] without padding."""
         rows = without_padding(result.movedim(site.operation.channels, -1), self._mask, channels_last=True)
         return rows.reshape(-1, rows.shape[-1])
-
-
-def _run(proxy: Proxied, sites: Sequence[Site], batch: Batch, judge: CallOverride) -> None:
-    """Run a batch, with ``judge`` in place of the calls of ``sites``."""
-    args, keywords = copied(*batch)
-    try:
-        for site in sites:
-            site.judge = judge
-        # forward() instead of a call: the hooks of the proxy are for calibration.
-        with unmoved(proxy.module):
-            proxy.module.forward(*args, **keywords)
-    finally:
-        for site in sites:
-            site.judge = None
 
 
 def _told(mine: _Errors | None) -> _Errors:

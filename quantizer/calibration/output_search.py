@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
+from functools import cached_property
 from typing import NamedTuple
 
 from tqdm.auto import tqdm
@@ -22,7 +19,7 @@ from tqdm.auto import tqdm
 from quantizer.calibration.output_error import OutputError
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.smoothquant import Smoothing
-from quantizer.calibrators.candidates import OF_FORMAT
+from quantizer.calibrators import Estimate
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.range_group import RangeGroup
@@ -30,31 +27,12 @@ from quantizer.observe.statistics import Seen
 from quantizer.plan.decide_operands import judged_as
 from quantizer.plan.site_plan import Plan
 
-__all__ = ["Estimate", "Setting", "choose"]
+__all__ = ["Setting", "choose"]
 
 _TOLERANCE_DB = 0.5
 """An earlier setting is preferred if its error is at most this much larger: it clips less of other data."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """A calibrator by its registered name, with its options."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """The name and the values of the options, as a coverage shows them."""
-        return " ".join([self.name, *(f"{value:g}" for value in self.options.values())])
-
-    def take(self, group: RangeGroup, dtype: str) -> None:
-        """Use this estimate for the range of a group, whose operands are in the format ``dtype``."""
-        of_format = {"dtype": dtype} if self.name in OF_FORMAT else {}
-        estimate = group.calibrator.seen_as(self.name, **self.options, **of_format)
-        group.chosen = (estimate.amax(), self.label)
 
 
 class Setting(NamedTuple):
@@ -76,14 +54,23 @@ class _Search:
         estimates: Sequence[Estimate],
     ) -> None:
         assert observation.kept is not None
+        self._proxy = proxy
         self._observation = observation
         self._decided = decided
         self._smoothing = smoothing
         self._estimates = estimates
-        chosen_on, checked_on = observation.kept.halves()
-        self._chosen_on = OutputError(proxy, chosen_on)
-        self._checked_on = OutputError(proxy, checked_on)
+        self._halves = observation.kept.halves()
         self.errors: dict[Setting, float] = {}
+
+    # Float outputs are computed once there is something to compare with them.
+
+    @cached_property
+    def _chosen_on(self) -> OutputError:
+        return OutputError(self._proxy, self._halves[0])
+
+    @cached_property
+    def _checked_on(self) -> OutputError:
+        return OutputError(self._proxy, self._halves[1])
 
     def take(self, setting: Setting) -> Plan:
         """Use a setting, and return the plan with it."""
@@ -93,7 +80,8 @@ class _Search:
         if len(self._estimates) == 1:
             return plan
         for group, dtype in _formats(plan, self._observation).items():
-            self._estimates[setting.estimate].take(group, dtype)
+            estimate = self._estimates[setting.estimate]
+            group.chosen = (estimate.amax(group.calibrator, dtype), estimate.label)
         return self._decided()
 
     def measure(self, setting: Setting) -> None:

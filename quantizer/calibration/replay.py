@@ -22,9 +22,10 @@ from quantizer.observe.padding import padding_mask
 from quantizer.observe.padding import without_padding
 from quantizer.observe.replay_batches import Batch
 from quantizer.proxy.restored_state import unmoved
+from quantizer.proxy.site import CallOverride
 from quantizer.proxy.site import Site
 
-__all__ = ["SiteCall", "replay"]
+__all__ = ["SiteCall", "replay", "run_judged"]
 
 _ROWS = 512
 """The number of rows of a linear's input that are tried: enough to tell ranges apart, and cheaper than all."""
@@ -98,18 +99,32 @@ def replay(
         title: the text of the progress bar.
     """
     watcher = _Watcher(visit)
+    with torch.no_grad():
+        for args, keywords in tqdm(list(batches), title, unit="batch", leave=False, disable=None):
+            watcher.mask = padding_mask(keywords, args)
+            run_judged(proxy, sites, (args, keywords), watcher)
+
+
+def run_judged(proxy: nn.Module, sites: Collection[Site], batch: Batch, judge: CallOverride) -> None:
+    """Run a batch through a proxy, with ``judge`` in place of every call of ``sites``, whether they are active or not.
+
+    Args:
+        proxy: the proxy.
+        sites: the sites whose calls are made by ``judge``.
+        batch: the inputs, which the model may change.
+        judge: receives each call, and returns its result.
+    """
+    active = {site: site.active for site in sites}
     try:
         for site in sites:
-            site.judge = watcher
-        with torch.no_grad():
-            for args, keywords in tqdm(list(batches), title, unit="batch", leave=False, disable=None):
-                watcher.mask = padding_mask(keywords, args)
-                # forward() instead of a call: the hooks of the proxy are for calibration.
-                with unmoved(proxy):
-                    proxy.forward(*args, **keywords)
+            # An active site asks no judge.
+            site.active, site.judge = False, judge
+        # forward() instead of a call: the hooks of the proxy are for calibration.
+        with unmoved(proxy):
+            proxy.forward(*batch[0], **batch[1])
     finally:
-        for site in sites:
-            site.judge = None
+        for site, was in active.items():
+            site.active, site.judge = was, None
 
 
 class _Watcher:

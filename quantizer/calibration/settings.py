@@ -8,11 +8,12 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from quantizer.calibration.output_search import Estimate
 from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.proxied import selection_of
+from quantizer.calibrators import CANDIDATES
 from quantizer.calibrators import OF_FORMAT
 from quantizer.calibrators import Calibrator
+from quantizer.calibrators import Estimate
 from quantizer.calibrators import make_calibrator
 from quantizer.config import QuantizerConfig
 from quantizer.config.feasibility import default_format
@@ -42,13 +43,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_BY_OUTPUT = (
-    Estimate(name="max"),
-    Estimate(name="percentile", options={"percentile": 99.999}),
-    Estimate(name="percentile", options={"percentile": 99.99}),
-    Estimate(name="mse"),
-)
-"""The wider first. Lower percentiles and ``entropy`` were worse in every measurement (docs/explain/calibration.md)."""
+_BY_OUTPUT = tuple(entry for entry in CANDIDATES if entry.label not in ("percentile 99.9", "entropy"))
+"""These two were worse in every measurement (docs/explain/calibration.md)."""
 
 
 def make_observation(proxy: Proxied) -> Observation:
@@ -70,8 +66,7 @@ def make_observation(proxy: Proxied) -> Observation:
 def replays_batches(config: QuantizerConfig) -> bool:
     """Return whether the model is run again to choose ranges or codes, for which a few batches are kept."""
     activations = config.activations
-    by_output = len(estimates_of(activations)) > 1 or activations.calibrator == "auto" or activations.smooth is not None
-    return by_output or config.weights.rounding != "nearest"
+    return needs_batches(config) or activations.calibrator == "output" or activations.smooth is not None
 
 
 def needs_batches(config: QuantizerConfig) -> bool:

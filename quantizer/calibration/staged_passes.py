@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor
 from torch import nn
 
+from quantizer.calibration.replay import run_judged
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
 from quantizer.observe.replay_batches import copied
 from quantizer.proxy.recorded_calls import RecordedCall
 from quantizer.proxy.recorded_calls import RecordedCalls
-from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
 
 __all__ = ["StagedPasses", "Visit"]
@@ -98,16 +98,7 @@ class StagedPasses:
             visit(site, args, keywords, mask)
             return site.rounded(function, args, keywords)
 
-        try:
-            for site in sites:
-                # An active site asks no judge.
-                site.active, site.judge = False, judge
-            # forward() instead of a call: the hooks of the proxy are for calibration.
-            with unmoved(self._proxy):
-                self._proxy.forward(*args, **keywords)
-        finally:
-            for site in sites:
-                site.active, site.judge = True, None
+        run_judged(self._proxy, sites, (args, keywords), judge)
 
 
 class _Reached(BaseException):

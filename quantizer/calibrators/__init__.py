@@ -7,6 +7,7 @@ from quantizer.calibrators.base import Calibrator
 from quantizer.calibrators.base import make_calibrator
 from quantizer.calibrators.candidates import CANDIDATES
 from quantizer.calibrators.candidates import OF_FORMAT
+from quantizer.calibrators.candidates import Estimate
 from quantizer.calibrators.candidates import estimates
 from quantizer.calibrators.entropy import EntropyCalibrator
 from quantizer.calibrators.max import MaxCalibrator
@@ -19,6 +20,7 @@ __all__ = [
     "OF_FORMAT",
     "Calibrator",
     "EntropyCalibrator",
+    "Estimate",
     "MaxCalibrator",
     "MseCalibrator",
     "PercentileCalibrator",

@@ -4,25 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 from quantizer.calibrators.base import Calibrator
 from quantizer.numerics.qtype import QType
 
-__all__ = ["CANDIDATES", "OF_FORMAT", "estimates"]
+__all__ = ["CANDIDATES", "OF_FORMAT", "Estimate", "estimates"]
 
 OF_FORMAT = frozenset({"mse", "entropy"})
 """The calibrators that estimate rounding errors, and so need the ``dtype`` of the operand."""
 
-CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("max", {}),
-    ("percentile", {"percentile": 99.999}),
-    ("percentile", {"percentile": 99.99}),
-    ("percentile", {"percentile": 99.9}),
-    ("mse", {}),
-    ("entropy", {}),
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A calibrator by its registered name, with its options."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name and the values of the options, as a coverage shows them."""
+        return " ".join([self.name, *(f"{value:g}" for value in self.options.values())])
+
+    def amax(self, calibrator: Calibrator, dtype: str) -> float:
+        """Return the estimate from the statistics of a calibrator, for operands in the format ``dtype``.
+
+        Raises:
+            CalibrationError: the estimate needs a histogram, and ``calibrator`` has none.
+        """
+        of_format = {"dtype": dtype} if self.name in OF_FORMAT else {}
+        return calibrator.seen_as(self.name, **self.options, **of_format).amax()
+
+
+CANDIDATES = (
+    Estimate(name="max"),
+    Estimate(name="percentile", options={"percentile": 99.999}),
+    Estimate(name="percentile", options={"percentile": 99.99}),
+    Estimate(name="percentile", options={"percentile": 99.9}),
+    Estimate(name="mse"),
+    Estimate(name="entropy"),
 )
-"""The calibrators that are compared, with their options."""
+"""The estimates that are compared, the wider first."""
 
 
 def estimates(calibrator: Calibrator, dtype: QType) -> Iterator[tuple[str, float]]:
@@ -31,8 +56,7 @@ def estimates(calibrator: Calibrator, dtype: QType) -> Iterator[tuple[str, float
     Raises:
         CalibrationError: ``calibrator`` has no histogram.
     """
-    for name, options in CANDIDATES:
-        if name == "entropy" and dtype.is_float:
+    for candidate in CANDIDATES:
+        if candidate.name == "entropy" and dtype.is_float:
             continue
-        of_format = {"dtype": dtype.name} if name in OF_FORMAT else {}
-        yield " ".join([name, *map(str, options.values())]), calibrator.seen_as(name, **options, **of_format).amax()
+        yield candidate.label, candidate.amax(calibrator, dtype.name)

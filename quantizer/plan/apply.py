@@ -30,7 +30,6 @@ from quantizer.proxy.site import Site
 __all__ = [
     "apply_factor",
     "apply_plan",
-    "apply_site_plan",
     "dropped_parameters",
     "freeze",
     "frozen_proxy",
@@ -56,10 +55,10 @@ def apply_plan(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
             "calibrate this model with a Quantizer of its own"
         )
     for path, entry in plan.items():
-        apply_site_plan(sites[path], entry)
+        _apply_site_plan(sites[path], entry)
 
 
-def apply_site_plan(site: Site, entry: SitePlan) -> None:
+def _apply_site_plan(site: Site, entry: SitePlan) -> None:
     """Set the shift of one site's bias, and scale and factor of each operand that the plan quantizes.
 
     The site is not switched on.

@@ -44,7 +44,9 @@ def without_codes(plan: Plan, why: str, ends: Callable[[OperandPlan], bool] = la
             for operand in entry.operands
         )
         changed = entry.quantized and any(new is not old for new, old in zip(operands, entry.operands, strict=True))
-        result[path] = replace(entry, operands=operands, reason=summary(operands) if changed else entry.reason)
+        result[path] = replace(
+            entry, operands=operands, reason=summary(operands, entry.bias_note) if changed else entry.reason
+        )
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def weight_amax(values: Tensor, axis: int | None, block_size: int | None, dtype:
         The ranges, float32, in the shape of the scale (see ``numerics/granularity.py``).
     """
     magnitudes = values.abs()
-    largest = _over_scale(magnitudes, axis, block_size, "amax")
+    largest = _over_scale(magnitudes, axis, block_size, torch.amax)
     # A weight with NaN is refused by the caller, with its name.
     if estimate is None or not bool(torch.isfinite(largest).all()):
         return largest
@@ -45,14 +46,13 @@ def weight_amax(values: Tensor, axis: int | None, block_size: int | None, dtype:
         amax = largest * share
         scale = torch.where(amax > 0, amax / dtype.qmax, 1.0)
         rounded = fake_quantize(values, scale, dtype.name, axis=axis, block_size=block_size)
-        error = _over_scale((rounded - values).square(), axis, block_size, "sum")
+        error = _over_scale((rounded - values).square(), axis, block_size, torch.sum)
         best, least = torch.where(error < least, amax, best), torch.minimum(error, least)
     return best
 
 
-def _over_scale(values: Tensor, axis: int | None, block_size: int | None, reduction: str) -> Tensor:
-    """Return the ``amax`` or the ``sum`` of the values [*] of each scale."""
-    reduce = torch.amax if reduction == "amax" else torch.sum
+def _over_scale(values: Tensor, axis: int | None, block_size: int | None, reduce: Callable[..., Tensor]) -> Tensor:
+    """Return the values [*] of each scale, reduced by ``torch.amax`` or ``torch.sum``."""
     if axis is None:
         return reduce(values, dim=list(range(values.dim())))
     if block_size is not None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.calibration import output_search
-from quantizer.calibration.output_search import Estimate
+from quantizer.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan
 
