@@ -29,6 +29,7 @@ from quantizer.numerics.gptq import gptq_codes
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.weight_codes import without_codes
 from quantizer.proxy.build import build_proxy
 
 INT4 = {"weights": "int4", "activations": "float"}
@@ -469,6 +470,16 @@ def test_training_starts_from_the_nearest_codes() -> None:
     assert bool(model.up.weight.grad.any())
     assert operand(q, "up").codes is None
     assert_same(q.quantize(model)(x), usual.eval()(x))
+
+
+def test_codes_that_end_leave_the_note_on_the_bias() -> None:
+    q = Quantizer(preset="accurate", backend="openvino", sites={"residual_add": False})
+    q.calibrate(Net().eval(), data(), progress=False)
+    before = [entry for entry in q.plan.values() if any(o.codes is not None for o in entry.operands)]
+    assert before
+    for entry in without_codes(q.plan, "for a test").values():
+        assert entry.bias_note is None or entry.bias_note in entry.reason
+        assert all(operand.codes is None for operand in entry.operands)
 
 
 def test_training_without_a_calibration_rounds_float_weights() -> None:
