@@ -27,7 +27,7 @@ from quantizer.tasks import Batch
 from quantizer.tasks import Run
 from quantizer.tasks import Task
 
-__all__ = ["PEERS", "BatchReader", "model_optimizer", "nncf_model", "onnxruntime_file"]
+__all__ = ["DYNAMIC", "PEERS", "BatchReader", "model_optimizer", "nncf_model", "onnxruntime_file"]
 
 _NO_PRODUCTS = ["Add", "Multiply", "Divide", "Subtract", "MVN", "Gather"]
 """OpenVINO's names of what NNCF would quantize besides."""
@@ -182,6 +182,23 @@ def _onnxruntime(*, matmuls: bool, method: str) -> Peer:
 
     return make
 
+
+def _onnxruntime_dynamic(model: torch.nn.Module, task: Task, _: list[Batch]) -> tuple[Run, int]:
+    import onnx
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization import quantize_dynamic
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = export_onnx(model, Path(folder) / "float.onnx", task.example(), opset=20, dtype=torch.float32)
+        target = Path(folder) / "int8.onnx"
+        quantize_dynamic(path, target, per_channel=True, weight_type=QuantType.QInt8)
+        engine = load_engine("onnxruntime", target, threads=2)
+        rounded = sum(node.op_type == "MatMulInteger" for node in onnx.load(target).graph.node)
+    return (lambda batch: engine({name: batch[name].numpy() for name in engine.input_names})), rounded
+
+
+DYNAMIC: dict[str, Peer] = {"ONNX Runtime, at run time": _onnxruntime_dynamic}
+"""Peers that take each range at run time, by name."""
 
 PEERS: dict[str, dict[str, Peer]] = {
     placement: {

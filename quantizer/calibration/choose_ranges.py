@@ -13,6 +13,7 @@ from quantizer.calibration.bias_correction import corrected
 from quantizer.calibration.costly_attention import leave_costly_attention
 from quantizer.calibration.output_search import choose
 from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.rounding.scale_inputs import scale_inputs
 from quantizer.calibration.settings import calibrator_of
 from quantizer.calibration.settings import estimates_of
 from quantizer.calibration.settings import plan_settings
@@ -79,6 +80,8 @@ def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
         if config.weights.rounding == "gptq":
             qmax = settings.profile.weight_qmax
             round_weights(proxy, observation, decided(), qmax=qmax, by_size=config.weights.act_order)
+        elif config.weights.rounding == "awq":
+            scale_inputs(proxy, observation, decided(), settings)
     observation.chosen_at = observation.batches
     return decided()
 

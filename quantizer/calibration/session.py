@@ -195,7 +195,7 @@ class CalibrationSession:
         needed = needs_batches(self._proxied.config) and whole.chosen_at != whole.batches
         if needed and get_world_size() == 1 and not whole.kept:
             raise CalibrationError(
-                "with a list of percentiles, calibrator 'auto', a share for smooth or rounding 'gptq', each target's "
+                "with a list of percentiles, calibrator 'auto', a share for smooth or rounding by data, each target's "
                 "ranges and codes come from running batches, and a folder keeps none: call for_backend() before "
                 "save(), or calibrate(model, batches, resume=True) with a few batches"
             )

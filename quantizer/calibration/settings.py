@@ -59,7 +59,7 @@ def make_observation(proxy: Proxied) -> Observation:
         off,
         proxy.skipped,
         keep=replays_batches(config) or config.bias_correction,
-        channels=config.activations.smooth is not None,
+        channels=config.activations.smooth is not None or config.weights.rounding == "awq",
     )
 
 

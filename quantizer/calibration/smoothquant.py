@@ -40,7 +40,7 @@ from quantizer.observe.snapshot import add_over_ranks
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 
-__all__ = ["ALPHAS", "Smoothing", "fit_migrations", "migration_factors"]
+__all__ = ["ALPHAS", "Smoothing", "fit_migrations", "held_factors", "migration_factors"]
 
 ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """The shares among which ``auto`` chooses, besides no migration."""
@@ -68,10 +68,10 @@ def migration_factors(activation: Tensor, weight: Tensor, alpha: float, dtype: t
         return torch.ones_like(activation, dtype=torch.float32)
     floor = max(_FLOOR * float(activation.double().median()), _LEAST * float(activation.max()))
     x, w = activation.double().clamp(min=floor), weight.double().clamp(min=_LEAST * float(weight.max()))
-    return _held(w ** (1 - alpha) / x**alpha, dtype)
+    return held_factors(w ** (1 - alpha) / x**alpha, dtype)
 
 
-def _held(inverse: Tensor, dtype: torch.dtype) -> Tensor:
+def held_factors(inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """Return s for 1 / s as the target's float type holds it."""
     info = torch.finfo(dtype)
     return inverse.clamp(info.smallest_normal, info.max).to(dtype).double().reciprocal().float()
@@ -81,7 +81,7 @@ def fit_migrations(observation: Seen, dtype: torch.dtype) -> None:
     """Round the factors of all migrations for a target with another float type; their ranges stay."""
     for group in observation.groups:
         if group.migration is not None:
-            factors = _held(group.migration.factors.double().reciprocal(), dtype)
+            factors = held_factors(group.migration.factors.double().reciprocal(), dtype)
             group.migration = replace(group.migration, factors=factors)
 
 

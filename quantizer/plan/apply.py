@@ -71,7 +71,9 @@ def _apply_site_plan(site: Site, entry: SitePlan) -> None:
             quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
             quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.view is not None
             quantizer.set_codes(planned.codes)
-            apply_factor(quantizer, planned)
+        if planned.factor is not None and (planned.quantized or entry.quantized):
+            # An input in float is multiplied, too, where the weight has its factors.
+            apply_factor(site.quantizer_of(planned.name), planned)
 
 
 def apply_factor(quantizer: OperandQuantizer, planned: OperandPlan) -> None:

@@ -158,6 +158,9 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
             reason=ReasonCode.WEIGHTS_ALONE.text(),
             minimum=low,
             maximum=high,
+            smooth=migration.factors if migration is not None else None,
+            smooth_axis=-1 if migration is not None else None,
+            smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
         )
     dtype = wanted.activations
     # The output of a softmax is at most 1, and attention in FP8 uses exactly that range.

@@ -101,6 +101,8 @@ def _of_tensors(operand: OperandPlan) -> Iterator[str]:
     scale, amax, smooth = operand.scale, operand.amax, operand.smooth
     if operand.quantized and (scale is None or amax is None):
         yield "scale: there is no range of it, and it is quantized"
+    if (smooth is None) != (operand.smooth_axis is None) or (smooth is not None and smooth.dim() != 1):
+        yield "smooth_axis: there is one where there are factors [K] along it, and only there"
     if scale is None or amax is None:
         return
     if operand.quantized and not bool((torch.isfinite(scale) & (scale > 0)).all()):
@@ -111,8 +113,6 @@ def _of_tensors(operand: OperandPlan) -> Iterator[str]:
     expected = 0 if operand.axis is None else 1 if operand.block_size is None else 2
     if scale.dim() != expected or (expected == 0 and operand.block_size is not None):
         yield f"axis: is {operand.axis} with block_size {operand.block_size}, and its scales are {list(scale.shape)}"
-    if (smooth is None) != (operand.smooth_axis is None) or (smooth is not None and smooth.dim() != 1):
-        yield "smooth_axis: there is one where there are factors [K] along it, and only there"
 
 
 def _of_view(operand: OperandPlan) -> Iterator[str]:

@@ -26,6 +26,8 @@ from quantizer.export.passes.base import smallest_normal
 from quantizer.qdq.graph import attribute
 from quantizer.qdq.graph import floats
 from quantizer.qdq.graph import is_dequantize
+from quantizer.qdq.operand import MATMULS
+from quantizer.qdq.operand import operands
 
 __all__ = ["FoldChannelFactors"]
 
@@ -69,14 +71,22 @@ class FoldChannelFactors(MatchPass[list[_Edit]]):
 
 
 def _factors(node: Any) -> np.ndarray[Any, Any] | None:
-    """Return f [K] or [] of a Mul (x, f) that only quantizers read; None for any other node."""
+    """Return f [K] or [] of a Mul (x, f) that only quantizers or products with stored weights read; None otherwise."""
     if node.op_type != "Mul" or node.inputs[1] is None:
         return None
-    readers = [reader.op_type for reader, _ in node.outputs[0].uses()]
+    readers = list(node.outputs[0].uses())
     array = floats(node.inputs[1])
-    if array is None or array.ndim > 1 or not readers or set(readers) != {"QuantizeLinear"}:
+    if array is None or array.ndim > 1 or not readers or not all(_rounds(reader, index) for reader, index in readers):
         return None
     return None if node.outputs[0].is_graph_output() else array
+
+
+def _rounds(reader: Any, index: int) -> bool:
+    """Return whether a reader rounds its input, or multiplies it by a weight that is stored in codes."""
+    if reader.op_type in MATMULS and index == 0:
+        weight = operands(reader)[1]
+        return weight.quantized and weight.is_weight
+    return bool(reader.op_type == "QuantizeLinear")
 
 
 def _edits(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
@@ -129,22 +139,35 @@ def _stored_weight(value: Any, factors: np.ndarray[Any, Any], from_end: int = 1)
     stored, axis = node.inputs[0].const_value, node.attributes.get("axis")
     if stored is None:
         return None
-    if factors.ndim and (axis is None or axis.as_int() % len(stored.shape) != len(stored.shape) - from_end):
-        return None
+    if factors.ndim:
+        along, channels = None if axis is None else axis.as_int() % len(stored.shape), len(stored.shape) - from_end
+        if attribute(node, "block_size", 0):
+            # Blocks of input channels: the scales of an output channel are a row or a column of a matrix.
+            along, factors = channels, factors.reshape([-1] + [1] * (from_end - 1))
+        if along != channels:
+            return None
     edits = _scaled(node, [1], factors)
     tiny = edits is None or any((edit.array < smallest_normal(edit.array.dtype)).any() for edit in edits)
     return None if tiny else edits
 
 
 def _scaled(node: Any, inputs: list[int], factors: np.ndarray[Any, Any]) -> list[_Edit] | None:
-    """Return the edits of some inputs of a node; None if one is not a constant, or not of shape [K]."""
+    """Return the edits of some inputs of a node; None if one is not a constant, or has not all the factors' axes."""
     arrays = [floats(node.inputs[index]) for index in inputs]
     edits = []
     for index, array in zip(inputs, arrays, strict=True):
-        if array is None or (factors.ndim and array.shape != factors.shape):
+        if array is None or not _fits(array.shape, factors.shape):
             return None
         edits.append(_Edit(node, index, (array.astype(np.float64) * factors).astype(array.dtype)))
     return edits
+
+
+def _fits(shape: tuple[int, ...], factors: tuple[int, ...]) -> bool:
+    """Return whether a tensor times factors is of its own shape, with a factor of its own for each index of an axis."""
+    axes = len(factors)
+    return len(shape) >= axes and all(
+        factor in (1, size) for factor, size in zip(factors, shape[len(shape) - axes :], strict=True)
+    )
 
 
 def _drop(model: Any, value: Any) -> None:

@@ -1,0 +1,1 @@
+"""The rounding of weights by what they multiply."""

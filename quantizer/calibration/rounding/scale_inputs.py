@@ -1,0 +1,186 @@
+"""The factors of AWQ for linears whose weight alone is rounded (see ``numerics/awq.py``).
+
+The inputs are those of the float model, as in the paper, of kept batches and without padding. Linears that read one
+tensor share their factors, so that export folds them into the normalization or the product before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.smoothquant import held_factors
+from quantizer.calibration.staged_passes import StagedPasses
+from quantizer.calibrators import make_calibrator
+from quantizer.common.distributed import get_world_size
+from quantizer.errors import CalibrationError
+from quantizer.functional import fake_quantize
+from quantizer.numerics.awq import awq_share
+from quantizer.numerics.awq import input_factors
+from quantizer.observe.padding import with_zeroed_padding
+from quantizer.observe.range_group import Migration
+from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.range_group import RoundedWeight
+from quantizer.observe.statistics import Seen
+from quantizer.plan.decide_operands import PlanSettings
+from quantizer.plan.site_plan import OperandPlan
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.weight_scales import as_rounded
+from quantizer.plan.weight_scales import scaled_for
+from quantizer.proxy.site import Site
+
+__all__ = ["scale_inputs"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Linear:
+    """A linear whose weight alone is rounded.
+
+    Attributes:
+        site: the site.
+        place: the place of the input among its operands.
+        weight: the plan of the weight, without factors.
+        seen: the record of the weight.
+        activation: the record of the input.
+        name: the name of the input, ``SITE.OPERAND``.
+    """
+
+    site: Site
+    place: int
+    weight: OperandPlan
+    seen: OperandRecord
+    activation: OperandRecord
+    name: str
+
+    def rows(self, settings: PlanSettings) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the weight W [N, K], and a function from s [K] to Q(W s) / s."""
+        assert self.seen.weight is not None
+        assert self.seen.inner is not None
+        weight, inner = self.seen.weight.tensor().detach().float(), self.seen.inner
+
+        def rounded(s: Tensor) -> Tensor:
+            smoothed = replace(self.weight, smooth=s.float(), smooth_axis=inner)
+            scaled = scaled_for(smoothed, weight, settings.scale_dtype, settings.profile.weight_qmax)
+            assert scaled.scale is not None
+            values = fake_quantize(
+                as_rounded(scaled, weight), scaled.scale, scaled.dtype, axis=scaled.axis, block_size=scaled.block_size
+            )
+            return values.movedim(inner, -1) / s
+
+        return weight.movedim(inner, -1), rounded
+
+
+def scale_inputs(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSettings) -> None:
+    """Choose the factors of linears whose weight alone is rounded: set ``smoothed`` of their inputs' records.
+
+    Other weights keep no factors, and ``rounded`` of their records says why.
+
+    Args:
+        proxy: the calibrated proxy, its sites inactive and unobserved.
+        observation: the statistics, with kept batches.
+        plan: the plan without factors.
+        settings: the settings of the plan.
+
+    Raises:
+        CalibrationError: several processes calibrate together.
+    """
+    assert observation.kept is not None
+    if get_world_size() > 1:
+        raise CalibrationError(
+            "weights.rounding: awq needs all that a weight multiplies, which processes do not share; calibrate in one "
+            "process, or with rounding: nearest"
+        )
+    by_site = {one.site: unit for unit in _units(proxy, observation, plan) for one in unit}
+    with torch.no_grad():
+        passes = StagedPasses(proxy.module, observation.kept)
+        order = list({id(by_site[site]): by_site[site] for site in passes.in_order(by_site)}.values())
+        for unit in tqdm(order, "scaling inputs", unit="tensor", leave=False, disable=None):
+            _scale(unit, passes, settings)
+    for unit in by_site.values():
+        for one in unit:
+            one.seen.rounded = one.seen.rounded or _plain("no batch that was kept reaches it")
+
+
+def _plain(why: str) -> RoundedWeight:
+    return RoundedWeight(codes=None, text=f"not scaled by awq: {why}")
+
+
+def _units(proxy: Proxied, observation: Seen, plan: Plan) -> Iterator[list[_Linear]]:
+    """Yield the linears that read one tensor; record why other weights are rounded without factors."""
+    units: Mapping[RangeGroup, list[_Linear]] = defaultdict(list)
+    for site in proxy.sites:
+        entry, records = plan[site.path], observation.records[site.path].operands
+        weight = next((o for o in entry.operands if o.quantized and o.role == "weight"), None)
+        if weight is None or entry.kind == "embedding":
+            continue
+        other = next((o for o in entry.operands if o.name != weight.name), None)
+        group = None if other is None else records[other.name].group
+        if entry.kind != "linear" or group is None or group.channels is None or records[weight.name].inner is None:
+            records[weight.name].rounded = _plain("the channels of what it multiplies are not its last axis")
+        elif other is not None and other.quantized:
+            records[weight.name].rounded = _plain("its input is rounded too, and has the factors of activations.smooth")
+        else:
+            assert other is not None
+            linear = _Linear(
+                site=site,
+                place=[operand.name for operand in site.operation.operands].index(other.name),
+                weight=weight,
+                seen=records[weight.name],
+                activation=records[other.name],
+                name=f"{site.path}.{other.name}",
+            )
+            units[group].append(linear)
+    yield from units.values()
+
+
+def _scale(unit: list[_Linear], passes: StagedPasses, settings: PlanSettings) -> None:
+    """Choose the factors of linears that read one tensor."""
+    first = unit[0]
+    hessian: Tensor | None = None
+    magnitude: Tensor | None = None
+
+    def visit(site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None) -> None:
+        nonlocal hessian, magnitude
+        x = with_zeroed_padding(site.argument(first.place, args, keywords), mask, channels_last=True)
+        rows = x.float().reshape(-1, x.shape[-1])
+        squares, sizes = (rows.mT @ rows).double(), rows.abs().sum(0).double()
+        hessian = squares if hessian is None else hessian + squares
+        magnitude = sizes if magnitude is None else magnitude + sizes
+
+    passes.visit(first.site, visit)
+    if hessian is None or magnitude is None:
+        return
+    found = awq_share([one.rows(settings) for one in unit], magnitude, hessian)
+    if found is None:
+        for one in unit:
+            one.seen.rounded = _plain("no factors make a smaller error")
+        return
+    alpha, error = found
+    factors = held_factors(input_factors(magnitude, alpha).reciprocal(), settings.scale_dtype)
+    smoothed = _smoothed(unit, Migration(alpha=alpha, factors=factors))
+    for one in unit:
+        one.activation.smoothed = smoothed
+        one.seen.rounded = RoundedWeight(
+            codes=None, text=f"awq, share {alpha:g}: {error:.2f} of the error of rounding to nearest"
+        )
+
+
+def _smoothed(unit: list[_Linear], migration: Migration) -> RangeGroup:
+    """Return the group of x / s, with its bounds over all of calibration."""
+    group = unit[0].activation.group
+    assert group is not None
+    assert group.channels is not None
+    calibrator = make_calibrator("max")
+    calibrator.observe(torch.stack([group.channels.low, group.channels.high]) / migration.factors)
+    return RangeGroup(calibrator=calibrator, operands=[one.name for one in unit], migration=migration)
