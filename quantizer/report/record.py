@@ -26,6 +26,7 @@ __all__ = [
     "VERSION",
     "EngineFile",
     "UnquantizedProduct",
+    "EngineCheck",
     "Evaluation",
     "Fallback",
     "Histogram",
@@ -189,6 +190,20 @@ class Evaluation(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineCheck(Record):
+    """The score of an engine on rows that the search for its fallback did not see."""
+
+    allowed: float
+    """How much worse than the float score the search let the score of the quantized model be."""
+    groups: int
+    """How many groups had fallen back to float."""
+    drop: float
+    """How much worse the engine's score is than the float model's; negative if it is better."""
+    rows: int
+    """The number of rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fallback(Record):
     """The groups that fell back to float."""
 
@@ -202,6 +217,8 @@ class Fallback(Record):
     """The float model's score in that search; null if there was none."""
     max_drop: float | None = None
     """How much worse than the float score the score may be; null if there was no search."""
+    checks: tuple[EngineCheck, ...] = ()
+    """The engines that were checked against ``max_drop``, the last of them delivered; empty if none was."""
 
 
 @dataclass(frozen=True, kw_only=True)

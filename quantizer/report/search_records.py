@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from quantizer.report.record import EngineCheck
 from quantizer.report.record import Evaluation
 from quantizer.report.record import Fallback
 from quantizer.sensitivity import Fallback as Chosen
@@ -9,8 +12,14 @@ from quantizer.sensitivity import Fallback as Chosen
 __all__ = ["fallback_reason", "fallback_record"]
 
 
-def fallback_record(chosen: Chosen) -> Fallback:
-    """Return the record of a fallback: its groups, the reason, and all scores of the search if there was one."""
+def fallback_record(chosen: Chosen, max_drop: float | None = None, checks: Sequence[EngineCheck] = ()) -> Fallback:
+    """Return the record of a fallback: its groups, the reason, and all scores of the search if there was one.
+
+    Args:
+        chosen: the groups, and the search for them.
+        max_drop: the budget that was asked for (None: that of the search).
+        checks: the engines that were checked against the budget.
+    """
     front = chosen.pareto_front()
     return Fallback(
         groups=chosen.groups,
@@ -27,7 +36,8 @@ def fallback_record(chosen: Chosen) -> Fallback:
             for evaluation in chosen.evaluations
         ),
         float_score=chosen.float_score,
-        max_drop=chosen.max_drop,
+        max_drop=chosen.max_drop if max_drop is None else max_drop,
+        checks=tuple(checks),
     )
 
 

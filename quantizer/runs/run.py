@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.syntax import Syntax
 from torch import nn
 
 from quantizer.config import AmpConfig
@@ -43,6 +42,7 @@ from quantizer.report import print_record
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.search_records import fallback_record
+from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.measure import measure_latency
 from quantizer.runs.measure import measure_memory
 from quantizer.runs.plan_records import site_records
@@ -65,10 +65,9 @@ from quantizer.runs.train import TrainingResult
 from quantizer.runs.train import train
 from quantizer.tasks import Batch
 from quantizer.tasks import Predictions
-from quantizer.tasks import load_model
 from quantizer.views.histograms import noisiest
 
-__all__ = ["inspect", "run"]
+__all__ = ["run"]
 
 RUN = "run"
 """The kind of the folder, in its marker."""
@@ -107,18 +106,6 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     return folder
 
 
-def inspect(config: RunConfig, diff: bool, console: Console) -> None:
-    """Print what would be quantized in the model, or with ``diff`` also the rewritten source."""
-    model = load_model(config.model.source, config.model.task, config.model.attention)
-    quantizer = Quantizer(config.quantizer)
-    console.print(quantizer.inspect(model).text(), markup=False, highlight=False, soft_wrap=True)
-    if diff and console.is_terminal:
-        console.print(Syntax(quantizer.diff(model), "diff", background_color="default", word_wrap=True))
-    elif diff:
-        # For a file or a pipe, lines must not be cut or wrapped.
-        console.out(quantizer.diff(model), highlight=False)
-
-
 class _Run:
     """One run in progress.
 
@@ -126,6 +113,7 @@ class _Run:
         target: the folder that is being filled.
         context: the loaded model and its task.
         rows: all rows that the run reads.
+        budget: the budget of a search for fallback, checked on tuning rows that it does not see.
     """
 
     def __init__(self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, console: Console) -> None:
@@ -153,6 +141,7 @@ class _Run:
                 },
             )
             self.rows = RunRows.of(config.data)
+        self.budget = EngineBudget(self.context, config, self.rows.tuning)
         self.model, self.task = self.context.model, self.context.task
 
     def run(self) -> RunRecord:
@@ -161,12 +150,19 @@ class _Run:
         self._check(quantizer)
         batches = self._calibrate(quantizer)
         metric = self._metric()
-        self._choose(quantizer, batches, metric)
-        forms, course = self._quantize(quantizer, metric)
+        proxy = self._choose(quantizer, batches, metric)
+        while True:
+            forms, course = self._quantize(quantizer, metric)
+            built = self._export_and_build(quantizer, forms["proxy" if course is None else "qat"])
+            engines, chosen = self._load(built), quantizer.chosen_fallback
+            max_drop = self.budget.next_drop(engines, 0 if chosen is None else len(chosen.groups))
+            if max_drop is None:
+                break
+            assert proxy is not None
+            self._search(quantizer, proxy, metric, max_drop)
+        quantizer.save(self.target / "quantizer")
         predictions = self._predictions({"float": self.model, **forms})
-        built = self._export_and_build(quantizer, forms["proxy" if course is None else "qat"])
         inspection = self._inspect(built["engine"])
-        engines = self._load(built)
         predictions |= self._predictions(self._nearest(engines, quantizer))
         record = self._record(quantizer, course, predictions, built, engines, inspection)
         self._write(record)
@@ -196,13 +192,13 @@ class _Run:
     def _metric(self) -> TaskMetric:
         config = self.config
         settings = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
-        return TaskMetric(settings, self.task, self.rows.tuning, self.rows.head, self.context.timer.tell)
+        return TaskMetric(settings, self.task, self.budget.searched, self.rows.head, self.context.timer.tell)
 
-    def _choose(self, quantizer: Quantizer, batches: list[Batch], metric: TaskMetric) -> None:
-        """Measure the sensitivity of groups, and let those fall back to float that the configuration asks for."""
+    def _choose(self, quantizer: Quantizer, batches: list[Batch], metric: TaskMetric) -> nn.Module | None:
+        """Measure sensitivity, and let the groups fall back to float that are asked for; return the proxy, if any."""
         asked, amp = self.config.fallback, self.config.amp or AmpConfig()
         if self.config.amp is None and asked is None:
-            return
+            return None
         by_metric = amp.measure == "metric"
         proxy = quantizer.amp(
             self.model,
@@ -216,10 +212,14 @@ class _Run:
         if asked is not None and asked.max_drop is None:
             quantizer.fallback(proxy, num=asked.num, ratio=asked.ratio, names=asked.names, costs=asked.costs)
         elif asked is not None and asked.max_drop is not None:
-            most = asked.evaluations
-            search_fallback(
-                self.context, quantizer, proxy, metric, asked.max_drop, max_evaluations=most, costs=asked.costs
-            )
+            self._search(quantizer, proxy, metric, asked.max_drop)
+        return proxy
+
+    def _search(self, quantizer: Quantizer, proxy: nn.Module, metric: TaskMetric, max_drop: float) -> None:
+        asked = self.config.fallback
+        assert asked is not None
+        most, costs = asked.evaluations, asked.costs
+        search_fallback(self.context, quantizer, proxy, metric, max_drop, max_evaluations=most, costs=costs)
 
     def _quantize(self, quantizer: Quantizer, metric: TaskMetric) -> tuple[dict[str, nn.Module], TrainingResult | None]:
         """Return the frozen model, with training also that of PTQ before it; and the result of the training."""
@@ -230,7 +230,6 @@ class _Run:
             course = train(self.context, settings, quantizer, self.rows.training, metric)
         with self.context.timer("quantize"):
             forms["proxy" if course is None else "qat"] = quantizer.quantize(self.model)
-            quantizer.save(self.target / "quantizer")
         return forms, course
 
     def _nearest(self, engines: Mapping[str, Engine], quantizer: Quantizer) -> dict[str, nn.Module | Engine]:
@@ -317,7 +316,7 @@ class _Run:
             histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
             sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
-            fallback=None if chosen is None else fallback_record(chosen),
+            fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks),
             training=None if course is None else course.record(self.task),
             engine=self._engine(built["engine"], bool(engines)),
             inspection=inspection,

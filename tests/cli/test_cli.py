@@ -48,8 +48,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     module = ModuleType("quantizer.runs.run")
     module.run = note("run")  # type: ignore[attr-defined]
-    module.inspect = note("inspect")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "quantizer.runs.run", module)
+    module = ModuleType("quantizer.runs.inspect_model")
+    module.inspect = note("inspect")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quantizer.runs.inspect_model", module)
     return calls
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
@@ -30,6 +31,7 @@ from quantizer.report import read_record
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.sensitivity import Fallback
 from quantizer.tasks import Predictions
+from quantizer.tasks import Row
 from quantizer.tasks import build_task
 from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
@@ -70,20 +72,30 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**run, "amp": {"batches": 1}, "fallback": {"max_drop": 0.02}}
 
 
-@pytest.fixture(scope="module")
-def expected(files: dict[str, Any]) -> npt.NDArray[np.float32]:
+@dataclass
+class Expected:
     """The float outputs of the tuning rows."""
+
+    rows: list[Row]
+    outputs: npt.NDArray[np.float32]
+
+    def closeness(self, predictions: Predictions, rows: Sequence[Row]) -> float:
+        """Of tuning rows to the float outputs; of other rows no matter what."""
+        places = [self.rows.index(row) if row in self.rows else 0 for row in rows]
+        return 1 - float(np.abs(predictions.outputs - self.outputs[places]).mean())
+
+
+@pytest.fixture(scope="module")
+def expected(files: dict[str, Any]) -> Expected:
     source = files["model"]["source"]
     model = load_model(source, TASK)
     task = build_task(TASK, model, load_tokenizer(source), max_length=32, batch_size=8, min_length=16)
     rows = load_rows("text-csv", path=files["data"]["tuning"]["path"])
-    return task.predict(lambda batch: model(**batch), rows).outputs
+    return Expected(rows, task.predict(lambda batch: model(**batch), rows).outputs)
 
 
 @pytest.fixture
-def search(
-    files: dict[str, Any], expected: npt.NDArray[np.float32], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Search:
+def search(files: dict[str, Any], expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Search:
     """An empty current folder with the configuration; nothing is exported, and a score is a fine one."""
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(yaml.safe_dump(files))
@@ -111,7 +123,7 @@ def search(
         return built
 
     # Of 16 rows the accuracy has 17 values, the distance from the float outputs has many.
-    monkeypatch.setattr(tasks[TASK], "score", lambda _, predictions, rows: _closeness(predictions, expected))
+    monkeypatch.setattr(tasks[TASK], "score", lambda _, predictions, rows: expected.closeness(predictions, rows))
     monkeypatch.setattr(TaskMetric, "__call__", counted)
     monkeypatch.setattr(Quantizer, "fallback", noted)
     monkeypatch.setattr(pipeline._Run, "_export_and_build", build)
@@ -119,12 +131,6 @@ def search(
     monkeypatch.setattr(pipeline._Run, "_inspect", lambda *_: unseen)
     monkeypatch.setattr(pipeline._Run, "_load", lambda *_: {})
     return search
-
-
-def _closeness(predictions: Predictions, expected: npt.NDArray[np.float32]) -> float:
-    """Of the tuning rows, or the first of them, to the float outputs; of other rows no matter what."""
-    count = min(len(expected), len(predictions.outputs))
-    return 1 - float(np.abs(predictions.outputs[:count] - expected[:count]).mean())
 
 
 def _run(*words: str, code: int = 0) -> RunRecord | None:

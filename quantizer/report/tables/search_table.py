@@ -51,4 +51,11 @@ def evaluation_caption(fallback: Fallback) -> str:
         words.append(f"with {text.counted(len(found.groups), 'group')} put back it scores {text.plain(found.score)}")
     else:
         words.append(f"put back: all, {text.counted(len(fallback.groups), 'group')}")
+    words += [
+        f"on {text.counted(entry.rows, 'row')} that the search did not see, the engine with "
+        f"{text.counted(entry.groups, 'group')} put back drops by {text.error(entry.drop)}"
+        for entry in fallback.checks
+    ]
+    if fallback.checks and fallback.max_drop is not None and fallback.checks[-1].drop > fallback.max_drop:
+        words.append("the budget is not met on the engine, and this is the best plan found")
     return "; ".join(words)

@@ -1,0 +1,84 @@
+"""A budget that the engine meets, too: its score on tuning rows that the search for fallback did not see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from quantizer.config import RunConfig
+from quantizer.engines import Engine
+from quantizer.engines import runs_here
+from quantizer.report.record import EngineCheck
+from quantizer.runs.run_context import RunContext
+from quantizer.runs.run_context import as_predictor
+from quantizer.runs.run_context import bar
+from quantizer.tasks import Row
+
+__all__ = ["EngineBudget"]
+
+_CHECKS = 3
+"""How often an engine is built for one budget."""
+
+_SHARE = 3
+"""One of so many tuning rows is held back from the search."""
+
+
+class EngineBudget:
+    """The drop of an engine's score that is allowed, and what the search may drop so that the engine meets it.
+
+    Attributes:
+        asked: the budget; None: there is none.
+        searched: the tuning rows for the search; all of them if no engine is to be checked.
+        checks: the engines that were checked, in order.
+    """
+
+    def __init__(self, context: RunContext, config: RunConfig, tuning: list[Row]) -> None:
+        """
+        Args:
+            context: the model and its task.
+            config: the configuration of the run, with the budget.
+            tuning: the tuning rows.
+        """
+        self.asked = None if config.fallback is None else config.fallback.max_drop
+        self.checks: list[EngineCheck] = []
+        # Training goes on with the plan of the search, and has scores of its own.
+        checks = self.asked is not None and config.qat is None and runs_here(config.quantizer.backend)
+        self.searched = [row for place, row in enumerate(tuning, start=1) if place % _SHARE] if checks else tuning
+        self._rows = tuning[_SHARE - 1 :: _SHARE] if checks else []
+        self._context = context
+        self._float_score: float | None = None
+        self._allowed = self.asked or 0.0
+
+    def next_drop(self, engines: Mapping[str, Engine], groups: int) -> float | None:
+        """Return the drop that the search is allowed now; None if the engine meets the budget, or nothing is checked.
+
+        The search's budget shrinks by what the engine exceeds its own, down to 0; after three engines it ends.
+
+        Args:
+            engines: the engines by name; none if they do not run here.
+            groups: how many groups went back to float.
+        """
+        if self.asked is None or not self._rows or not engines:
+            return None
+        timer, sign = self._context.timer, 1 if self._context.task.higher_is_better else -1
+        with timer("check the engine on rows that the search did not see"):
+            if self._float_score is None:
+                self._float_score = self._score(self._context.model)
+            drop = sign * (self._float_score - self._score(engines["engine"]))
+        self.checks.append(EngineCheck(allowed=self._allowed, groups=groups, drop=drop, rows=len(self._rows)))
+        said = f"the engine's drop on {len(self._rows)} rows is {drop:.5f}, and {self.asked:g} is allowed"
+        if drop <= self.asked:
+            timer.say(said)
+            return None
+        if self._allowed == 0 or len(self.checks) == _CHECKS:
+            timer.say(f"{said}: the budget is not met on the engine, and this is the best plan found")
+            return None
+        self._allowed = max(0.0, self._allowed - (drop - self.asked))
+        timer.say(f"{said}: the search goes on with {self._allowed:.5f}")
+        return self._allowed
+
+    def _score(self, model: nn.Module | Engine) -> float:
+        task = self._context.task
+        with bar("rows to check on") as progress:
+            return task.score(task.predict(as_predictor(model), self._rows, progress), self._rows)

@@ -1,0 +1,24 @@
+"""The command ``quantizer inspect``: what would be quantized in a model."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+from quantizer.config import RunConfig
+from quantizer.quantizer import Quantizer
+from quantizer.tasks import load_model
+
+__all__ = ["inspect"]
+
+
+def inspect(config: RunConfig, diff: bool, console: Console) -> None:
+    """Print what would be quantized in the model, or with ``diff`` also the rewritten source."""
+    model = load_model(config.model.source, config.model.task, config.model.attention)
+    quantizer = Quantizer(config.quantizer)
+    console.print(quantizer.inspect(model).text(), markup=False, highlight=False, soft_wrap=True)
+    if diff and console.is_terminal:
+        console.print(Syntax(quantizer.diff(model), "diff", background_color="default", word_wrap=True))
+    elif diff:
+        # For a file or a pipe, lines must not be cut or wrapped.
+        console.out(quantizer.diff(model), highlight=False)

@@ -1,0 +1,119 @@
+"""A budget on the engine: which rows it is checked on, how the search goes on, and what is said where it is missed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch import nn
+
+import quantizer.runs.run as pipeline
+from quantizer.cli.main import main
+from quantizer.report import read_record
+from quantizer.report.record import Fallback
+from quantizer.report.tables.search_table import evaluation_caption
+from quantizer.runs.engine_budget import EngineBudget
+from quantizer.runs.run_context import RunRows
+from quantizer.tasks import Row
+
+for _package in ("transformers", "sklearn", "jinja2", "openvino"):
+    pytest.importorskip(_package, reason="a run needs quantizer[hf,report,openvino]")
+
+from tiny_run import tiny_run  # noqa: E402
+
+BUDGET = 0.1
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """The tuning rows of a run in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    run = tiny_run(tmp_path)
+    run["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "calibration.csv")}
+    run |= {"amp": {"batches": 1}, "fallback": {"max_drop": BUDGET}}
+    Path("tiny.yaml").write_text(yaml.safe_dump(run))
+    return RunRows.of(pipeline.RunConfig.model_validate(run).data).tuning
+
+
+@pytest.fixture
+def drops(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The drops of the engines that are built, in order; an engine beyond the list has none."""
+    given: list[float] = []
+    score, taken = EngineBudget._score, [0]
+
+    def lowered(self: EngineBudget, model: Any) -> float:
+        if isinstance(model, nn.Module):
+            return score(self, model)
+        taken[0] += 1
+        return score(self, self._context.model) - (given[taken[0] - 1] if taken[0] <= len(given) else 0.0)
+
+    monkeypatch.setattr(EngineBudget, "_score", lowered)
+    return given
+
+
+def done(*words: str) -> Fallback:
+    assert main(["run", "tiny.yaml", *words, "--output", "out"]) == 0
+    fallback = read_record(Path("out/report.json")).fallback
+    assert fallback is not None
+    return fallback
+
+
+def test_an_engine_within_the_budget_is_checked_once(
+    rows: list[Row], drops: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[list[Row]] = []
+    metric = pipeline.TaskMetric.__init__
+    monkeypatch.setattr(
+        pipeline.TaskMetric,
+        "__init__",
+        lambda self, *given, **more: (searched.append(given[2]), metric(self, *given, **more))[1],
+    )
+    fallback = done()
+    (check,) = fallback.checks
+    assert (check.allowed, check.drop, check.rows) == (BUDGET, 0.0, len(rows) // 3)
+    assert check.groups == len(fallback.groups)
+    # The search saw all others.
+    assert searched == [[row for place, row in enumerate(rows) if place % 3 != 2]]
+    assert f"on {check.rows} rows that the search did not see, the engine" in evaluation_caption(fallback)
+
+
+def test_the_search_goes_on_with_what_the_engine_loses_more(
+    rows: list[Row], drops: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    drops += [0.14]
+    fallback = done()
+    first, second = fallback.checks
+    assert first.drop == pytest.approx(0.14)
+    assert second.allowed == pytest.approx(0.1 - 0.04)
+    assert second.drop <= BUDGET
+    assert second.groups >= first.groups
+    assert fallback.max_drop == BUDGET
+    assert "and 0.1 is allowed: the search goes on with 0.06000" in " ".join(capsys.readouterr().out.split())
+    assert "not met" not in evaluation_caption(fallback)
+    assert Path("out/quantizer").is_dir()
+
+
+def test_a_budget_that_no_engine_meets_gives_the_last_and_says_so(
+    rows: list[Row], drops: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    drops += [0.11, 0.11, 0.12, 0.0]
+    fallback = done()
+    assert [check.drop for check in fallback.checks] == pytest.approx([0.11, 0.11, 0.12])
+    assert fallback.checks[-1].groups == len(fallback.groups)
+    assert "the budget is not met on the engine" in " ".join(capsys.readouterr().out.split())
+    assert evaluation_caption(fallback).endswith("the budget is not met on the engine, and this is the best plan found")
+    page = Path("out/report.html").read_text()
+    assert "the budget is not met on the engine" in page
+
+
+def test_nothing_below_a_drop_of_zero_is_searched(rows: list[Row], drops: list[float]) -> None:
+    drops += [0.5, 0.3]
+    first, second = done().checks
+    assert (first.allowed, second.allowed) == (BUDGET, 0.0)
+    assert second.drop == pytest.approx(0.3)
+
+
+def test_without_a_budget_no_engine_is_checked(rows: list[Row], drops: list[float]) -> None:
+    assert done("fallback.max_drop=null", "fallback.num=1", "data.tuning=null").checks == ()
