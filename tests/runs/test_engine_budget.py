@@ -79,6 +79,7 @@ def test_an_engine_within_the_budget_is_checked_once(
     assert f"on {check.rows} rows that the search did not see, the engine" in evaluation_caption(fallback)
 
 
+@pytest.mark.promise("the search goes on with a smaller one, for at most three engines")
 def test_the_search_goes_on_with_what_the_engine_loses_more(
     rows: list[Row], drops: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
