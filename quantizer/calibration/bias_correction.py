@@ -143,7 +143,7 @@ def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 _Errors = Mapping[str, _Sum | None]
-"""The sums by site; None: the site was called without a bias."""
+"""The sums by site; None: a call has no bias and cannot be given one."""
 
 
 def _measured(proxy: Proxied, plan: Plan, kept: ReplayBatches, dtype: torch.dtype) -> BiasShifts:
@@ -196,7 +196,8 @@ class _Comparison:
         result = function(*args, **keywords)
         bias = site.bias_of(args, keywords)
         channels = (result.shape[site.operation.channels],)
-        if isinstance(bias, Tensor) and bias.shape == channels and keywords.get("beta", 1) == 1:
+        fits = site.holds_shift if bias is None else isinstance(bias, Tensor) and bias.shape == channels
+        if fits and keywords.get("beta", 1) == 1:
             self._expected[site.path].append(_Expected.of(self._rows(site, result)))
         else:
             self._errors[site.path] = None

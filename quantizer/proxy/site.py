@@ -122,6 +122,11 @@ class Site(nn.Module):
         place = None if bias is None else _place(bias, args, keywords)
         return None if place is None else place[0][place[1]]
 
+    @property
+    def holds_shift(self) -> bool:
+        """Flag of a site whose calls may be given a bias that they lack: engines add that of a convolution for free."""
+        return self.operation.kind == "conv"
+
     def argument(self, index: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """Return an operand of a call, which must be an argument; None if it is missing."""
         operand = self.operation.operands[index]
@@ -191,11 +196,18 @@ class Site(nn.Module):
                 needed = kept and quantizer.change is not None and isinstance(holder[key], Tensor)
                 holder[key] = quantizer(holder[key].clone() if needed else holder[key])
         bias, shift = self.operation.bias, self.bias_shift
-        place = None if bias is None or shift is None else _place(bias, args, keywords)
-        # A call without a bias has nothing to hold the shift; calibration saw none such.
-        if shift is not None and place is not None and isinstance(place[0][place[1]], Tensor):
+        if bias is None or shift is None:
+            return
+        place = _place(bias, args, keywords)
+        if place is not None and isinstance(place[0][place[1]], Tensor):
             holder, key = place
             holder[key] = holder[key] + shift.to(holder[key])
+        elif self.holds_shift:
+            added = shift.to(self.argument(0, args, keywords))
+            if place is None:
+                keywords["bias"] = added
+            else:
+                place[0][place[1]] = added
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without observer and override: copies and pickles have none."""

@@ -214,6 +214,46 @@ def test_padding_is_left_out() -> None:
     assert torch.equal(*found)
 
 
+class Normalized(nn.Module):
+    """Convolutions without a bias before a batch normalization, one of them called by keywords."""
+
+    def __init__(self, zeros: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.second = nn.Parameter(torch.randn(4, 8, 3, 3) / 8)
+        self.norm.running_mean.copy_(torch.randn(8))
+        self.keywords = {}
+        if zeros:
+            self.first.bias = nn.Parameter(torch.zeros(8))
+            self.bias = nn.Parameter(torch.zeros(4))
+            self.keywords = {"bias": self.bias}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.first(x)))
+        return F.conv2d(y, weight=self.second, stride=2, **self.keywords)
+
+
+def test_a_convolution_without_a_bias_is_given_one(tmp_path: Path) -> None:
+    model, shape = Normalized().eval(), (4, 3, 12, 12)
+    q = calibrated(model, data(shape=shape))
+    assert {entry.bias_note for entry in q.plan.values() if entry.quantized} == {"bias corrected"}
+    (x,) = data(1, seed=3, shape=shape)
+    frozen, zeros = q.quantize(model), Normalized(zeros=True).eval()
+    with torch.no_grad():
+        assert_same(q.calib(model)(x), model(x))
+        found = frozen(x)
+        # The same as where a bias of zeros holds the shift.
+        assert torch.allclose(found, calibrated(zeros, data(shape=shape)).quantize(zeros)(x), atol=1e-6)
+        assert not torch.allclose(found, uncorrected(model, data(shape=shape))(x), atol=1e-2)
+    path = q.export(frozen, tmp_path / "model.onnx", x)
+    nodes = [node.op_type for node in onnx.load(path).graph.node]
+    assert not {"BatchNormalization", "Add"} & set(nodes)
+    session = onnxruntime.InferenceSession(path)
+    (given,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert torch.allclose(torch.from_numpy(given), found, atol=1e-4)
+
+
 # -- where there is none -----------------------------------------------------------------------------------------------
 
 
