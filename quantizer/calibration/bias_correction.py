@@ -73,7 +73,7 @@ def corrected(proxy: Proxied, plan: Plan, observation: Seen, dtype: torch.dtype)
     known = observation.bias_shifts
     if known is None or known[0] != observation.batches:
         with torch.no_grad():
-            known = observation.batches, _chosen(proxy, plan, observation.kept or ReplayBatches(), dtype)
+            known = observation.batches, _chosen(proxy, plan, (observation.kept or ReplayBatches()).few(), dtype)
         observation.bias_shifts = known
     return _with_shifts(plan, known[1])
 

@@ -13,6 +13,7 @@ from quantizer.calibration.bias_correction import corrected
 from quantizer.calibration.costly_attention import leave_costly_attention
 from quantizer.calibration.output_search import choose
 from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.rounding.reconstruct import reconstruct_blocks
 from quantizer.calibration.rounding.scale_inputs import scale_inputs
 from quantizer.calibration.settings import calibrator_of
 from quantizer.calibration.settings import estimates_of
@@ -76,13 +77,15 @@ def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
             leave_costly_attention(proxy, observation, decided)
         if activations.calibrator == "auto":
             assert observation.kept is not None
-            choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept)
-        if config.weights.rounding == "gptq":
+            choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept.few())
+        if config.weights.rounding in ("gptq", "reconstruct"):
             qmax = settings.profile.weight_qmax
             round_weights(proxy, observation, decided(), qmax=qmax, by_size=config.weights.act_order)
-        elif config.weights.rounding == "awq":
+        if config.weights.rounding == "reconstruct":
+            reconstruct_blocks(proxy, observation, decided(), settings)
+        if config.weights.rounding == "awq":
             scale_inputs(proxy, observation, decided(), settings)
-    observation.chosen_at = observation.batches
+    observation.chosen_at, observation.rounding = observation.batches, None
     return decided()
 
 

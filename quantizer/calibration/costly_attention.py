@@ -44,7 +44,7 @@ def leave_costly_attention(proxy: Proxied, observation: Seen, decided: Callable[
     products = [path for path, entry in plan.items() if any(operand.group in groups for operand in entry.operands)]
     if not products or observation.kept.everywhere < 2:
         return
-    error = OutputError(proxy, observation.kept)
+    error = OutputError(proxy, observation.kept.few())
     (rounded,) = all_reduce_sum([error.of(plan)])
     for path in products:
         observation.records[path].left = ReasonCode.COSTLY_ATTENTION.text(cost="?")

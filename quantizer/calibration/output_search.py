@@ -59,7 +59,7 @@ class _Search:
         self._decided = decided
         self._smoothing = smoothing
         self._estimates = estimates
-        self._halves = observation.kept.halves()
+        self._halves = observation.kept.few().halves()
         self.errors: dict[Setting, float] = {}
 
     # Float outputs are computed once there is something to compare with them.

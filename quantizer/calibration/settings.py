@@ -22,6 +22,9 @@ from quantizer.config.quantizer_section import ActivationsConfig
 from quantizer.config.quantizer_section import WeightsConfig
 from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.observation import Observation
+from quantizer.observe.replay_batches import FEW
+from quantizer.observe.replay_batches import MANY
+from quantizer.observe.replay_batches import Enough
 from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.operand_formats import FormatRule
 from quantizer.plan.operand_formats import Formats
@@ -58,9 +61,15 @@ def make_observation(proxy: Proxied) -> Observation:
         partial(calibrator_of, config),
         off,
         proxy.skipped,
-        keep=replays_batches(config) or config.bias_correction,
+        keep=_kept(config),
         channels=config.activations.smooth is not None or config.weights.rounding == "awq",
     )
+
+
+def _kept(config: QuantizerConfig) -> Enough | None:
+    if config.weights.rounding == "reconstruct":
+        return MANY
+    return FEW if replays_batches(config) or config.bias_correction else None
 
 
 def replays_batches(config: QuantizerConfig) -> bool:

@@ -232,7 +232,7 @@ def _estimate(proxy: Proxied, found: Sequence[_Readers], observation: Seen) -> N
 
     assert observation.kept is not None
     sites = [site for site in proxy.sites if site.path in by_site]
-    replay(proxy.module, sites, observation.kept, visit, "smoothing")
+    replay(proxy.module, sites, observation.kept.few(), visit, "smoothing")
     add_over_ranks([group.calibrator for readers in found for group in readers.ranges.values()])
     for readers in found:
         for group in readers.ranges.values():

@@ -24,7 +24,7 @@ from quantizer.proxy.recorded_calls import RecordedCall
 from quantizer.proxy.recorded_calls import RecordedCalls
 from quantizer.proxy.site import Site
 
-__all__ = ["StagedPasses", "Visit"]
+__all__ = ["EndedCalls", "Reached", "StagedPasses", "Visit"]
 
 Visit = Callable[[Site, list[Any], dict[str, Any], Tensor | None], None]
 """A function of a call: its site, its arguments, and the mask [B, S] of real tokens of the batch (None: all)."""
@@ -42,7 +42,7 @@ class StagedPasses:
         self._proxy = proxy
         self._batches = list(batches)
         self._calls: list[Counter[Site]] = []
-        self._ended = [_Ended(proxy) for _ in self._batches]
+        self._ended = [EndedCalls(proxy) for _ in self._batches]
 
     def in_order(self, sites: Collection[Site]) -> list[Site]:
         """Return those sites that the batches call, in the order of their first calls."""
@@ -68,7 +68,7 @@ class StagedPasses:
                 with ended:
                     self._until_last(batch, site, calls[site], ended, visit)
 
-    def _until_last(self, batch: Batch, site: Site, calls: int, ended: _Ended, visit: Visit) -> None:
+    def _until_last(self, batch: Batch, site: Site, calls: int, ended: EndedCalls, visit: Visit) -> None:
         left = calls
 
         def counted(site: Site, args: list[Any], keywords: dict[str, Any], mask: Tensor | None) -> None:
@@ -77,11 +77,11 @@ class StagedPasses:
             visit(site, args, keywords, mask)
             left -= 1
             if left == 0:
-                raise _Reached
+                raise Reached
 
         try:
             self._run(batch, [site], counted)
-        except _Reached:
+        except Reached:
             return
 
     def _called(self, batch: Batch, sites: Collection[Site]) -> list[Site]:
@@ -101,15 +101,15 @@ class StagedPasses:
         run_judged(self._proxy, sites, (args, keywords), judge)
 
 
-class _Reached(BaseException):
+class Reached(BaseException):
     """The end of a pass that needs to go no further; no error, so that a model that catches errors lets it through."""
 
 
-class _Ended(RecordedCalls):
-    """The module calls of one batch that ended before the site of the last stage.
+class EndedCalls(RecordedCalls):
+    """The module calls of one batch that ended before the last stage.
 
     Attributes:
-        reached: whether this pass has reached the site, so that what ends from now on is not final.
+        reached: whether this pass has reached its stage, so that what ends from now on is not final.
     """
 
     def __init__(self, proxy: nn.Module) -> None:
@@ -117,7 +117,7 @@ class _Ended(RecordedCalls):
         self.reached = False
         self._calls: dict[tuple[nn.Module, int], RecordedCall] = {}
 
-    def __enter__(self) -> _Ended:
+    def __enter__(self) -> EndedCalls:
         super().__enter__()
         self.reached = False
         self._number.clear()

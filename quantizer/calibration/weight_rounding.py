@@ -9,7 +9,6 @@ A weight whose codes make no smaller error at the output of its own product than
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -24,11 +23,14 @@ from quantizer.calibration.output_error import quantized
 from quantizer.calibration.product_rows import ProductRows
 from quantizer.calibration.product_rows import product_rows
 from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.rounding.progress import UNREACHED
+from quantizer.calibration.rounding.progress import nearest
+from quantizer.calibration.rounding.progress import one_process
+from quantizer.calibration.rounding.progress import progress
+from quantizer.calibration.rounding.progress import record
+from quantizer.calibration.rounding.progress import stored_weights
+from quantizer.calibration.rounding.progress import why_nearest
 from quantizer.calibration.staged_passes import StagedPasses
-from quantizer.common.digest import tensors_digest
-from quantizer.common.distributed import get_world_size
-from quantizer.common.fingerprint import Fingerprint
-from quantizer.errors import CalibrationError
 from quantizer.functional import quantize
 from quantizer.numerics.gptq import gptq_codes
 from quantizer.numerics.gptq import output_error
@@ -39,7 +41,6 @@ from quantizer.numerics.qtype import qtype
 from quantizer.observe.padding import with_zeroed_padding
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.range_group import RoundedWeight
-from quantizer.observe.statistics import RoundingProgress
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
@@ -50,8 +51,6 @@ __all__ = ["round_weights"]
 
 
 _PRODUCT = 2  # operands
-
-_UNREACHED = "no batch that was kept reaches it"
 
 _Refused = dict[str, str]
 """Why weights keep the nearest codes, by ``SITE.OPERAND``."""
@@ -105,17 +104,10 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, *, qmax: int | 
         CalibrationError: several processes calibrate together.
     """
     assert observation.kept is not None
-    if get_world_size() > 1:
-        raise CalibrationError(
-            "weights.rounding: gptq needs all that a weight multiplies, which processes do not share; calibrate in one "
-            "process, or with rounding: nearest"
-        )
+    one_process("gptq")
     refused: _Refused = {}
     weights = list(_weights(proxy, observation, plan, refused))
-    key = _key(proxy, observation, plan)
-    if observation.rounding is None or observation.rounding.key != key:
-        observation.rounding = RoundingProgress(key=key)
-    done = observation.rounding.done
+    done = progress(proxy, observation, plan).weights
     with torch.no_grad(), quantized(proxy, plan):
         passes = StagedPasses(proxy.module, observation.kept)
         units = _units(weights, passes)
@@ -125,22 +117,13 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, *, qmax: int | 
             for one in unit:
                 one.site.quantizer(one.place).set_codes(done[one.name].codes)
     reached = {one.name for unit in units for one in unit}
-    refused |= {one.name: _UNREACHED for one in weights if one.name not in reached}
-    chosen = {**{name: _nearest(why) for name, why in refused.items()}, **done}
-    for name, rounded in chosen.items():
-        path, _, operand = name.rpartition(".")
-        observation.records[path].operands[operand].rounded = rounded
-    observation.rounding = None
-
-
-def _nearest(why: str) -> RoundedWeight:
-    return RoundedWeight(codes=None, text=f"rounded to nearest: {why}")
+    refused |= {one.name: UNREACHED for one in weights if one.name not in reached}
+    record(observation, {**{name: nearest(why) for name, why in refused.items()}, **done})
 
 
 def _weights(proxy: Proxied, observation: Seen, plan: Plan, refused: _Refused) -> Iterator[_Weighted]:
     """Yield the sites whose weights can be rounded by data, and record why others cannot."""
-    operands = [o for entry in plan.values() for o in entry.operands if o.quantized and o.role == "weight"]
-    readers = Counter((operand.parameter, operand.view) for operand in operands)
+    stored = stored_weights(plan)
     for site in proxy.sites:
         entry = plan[site.path]
         names = [operand.name for operand in site.operation.operands]
@@ -148,13 +131,11 @@ def _weights(proxy: Proxied, observation: Seen, plan: Plan, refused: _Refused) -
         # What an embedding looks up is multiplied by nothing: nearest is best.
         if weight is None or entry.kind == "embedding":
             continue
-        kind, name = qtype(weight.dtype), f"{site.path}.{weight.name}"
-        if kind.is_float:
-            refused[name] = f"gptq chooses whole numbers, and those of {kind.name} are none"
-        elif len(names) != _PRODUCT:
-            refused[name] = f"its operation is {site.operation.name}"
-        elif readers[weight.parameter, weight.view] > 1:
-            refused[name] = "other sites store the same weight, and a file holds it once"
+        name, why = f"{site.path}.{weight.name}", why_nearest(weight, stored, "gptq")
+        if why is None and len(names) != _PRODUCT:
+            why = f"its operation is {site.operation.name}"
+        if why is not None:
+            refused[name] = why
         else:
             records = observation.records[site.path].operands
             seen, other = records[weight.name].weight, next(o for o in entry.operands if o.name != weight.name)
@@ -167,20 +148,6 @@ def _weights(proxy: Proxied, observation: Seen, plan: Plan, refused: _Refused) -
                 group=records[other.name].group if other.name in records else None,
                 read=seen.tensor,
             )
-
-
-def _key(proxy: Proxied, observation: Seen, plan: Plan) -> str:
-    """Return a checksum of all that the codes depend on: weights, scales, factors, batches and the configuration."""
-    tensors = {
-        f"{path}.{operand.name}.{field}": value
-        for path, entry in plan.items()
-        for operand in entry.operands
-        for field, value in (("scale", operand.scale), ("smooth", operand.smooth))
-        if operand.quantized and value is not None
-    }
-    assert observation.kept is not None
-    weights = Fingerprint.of(proxy.module).plain()
-    return tensors_digest(tensors, f"{weights} {observation.kept.digest} {proxy.config.model_dump_json()}")
 
 
 def _units(weights: Iterable[_Weighted], passes: StagedPasses) -> list[list[_Weighted]]:
@@ -230,7 +197,7 @@ def _rounded(unit: list[_Weighted], passes: StagedPasses, qmax: int | None, by_s
 
     passes.visit(first.site, visit)
     # With other codes before it, a model that routes its data may leave the site out.
-    return {one.name: _best(one, products.get(one.name, _UNREACHED), inputs, qmax, by_size) for one in unit}
+    return {one.name: _best(one, products.get(one.name, UNREACHED), inputs, qmax, by_size) for one in unit}
 
 
 def _best(
@@ -238,7 +205,7 @@ def _best(
 ) -> RoundedWeight:
     """Return the codes of a weight by GPTQ, if they make a smaller error than the nearest."""
     if isinstance(product, str) or inputs.hessian is None:
-        return _nearest(product if isinstance(product, str) else _UNREACHED)
+        return nearest(product if isinstance(product, str) else UNREACHED)
     values, kind = as_rounded(one.weight, one.read()), qtype(one.weight.dtype)
     axis, block, scale = one.weight.axis, one.weight.block_size, one.weight.scale
     assert scale is not None
@@ -248,11 +215,11 @@ def _best(
     weight, steps = product.weight(values), product.weight(of_each)
     codes = gptq_codes(weight, inputs.hessian, steps, low, high, rows=inputs.rows, by_size=by_size)
     if codes is None:
-        return _nearest("what it multiplies has squares beyond float32")
-    nearest = product.weight(quantize(values, scale, kind.name, axis=axis, block_size=block))
-    error, usual = (output_error(weight, found * steps, inputs.hessian) for found in (codes, nearest))
+        return nearest("what it multiplies has squares beyond float32")
+    usual_codes = product.weight(quantize(values, scale, kind.name, axis=axis, block_size=block))
+    error, usual = (output_error(weight, found * steps, inputs.hessian) for found in (codes, usual_codes))
     if not error < usual:
-        return _nearest("gptq makes no smaller error")
+        return nearest("gptq makes no smaller error")
     return RoundedWeight(
         codes=product.as_weight(codes), text=f"gptq, {error / usual:.2f} of the error of rounding to nearest"
     )

@@ -113,11 +113,12 @@ class WeightsConfig(Section):
     percentile: Annotated[float, BeforeValidator(_percentile_number), Expects("a number, above 0 and at most 100")] = (
         Field(default=99.9, description="Percent of a scale's magnitudes that the range covers; used by 'percentile'.")
     )
-    rounding: Literal["nearest", "gptq", "awq"] = Field(
+    rounding: Literal["nearest", "gptq", "reconstruct", "awq"] = Field(
         default="nearest",
         description="How a weight is rounded: each value by itself; all of them so that what is computed with the "
-        "calibration data changes least (gptq); or each by itself after channels that multiply large inputs were "
-        "scaled up (awq, for weights whose inputs are float).",
+        "calibration data changes least, product by product (gptq) or block by block of the model (reconstruct: takes "
+        "minutes, and is the better the more data there is); or each by itself after channels that multiply large "
+        "inputs were scaled up (awq, for weights whose inputs are float).",
     )
     act_order: bool = Field(
         default=False, description="With 'gptq': round the input channels with the largest values first."

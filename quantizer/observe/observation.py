@@ -27,6 +27,7 @@ from quantizer.observe.batch_pass import Pass
 from quantizer.observe.batch_pass import Watched
 from quantizer.observe.completeness.product_counter import Explanations
 from quantizer.observe.padding import read_mask
+from quantizer.observe.replay_batches import Enough
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.observe.statistics import Seen
 from quantizer.proxy.build import UnrewrittenSource
@@ -55,7 +56,7 @@ class Observation:
         off: Collection[str] = (),
         skipped: Iterable[UnrewrittenSource] = (),
         *,
-        keep: bool = False,
+        keep: Enough | None = None,
         channels: bool = False,
     ) -> None:
         """
@@ -65,10 +66,10 @@ class Observation:
             make: makes a calibrator; its argument asks for a histogram.
             off: kinds of site that are counted, not observed; the kind of a site depends on its operands.
             skipped: calls and functions that could not be rewritten.
-            keep: whether to keep a few batches to run again.
+            keep: how many batches to keep to run again (None: none).
             channels: whether to keep the range of each channel of the inputs of linears.
         """
-        self.seen = Seen.of_sites((site.path for site in sites), ReplayBatches() if keep else None)
+        self.seen = Seen.of_sites((site.path for site in sites), None if keep is None else ReplayBatches(enough=keep))
         self.make = make
         self._watched = Watched(
             make=make, refused=refused, off=off, channels=channels, explanations=Explanations(skipped)

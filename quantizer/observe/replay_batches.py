@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,25 @@ from torch.utils import _pytree as pytree
 from quantizer.common.distributed import all_gather_bytes
 from quantizer.common.distributed import get_rank
 
-__all__ = ["Batch", "ReplayBatches", "copied"]
+__all__ = ["FEW", "MANY", "Batch", "Enough", "ReplayBatches", "copied"]
 
-_LEAST, _MOST = 4, 8
-_ROWS = 64
-"""The rows of a batch are the length of the first axis of its first tensor."""
+
+class Enough(NamedTuple):
+    """How many batches are enough together: ``least``, and so many more that they have ``rows``, up to ``most``.
+
+    The rows of a batch are the length of the first axis of its first tensor.
+    """
+
+    least: int
+    most: int
+    rows: int
+
+
+FEW = Enough(4, 8, 64)
+"""To compare settings of the whole model."""
+
+MANY = Enough(4, 64, 512)
+"""To choose single codes: with a quarter as many they fit these batches and no others."""
 
 _PLAIN = (bool, int, float, str, type(None))
 _DIGEST = 16  # bytes
@@ -38,29 +53,35 @@ class ReplayBatches:
     Under ``torch.distributed`` a part of those that all ranks keep together, after ``shared``.
     """
 
-    def __init__(self, kept: Mapping[bytes, Batch] | None = None) -> None:
+    def __init__(self, kept: Mapping[bytes, Batch] | None = None, enough: Enough = FEW) -> None:
         self._kept = dict(kept or {})
+        self._enough = enough
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def copy(self) -> ReplayBatches:
         """Return a copy that can keep other batches."""
-        return ReplayBatches(self._kept)
+        return ReplayBatches(self._kept, self._enough)
+
+    def few(self) -> ReplayBatches:
+        """Return those that would have been kept if a few had been enough."""
+        rows = {key: _rows(batch) for key, batch in self._kept.items()}
+        return ReplayBatches({key: self._kept[key] for key in _taken(rows, FEW)})
 
     def wanted(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bytes, Batch] | None:
         """Return the hash and a copy of a batch for ``keep`` if it is to be kept; call this before the model runs."""
         key = _hash((args, dict(keywords)))
         rows = {kept: _rows(batch) for kept, batch in self._kept.items()}
-        if key in rows or key not in _enough({**rows, key: _rows((args, keywords))}):
+        if key in rows or key not in _taken({**rows, key: _rows((args, keywords))}, self._enough):
             return None
         return key, copied(args, keywords)
 
     def keep(self, key: bytes, batch: Batch) -> None:
         """Keep a batch that ``wanted`` returned."""
         self._kept[key] = batch
-        enough = _enough({kept: _rows(batch) for kept, batch in self._kept.items()})
-        self._kept = {kept: self._kept[kept] for kept in enough}
+        rows = {kept: _rows(batch) for kept, batch in self._kept.items()}
+        self._kept = {kept: self._kept[kept] for kept in _taken(rows, self._enough)}
 
     @property
     def digest(self) -> str:
@@ -73,9 +94,9 @@ class ReplayBatches:
         Each batch is in the part of exactly one rank.
         """
         whole = _gathered(self._kept)
-        wanted = _enough({key: rows for of_rank in whole for key, rows in of_rank.items()})
+        wanted = _taken({key: rows for of_rank in whole for key, rows in of_rank.items()}, self._enough)
         owners = {key: next(rank for rank, of_rank in enumerate(whole) if key in of_rank) for key in wanted}
-        return ReplayBatches({key: self._kept[key] for key in wanted if owners[key] == get_rank()})
+        return ReplayBatches({key: self._kept[key] for key in wanted if owners[key] == get_rank()}, self._enough)
 
     def halves(self) -> tuple[ReplayBatches, ReplayBatches]:
         """Return two parts without a common batch, to choose on and to check on; with one batch both are that one.
@@ -119,12 +140,12 @@ def _rows(batch: Batch) -> int:
     return len(tensors[0]) if tensors else 1
 
 
-def _enough(rows: Mapping[bytes, int]) -> list[bytes]:
+def _taken(rows: Mapping[bytes, int], enough: Enough) -> list[bytes]:
     """Return the smallest keys whose batches are enough together; ``rows`` has the rows of each."""
     taken: list[bytes] = []
     for key in sorted(rows):
-        full = len(taken) >= _LEAST and sum(rows[other] for other in taken) >= _ROWS
-        if full or len(taken) == _MOST:
+        full = len(taken) >= enough.least and sum(rows[other] for other in taken) >= enough.rows
+        if full or len(taken) == enough.most:
             break
         taken.append(key)
     return taken

@@ -46,11 +46,15 @@ class RoundingProgress:
 
     Attributes:
         key: a checksum of all that the result depends on.
-        done: the rounded weights, by ``SITE.OPERAND``.
+        weights: the weights that were rounded for their own products, by ``SITE.OPERAND``.
+        reconstructed: those that were rounded for the outputs of blocks after that.
+        ranges: the amax of the ranges that were chosen with these, by the first operand of their groups.
     """
 
     key: str
-    done: dict[str, RoundedWeight] = field(default_factory=dict)
+    weights: dict[str, RoundedWeight] = field(default_factory=dict)
+    reconstructed: dict[str, RoundedWeight] = field(default_factory=dict)
+    ranges: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quantizer import Quantizer
-from quantizer.calibration.rounding import scale_inputs
+from quantizer.calibration.rounding import progress
 from quantizer.errors import CalibrationError
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
@@ -189,7 +189,7 @@ def test_inputs_of_one_size_gain_nothing() -> None:
 
 def test_several_processes_do_not_share_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = scaled(Net())
-    monkeypatch.setattr(scale_inputs, "get_world_size", lambda: 2)
+    monkeypatch.setattr(progress, "get_world_size", lambda: 2)
     with pytest.raises(CalibrationError, match=r"weights\.rounding: awq needs all that a weight multiplies"):
         _ = q.plan
 

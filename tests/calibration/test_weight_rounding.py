@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from quantizer import QATCalibrate
 from quantizer import Quantizer
 from quantizer.calibration import weight_rounding
+from quantizer.calibration.rounding import progress
 from quantizer.errors import CalibrationError
 from quantizer.errors import ConfigError
 from quantizer.errors import QuantizerError
@@ -537,7 +538,7 @@ def test_a_folder_keeps_no_batches_for_another_backend(tmp_path: Path) -> None:
 
 def test_several_processes_do_not_share_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = rounded(Net())
-    monkeypatch.setattr(weight_rounding, "get_world_size", lambda: 2)
+    monkeypatch.setattr(progress, "get_world_size", lambda: 2)
     with pytest.raises(CalibrationError, match=r"weights\.rounding: gptq needs all that a weight multiplies"):
         _ = q.plan
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.rounding.progress import UNREACHED
+from quantizer.calibration.rounding.progress import one_process
 from quantizer.calibration.smoothquant import held_factors
 from quantizer.calibration.staged_passes import StagedPasses
 from quantizer.calibrators import make_calibrator
-from quantizer.common.distributed import get_world_size
-from quantizer.errors import CalibrationError
 from quantizer.functional import fake_quantize
 from quantizer.numerics.awq import awq_share
 from quantizer.numerics.awq import input_factors
@@ -96,11 +96,7 @@ def scale_inputs(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSe
         CalibrationError: several processes calibrate together.
     """
     assert observation.kept is not None
-    if get_world_size() > 1:
-        raise CalibrationError(
-            "weights.rounding: awq needs all that a weight multiplies, which processes do not share; calibrate in one "
-            "process, or with rounding: nearest"
-        )
+    one_process("awq")
     by_site = {one.site: unit for unit in _units(proxy, observation, plan) for one in unit}
     with torch.no_grad():
         passes = StagedPasses(proxy.module, observation.kept)
@@ -109,7 +105,7 @@ def scale_inputs(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSe
             _scale(unit, passes, settings)
     for unit in by_site.values():
         for one in unit:
-            one.seen.rounded = one.seen.rounded or _plain("no batch that was kept reaches it")
+            one.seen.rounded = one.seen.rounded or _plain(UNREACHED)
 
 
 def _plain(why: str) -> RoundedWeight:
