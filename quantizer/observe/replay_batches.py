@@ -24,7 +24,7 @@ __all__ = ["FEW", "MANY", "Batch", "Enough", "ReplayBatches", "copied"]
 
 
 class Enough(NamedTuple):
-    """How many batches are enough together: ``least``, and so many more that they have ``rows``, up to ``most``.
+    """A number of batches: ``least``, and so many more that they have ``rows`` together, up to ``most``.
 
     The rows of a batch are the length of the first axis of its first tensor.
     """

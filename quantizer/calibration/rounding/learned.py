@@ -1,4 +1,4 @@
-"""What is learned of a block: the codes of weights, and the ranges of activations, each with one parameter.
+"""The codes of weights and the ranges of activations that are learned with a block, each with one parameter.
 
 A parameter is moved by the sign of its gradient, whatever the gradient's size, so that ``rate`` is how far it gets.
 """

@@ -1,4 +1,4 @@
-"""What all choices of codes by data share: which weights have no choice, and the work that an interrupt leaves."""
+"""The parts that all choices of codes by data share: weights without a choice, and the work before an interrupt."""
 
 from __future__ import annotations
 
