@@ -248,6 +248,19 @@ def test_a_block_that_no_kept_batch_takes_is_rounded_to_nearest() -> None:
         assert text.endswith("; not reconstructed: block layers.1: fewer than two batches reach it")
 
 
+def test_a_block_without_gradients_keeps_the_codes_of_gptq() -> None:
+    class Hidden(Layer):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(F.gelu(self.up(x)))
+
+    model = Net()
+    model.layers[1] = Hidden()
+    text = operand(reconstructed(model), "layers.1.up").rounding
+    assert text is not None
+    assert text.endswith("; not reconstructed: block layers.1: it computes without gradients")
+
+
 def test_the_largest_code_of_a_target_is_kept_to() -> None:
     q = reconstructed(Net(), backend="openvino-avx2", formats=[])
     assert int(codes(q, "layers.0.up").abs().max()) <= 64

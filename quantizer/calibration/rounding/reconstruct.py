@@ -165,6 +165,9 @@ def _reconstruct(
         stack.enter_context(unmoved(block))
         for one in (*codes, *ranges):
             stack.enter_context(one.in_use())
+        with torch.enable_grad():
+            if not tried[0].error(run).requires_grad:
+                return unchanged(f"{where}: it computes without gradients")
         error, found, amax = _descent(run, codes, ranges, tried, checks)
     if not error < usual:
         return unchanged(f"{where}: other codes make no smaller error at its output")
