@@ -70,11 +70,15 @@ def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
             )
         estimates = estimates_of(activations)
         if len(shares) > 1 or len(estimates) > 1:
-            choose(proxy, observation, decided, smoothing=smoothing, shares=shares, estimates=estimates)
+            chooses = partial(
+                choose, proxy, observation, decided, smoothing=smoothing, shares=shares, estimates=estimates
+            )
+            chosen = chooses()
+            # The small numbers of a softmax want ranges that clip what others need.
+            if activations.calibrator == "output" and leave_costly_attention(proxy, observation, decided):
+                chooses(start=chosen)
         elif smoothing is not None:
             smoothing.take(shares[0])
-        if activations.calibrator == "output":
-            leave_costly_attention(proxy, observation, decided)
         if activations.calibrator == "auto":
             assert observation.kept is not None
             choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept.few())

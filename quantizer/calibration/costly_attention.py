@@ -18,15 +18,17 @@ from quantizer.reasons import ReasonCode
 
 __all__ = ["leave_costly_attention"]
 
-_GAIN_DB = 2.0
+_GAIN_DB = 1.0
 """The gain in the output's SQNR from which on attention stays in float.
 
 docs/explain/calibration.md shows the measurement behind the figure.
 """
 
 
-def leave_costly_attention(proxy: Proxied, observation: Seen, decided: Callable[[], Plan]) -> None:
+def leave_costly_attention(proxy: Proxied, observation: Seen, decided: Callable[[], Plan]) -> bool:
     """Set ``left`` of the products of all attentions if the output gains much where these are in float.
+
+    Return whether they were set.
 
     Args:
         proxy: the calibrated proxy, its sites inactive and unobserved.
@@ -43,7 +45,7 @@ def leave_costly_attention(proxy: Proxied, observation: Seen, decided: Callable[
     }
     products = [path for path, entry in plan.items() if any(operand.group in groups for operand in entry.operands)]
     if not products or observation.kept.everywhere < 2:
-        return
+        return False
     error = OutputError(proxy, observation.kept.few())
     (rounded,) = all_reduce_sum([error.of(plan)])
     for path in products:
@@ -53,3 +55,4 @@ def leave_costly_attention(proxy: Proxied, observation: Seen, decided: Callable[
     for path in products:
         reason = ReasonCode.COSTLY_ATTENTION.text(cost=f"{cost:.1f}")
         observation.records[path].left = reason if cost >= _GAIN_DB else None
+    return cost >= _GAIN_DB

@@ -110,8 +110,9 @@ def choose(
     smoothing: Smoothing | None,
     shares: Sequence[float | None],
     estimates: Sequence[Estimate],
-) -> None:
-    """Choose a share of smoothing and an estimate, and use them for all records of ``observation``.
+    start: Setting | None = None,
+) -> Setting:
+    """Choose a share of smoothing and an estimate, use them for all records of ``observation``, and return them.
 
     Args:
         proxy: the calibrated proxy, its sites inactive and unobserved.
@@ -120,6 +121,7 @@ def choose(
         smoothing: the tensors that can be smoothed; None if there is no choice between shares.
         shares: the shares of smoothing to choose from, the default first; None stands for no smoothing.
         estimates: the estimates to choose from, the default first.
+        start: the setting from which the search goes on; None: it begins with some of the shares.
     """
     search = _Search(proxy, observation, decided, smoothing, estimates)
     plain = Setting(shares[0], 0)
@@ -132,7 +134,7 @@ def choose(
         )
         chosen = plain
     else:
-        chosen = _found(search, shares, estimates)
+        chosen = _found(search, shares, estimates, start)
         if chosen != plain and search.is_worse(chosen, than=plain):
             told = _text(chosen, estimates), _text(plain, estimates)
             logger.info("%s is worse on other batches than %s, which is used", *told)
@@ -140,12 +142,18 @@ def choose(
     search.take(chosen)
     if smoothing is not None and chosen.share is None:
         smoothing.leave("the output of the model comes out best without")
+    return chosen
 
 
-def _found(search: _Search, shares: Sequence[float | None], estimates: Sequence[Estimate]) -> Setting:
-    """Return the best setting that a search from the first estimate comes to, a step in share or estimate at a time."""
+def _found(
+    search: _Search, shares: Sequence[float | None], estimates: Sequence[Estimate], start: Setting | None
+) -> Setting:
+    """Return the best setting that a search comes to, a step in share or estimate at a time.
+
+    Without a start it begins with the first estimate and some of the shares.
+    """
     some = shares[:: max(1, len(shares) // 2)] if len(estimates) > 1 else shares
-    todo = [Setting(share, 0) for share in some]
+    todo = [Setting(share, 0) for share in some] if start is None else [start]
     with tqdm(desc="choosing ranges by the output", unit="setting", leave=False, disable=None) as progress:
         while todo:
             progress.total = progress.n + len(todo)

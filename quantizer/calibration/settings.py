@@ -67,7 +67,7 @@ def make_observation(proxy: Proxied) -> Observation:
 
 
 def _kept(config: QuantizerConfig) -> Enough | None:
-    if config.weights.rounding == "reconstruct":
+    if config.weights.rounding != "nearest":
         return MANY
     return FEW if replays_batches(config) or config.bias_correction else None
 

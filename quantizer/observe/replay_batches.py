@@ -38,7 +38,7 @@ FEW = Enough(4, 8, 64)
 """To compare settings of the whole model."""
 
 MANY = Enough(4, 64, 512)
-"""To choose single codes: with a quarter as many they fit these batches and no others."""
+"""To choose the codes of weights: with a few they fit these batches and no others."""
 
 _PLAIN = (bool, int, float, str, type(None))
 _DIGEST = 16  # bytes
