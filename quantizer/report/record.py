@@ -15,6 +15,8 @@ from typing import Any
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.inspection.inspection import Layer
 from quantizer.engines.inspection.inspection import PrecisionShare
+from quantizer.report.cause_record import Cause
+from quantizer.report.cause_record import Cure
 from quantizer.report.record_base import Record
 from quantizer.report.site_record import Histogram
 from quantizer.report.site_record import Operand
@@ -24,6 +26,8 @@ from quantizer.report.site_record import UnquantizedProduct
 
 __all__ = [
     "VERSION",
+    "Cause",
+    "Cure",
     "EngineFile",
     "UnquantizedProduct",
     "EngineCheck",
@@ -317,6 +321,8 @@ class RunRecord(Record):
     ``loss`` (the effect on the user's loss, estimated from gradients), ``output`` (the divergence of the output),
     ``local`` (the relative error at the sites), ``metric`` (the drop of the metric). The divergence is the
     Kullback-Leibler divergence of logits, or the relative error of any other output. Null if nothing was measured."""
+    causes: tuple[Cause, ...] = ()
+    """The groups that cost most, the worst first, each with its cause and its cure; empty if the run has no ``amp``."""
     fallback: Fallback | None = None
     """The groups that fell back to float; null if none did."""
     training: TrainingRun | None = None

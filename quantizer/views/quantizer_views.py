@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 from torch import nn
@@ -11,10 +13,13 @@ from quantizer.calibration.choose_ranges import make_plan
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
 from quantizer.config import QuantizerConfig
+from quantizer.errors import CalibrationError
 from quantizer.plan.replace_scales import scales_of
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import source_diff
 from quantizer.sensitivity import Fallback
+from quantizer.views.causes import Causes
+from quantizer.views.causes import find_causes
 from quantizer.views.coverage import Coverage
 from quantizer.views.coverage import Ranges
 from quantizer.views.histogram_view import HistogramView
@@ -81,6 +86,25 @@ class QuantizerViews:
             SensitivityError: nothing was measured yet.
         """
         return self._session.sensitivity()
+
+    def causes(self, model: nn.Module, batches: Sequence[Any], *, num: int = 3) -> Causes:
+        """Return the groups that cost most, why, and the setting that mends each.
+
+        A cost is the SQNR of the model's output with that group alone quantized. A gain is measured too: the model is
+        calibrated on ``batches`` with each setting that is tried, which takes several passes.
+
+        Args:
+            model: the float model.
+            batches: a few batches of the calibration data, as for ``calibrate``.
+            num: the number of groups.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet, or there is no batch.
+        """
+        if not batches:
+            raise CalibrationError("causes() measures on data: give a few calibration batches")
+        plan = self._session.fitted(model, self._session.effective_plan())
+        return Causes(find_causes(self.config, self._session.trained(model), plan, batches, num))
 
     @property
     def chosen_fallback(self) -> Fallback | None:

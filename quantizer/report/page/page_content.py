@@ -36,6 +36,7 @@ from quantizer.report.record import Score
 from quantizer.report.record import Site
 from quantizer.report.record import SizeEntry
 from quantizer.report.tables import text
+from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.report.tables.engine_table import engine_facts
 from quantizer.report.tables.engine_table import engine_table
 from quantizer.report.tables.engine_table import layers_table
@@ -98,6 +99,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "created": record.created.replace("T", " "),
         "parameters": text.count(record.model.parameters),
         "verdict": text.typeset(verdict(record)),
+        "causes": [text.typeset(line) for line in cause_lines(record.causes)],
         "tiles": tiles(record),
         "latency": text.typeset(_latency_note(record)),
         "score_table": _safe(score_table(record)),

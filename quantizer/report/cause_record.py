@@ -1,0 +1,38 @@
+"""The records of what costs most, why, and the setting that mends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantizer.report.record_base import Record
+
+__all__ = ["Cause", "Cure"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cure(Record):
+    """A setting that was tried."""
+
+    setting: str
+    """The setting, as YAML of the ``quantizer`` section."""
+    gain_db: float
+    """By how many dB the SQNR of the model's output rises with it, measured with all groups quantized."""
+    alone_db: float
+    """By how many dB the SQNR of the model's output rises with it if this group alone is quantized; infinite if it
+    leaves the group in float."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause(Record):
+    """What one group costs, and why."""
+
+    group: str
+    """Name of the group."""
+    sqnr_db: float
+    """The SQNR of the model's output in dB with this group alone quantized, measured on calibration batches."""
+    findings: tuple[str, ...] = ()
+    """What is wrong with its inputs; empty if nothing stands out."""
+    cure: Cure | None = None
+    """The setting that gains most; null if nothing stands out, or if no setting that was tried gains."""
+    notes: tuple[str, ...] = ()
+    """Why outliers of its inputs cannot move into its weights; empty if they can."""

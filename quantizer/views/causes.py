@@ -1,0 +1,202 @@
+"""What costs most in a calibrated model, why, and the setting that mends it, tried on calibration batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch import nn
+
+from quantizer.calibration.outliers import outliers
+from quantizer.calibration.output_error import OutputError
+from quantizer.calibration.plan_source import PlanSource
+from quantizer.calibration.proxied import proxied_copy
+from quantizer.calibration.replay import SiteCall
+from quantizer.calibration.replay import replay
+from quantizer.common.batches import call
+from quantizer.common.batches import run_batches
+from quantizer.config import QuantizerConfig
+from quantizer.config import quantizer_config
+from quantizer.observe.replay_batches import Batch
+from quantizer.observe.replay_batches import copied
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import with_fallback
+from quantizer.report.cause_record import Cause
+from quantizer.report.cause_record import Cure
+from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.sensitivity import operands_of
+from quantizer.sensitivity.session import SensitivitySession
+from quantizer.views.table_view import View
+
+__all__ = ["Causes", "find_causes", "with_setting"]
+
+_RANKED = 2
+"""For each group that is asked for, so many are measured: the ranking by gradients is an estimate."""
+
+_LEAST_DB = 1.0
+"""The least gain of a setting in the group's own SQNR; half of it in that of the whole model."""
+
+_SETTINGS: tuple[Mapping[str, Any], ...] = (
+    {"activations": {"calibrator": "max"}},
+    {"activations": {"calibrator": "percentile", "percentile": 99.9}},
+    {"activations": {"smooth": 0.7}},
+    {"activations": {"calibrator": "max", "smooth": 0.7}},
+)
+
+
+class Causes(View[Cause]):
+    """The groups that cost most, the worst first, each with its cause and its cure."""
+
+    columns = ("what costs most, why, and what mends it",)
+
+    def title(self) -> str:
+        return f"The {len(self.rows)} groups that cost most" if self.rows else "No group was measured"
+
+    def cells(self) -> list[list[Any]]:
+        return [[line] for line in cause_lines(self.rows)]
+
+
+def find_causes(
+    config: QuantizerConfig, model: nn.Module, plan: Plan, batches: Sequence[Any], num: int
+) -> tuple[Cause, ...]:
+    """Return the groups of a plan that cost most, with causes and cures.
+
+    Args:
+        config: the configuration of the plan.
+        model: the float model.
+        plan: the plan after the fallback.
+        batches: what is calibrated on anew with each setting, and measured.
+        num: the number of groups.
+    """
+    if not any(entry.quantized for entry in plan.values()):
+        return ()
+    session = SensitivitySession(model, plan, "gradient", "group", None, None)
+    for batch in batches:
+        call(session.proxy, batch)
+    ranked = [entry.group for entry in session.ranking()[: _RANKED * num]]
+    trial = _Trial(config, model, plan, batches)
+    alone = {group: trial.sqnr(plan, group) for group in ranked}
+    worst = sorted(ranked, key=lambda group: alone[group])[:num]
+    findings = trial.findings(worst)
+    return tuple(trial.cause(group, alone[group], findings[group]) for group in worst)
+
+
+def with_setting(config: QuantizerConfig, setting: Mapping[str, Any]) -> QuantizerConfig:
+    """Return a configuration with a setting; excluded sites are added to those that are excluded already."""
+    ((section, values),) = setting.items()
+    held = config.model_dump(mode="json")[section]
+    if section == "exclude":
+        values = {"sites": [*held["sites"], *values["sites"]]}
+    return quantizer_config(config, **{section: {**held, **values}})
+
+
+class _Trial:
+    """Measurements of plans on some batches, by the SQNR of the model's output."""
+
+    def __init__(self, config: QuantizerConfig, model: nn.Module, plan: Plan, batches: Sequence[Any]) -> None:
+        self._config = config
+        self._model = model
+        self._plan = plan
+        self._given = batches
+        self._batches = [_batch(batch) for batch in batches]
+        self._proxied = proxied_copy(config, model)
+        self._error = OutputError(self._proxied, self._batches)
+        self._whole = self.sqnr(plan)
+        self._tried: list[tuple[Mapping[str, Any], Plan, float]] | None = None
+
+    def sqnr(self, plan: Plan, group: str | None = None) -> float:
+        """Return the SQNR of the output in dB, with all groups of a plan or with one alone."""
+        if group is not None:
+            plan = with_fallback(plan, {name: "" for name in operands_of(plan) if name != group})
+        error = self._error.of(plan) / len(self._batches)
+        return -10 * math.log10(error) if error else math.inf
+
+    def findings(self, groups: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Return what is wrong with the inputs of each group."""
+        found: dict[str, list[str]] = {group: [] for group in groups}
+        sites = [site for site in self._proxied.sites if self._groups_of(site.path) & found.keys()]
+        values: dict[tuple[str, str], list[Tensor]] = {}
+
+        def visit(site_call: SiteCall) -> None:
+            path = site_call.site.path
+            for operand in self._plan[path].operands:
+                if operand.quantized and operand.role == "activation" and operand.group in found:
+                    value = site_call.operand(operand.name)
+                    if isinstance(value, Tensor) and value.numel():
+                        values.setdefault((path, operand.name), []).append(value.detach())
+
+        replay(self._proxied.module, sites, [copied(*batch) for batch in self._batches], visit, "causes")
+        for (path, name), parts in values.items():
+            planned = next(operand for operand in self._plan[path].operands if operand.name == name)
+            linear = self._plan[path].kind == "linear"
+            flat = torch.cat([part.reshape(-1, part.shape[-1]) if linear else part.flatten() for part in parts])
+            found[planned.group or ""] += outliers(flat, planned, rows=linear)
+        return {group: tuple(dict.fromkeys(texts)) for group, texts in found.items()}
+
+    def cause(self, group: str, alone: float, findings: tuple[str, ...]) -> Cause:
+        """Return what a group costs, with the setting that gains most if something is wrong with its inputs."""
+        cures = [] if not findings else [*self._cures(group, alone), *self._in_float(group)]
+        # What leaves a group in float is the last resort.
+        settings = [cure for cure in cures if math.isfinite(cure.alone_db)] or cures
+        best = max(settings, key=lambda cure: cure.gain_db, default=None)
+        return Cause(group=group, sqnr_db=alone, findings=findings, cure=best, notes=self._notes(group, findings))
+
+    def _cures(self, group: str, alone: float) -> list[Cure]:
+        if self._tried is None:
+            self._tried = [self._try(setting) for setting in _SETTINGS]
+        return [
+            Cure(setting=_text(setting), gain_db=whole - self._whole, alone_db=gain)
+            for setting, plan, whole in self._tried
+            if whole - self._whole >= _LEAST_DB / 2
+            and group in operands_of(plan)
+            and math.isfinite(gain := self.sqnr(plan, group) - alone)
+            and gain >= _LEAST_DB
+        ]
+
+    def _try(self, setting: Mapping[str, Any]) -> tuple[Mapping[str, Any], Plan, float]:
+        source = PlanSource(with_setting(self._config, setting))
+        run_batches(source.start(self._model), self._given, progress=False)
+        plan = source.plan()
+        return setting, plan, self.sqnr(plan)
+
+    def _in_float(self, group: str) -> list[Cure]:
+        sites = sorted(path for path in self._plan if group in self._groups_of(path))
+        gain = self.sqnr(with_fallback(self._plan, {group: ""})) - self._whole
+        if gain < _LEAST_DB / 2:
+            return []
+        return [Cure(setting=_text({"exclude": {"sites": sites}}), gain_db=gain, alone_db=math.inf)]
+
+    def _notes(self, group: str, findings: tuple[str, ...]) -> tuple[str, ...]:
+        """Return why outliers cannot move into the weights, from the plans that tried it."""
+        if not findings or self._tried is None:
+            return ()
+        texts = (
+            operand.smoothing
+            for setting, plan, _ in self._tried
+            if "smooth" in setting.get("activations", {})
+            for path, entry in plan.items()
+            if group in self._groups_of(path)
+            for operand in entry.operands
+        )
+        return tuple(dict.fromkeys(text for text in texts if text is not None and text.startswith("not smoothed")))
+
+    def _groups_of(self, path: str) -> set[str]:
+        return {operand.group for operand in self._plan[path].operands if operand.quantized and operand.group}
+
+
+def _batch(batch: Any) -> Batch:
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def _text(setting: Mapping[str, Any]) -> str:
+    ((section, values),) = setting.items()
+    inside = yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10_000).strip()
+    return f"{section}: {inside}"

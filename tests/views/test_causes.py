@@ -1,0 +1,139 @@
+"""The groups that cost most: a known fault is named, its cure is YAML that loads, and its gain shows on other rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import yaml
+from calibrated import make_calibrated
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.errors import CalibrationError
+from quantizer.report.record import Cause
+from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.views.causes import with_setting
+
+_WIDTH = 64
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x
+
+
+def _channel(x: Tensor) -> Tensor:
+    x[..., 3] *= 100
+    return x
+
+
+def _branches(x: Tensor) -> Tensor:
+    x[..., _WIDTH // 2 :] *= 100
+    return x
+
+
+def _token(x: Tensor) -> Tensor:
+    x[0, 0] *= 60
+    return x
+
+
+def _tail(x: Tensor) -> Tensor:
+    # Large where no one channel and no one token is: more values than the percentile leaves out, and rarely.
+    return torch.where(torch.rand(x.shape) < 0.01, 8 * x, x)
+
+
+def _rows(spoil: Callable[[Tensor], Tensor], seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [spoil(torch.randn(8, 32, _WIDTH)) for _ in range(4)]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 16)).eval()
+
+
+def _sqnr(quantizer: Quantizer, model: nn.Module, rows: list[Tensor]) -> float:
+    quantized = quantizer.quantize(model)
+    with torch.no_grad():
+        errors = [float((quantized(x) - model(x)).square().sum() / model(x).square().sum()) for x in rows]
+    return -10 * math.log10(sum(errors) / len(errors))
+
+
+def _worst(model: nn.Module, rows: list[Tensor], **config: object) -> tuple[Quantizer, Cause]:
+    quantizer = make_calibrated(model, rows, backend="openvino", **config)
+    return quantizer, quantizer.causes(model, rows)[0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "config", "words"),
+    [
+        (_channel, {"calibrator": "max"}, "1 channel hold"),
+        (_branches, {"calibrator": "max"}, "one range for two branches"),
+        (_token, {"calibrator": "max"}, "hold its range"),
+        (_tail, {"calibrator": "percentile", "percentile": 99.0}, "values are clipped"),
+    ],
+    ids=["channel", "branches", "token", "tail"],
+)
+def test_a_fault_is_named_and_its_cure_is_true_on_other_rows(
+    spoil: Callable[[Tensor], Tensor], config: dict[str, object], words: str
+) -> None:
+    model, rows, others = _model(), _rows(spoil, 1), _rows(spoil, 2)
+    quantizer, worst = _worst(model, rows, activations=config)
+    assert words in "; ".join(worst.findings)
+    assert worst.cure is not None
+    setting = yaml.safe_load(worst.cure.setting)
+    cured = Quantizer(with_setting(quantizer.config, setting))
+    cured.calibrate(model, rows, progress=False)
+    gain = _sqnr(cured, model, others) - _sqnr(quantizer, model, others)
+    assert gain > 0.5
+    assert gain == pytest.approx(worst.cure.gain_db, abs=2)
+
+
+def test_a_healthy_model_has_costs_but_no_cause() -> None:
+    rows = _rows(_plain, 1)
+    model = _model()
+    causes = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"}).causes(model, rows)
+    assert len(causes) == 2
+    assert all(not cause.findings and cause.cure is None for cause in causes)
+    assert causes[0].sqnr_db <= causes[1].sqnr_db
+    assert "cure" not in causes.text()
+
+
+class _Unfoldable(nn.Module):
+    """A tensor that a linear and a product of two activations read: its outliers cannot move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.linear(x).transpose(-1, -2))
+
+
+def test_what_cannot_be_folded_says_why() -> None:
+    torch.manual_seed(0)
+    model, rows = _Unfoldable().eval(), _rows(_channel, 1)
+    quantizer = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"})
+    found = [cause for cause in quantizer.causes(model, rows) if cause.notes]
+    assert any("reads the same tensor in low precision" in note for cause in found for note in cause.notes)
+    assert any("not smoothed" in line for line in cause_lines(found))
+
+
+def test_a_model_with_nothing_quantized_has_no_causes_and_no_data_is_refused() -> None:
+    model, rows = _model(), _rows(_plain, 1)
+    quantizer = make_calibrated(model, rows, backend="openvino", exclude={"names": ["**"]})
+    assert len(quantizer.causes(model, rows)) == 0
+    with pytest.raises(CalibrationError, match="a few calibration batches"):
+        quantizer.causes(model, [])
+
+
+def test_asking_changes_no_plan() -> None:
+    model, rows = _model(), _rows(_channel, 1)
+    quantizer = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"})
+    before = quantizer.scales()
+    first = quantizer.causes(model, rows)
+    assert first.rows == quantizer.causes(model, rows).rows
+    assert all(torch.equal(scale, before[name]) for name, scale in quantizer.scales().items())
