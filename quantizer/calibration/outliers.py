@@ -5,7 +5,6 @@ Legend: x [N, K] the rows of an activation that linears read; m_j the largest ma
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quantizer.numerics.qtype import qtype
@@ -65,7 +64,9 @@ def _branches(m: Tensor) -> str | None:
         if 0 < float(low.max()) and float(high.min()) > float(low.max()):
             ratio = float(high.max() / low.max())
             if ratio >= _RATIO:
-                return f"one range for two branches: the channels before {cut} and those after it differ by {ratio:.0f}x"
+                return (
+                    f"one range for two branches: the channels before {cut} and those after it differ by {ratio:.0f}x"
+                )
     return None
 
 

@@ -58,6 +58,7 @@ from quantizer.runs.run_context import predict
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_context import score_record
 from quantizer.runs.run_context import sizes_of
+from quantizer.runs.search import causes_of
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
 from quantizer.runs.task_metric import TaskMetric
@@ -316,6 +317,7 @@ class _Run:
             histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
             sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
+            causes=causes_of(self.context, config, quantizer, self.rows.calibration),
             fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks),
             training=None if course is None else course.record(self.task),
             engine=self._engine(built["engine"], bool(engines)),

@@ -10,15 +10,29 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from quantizer.common.fingerprint import Fingerprint
+from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
+from quantizer.report.cause_record import Cause
 from quantizer.report.search_records import fallback_reason
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
 from quantizer.tasks import Batch
+from quantizer.tasks import Row
 
-__all__ = ["measure_sensitivity", "search_fallback"]
+__all__ = ["causes_of", "measure_sensitivity", "search_fallback"]
+
+_BATCHES = 2
+"""On so many batches causes are looked for, as each setting that is tried is calibrated on them."""
+
+
+def causes_of(context: RunContext, config: RunConfig, quantizer: Quantizer, rows: Sequence[Row]) -> tuple[Cause, ...]:
+    """Return the groups that cost most with their cures; none unless sensitivity is asked for, or after training."""
+    if config.amp is None or config.qat is not None or not rows:
+        return ()
+    with context.timer("look for causes"):
+        return quantizer.causes(context.model, context.task.batches(rows)[:_BATCHES]).rows
 
 
 def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Module, batches: Sequence[Batch]) -> None:
