@@ -1,4 +1,4 @@
-"""The records of what costs most, why, and the setting that mends it."""
+"""The records of causes and cures: the groups that cost most, and the setting that mends each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What costs most in a calibrated model, why, and the setting that mends it, tried on calibration batches."""
+"""The search for causes: the groups that cost most, and the setting that mends each, tried on calibration batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor
 from torch import nn
 
-from quantizer.calibration.outliers import outliers
+from quantizer.sensitivity.outliers import outliers
 from quantizer.calibration.output_error import OutputError
 from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.proxied import proxied_copy

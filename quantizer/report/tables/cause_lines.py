@@ -1,4 +1,4 @@
-"""What costs most, why, and the setting that mends it, as lines of text."""
+"""The lines on causes and cures at the top of a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with the range of an activation, told by its values.
+"""The detector of outliers in the values of an activation: channels, tokens, branches, clipping.
 
 Legend: x [N, K] the rows of an activation that linears read; m_j the largest magnitude of channel j.
 """
@@ -61,7 +61,7 @@ def _branches(m: Tensor) -> str | None:
     least = max(2, len(m) // 8)
     for cut in range(least, len(m) - least + 1):
         low, high = sorted((m[:cut], m[cut:]), key=lambda side: float(side.max()))
-        if 0 < float(low.max()) and float(high.min()) > float(low.max()):
+        if float(low.max()) > 0 and float(high.min()) > float(low.max()):
             ratio = float(high.max() / low.max())
             if ratio >= _RATIO:
                 return (
