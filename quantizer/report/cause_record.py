@@ -24,7 +24,7 @@ class Cure(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Cause(Record):
-    """What one group costs, and why."""
+    """The cost of one group, and its cause."""
 
     group: str
     """Name of the group."""

@@ -13,7 +13,6 @@ import yaml
 from torch import Tensor
 from torch import nn
 
-from quantizer.sensitivity.outliers import outliers
 from quantizer.calibration.output_error import OutputError
 from quantizer.calibration.plan_source import PlanSource
 from quantizer.calibration.proxied import proxied_copy
@@ -31,6 +30,7 @@ from quantizer.report.cause_record import Cause
 from quantizer.report.cause_record import Cure
 from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.sensitivity import operands_of
+from quantizer.sensitivity.outliers import outliers
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.table_view import View
 

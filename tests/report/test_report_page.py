@@ -332,3 +332,17 @@ def test_the_page_is_the_recorded_one() -> None:
     recorded = Path(__file__).resolve().parent.parent / "goldens" / "recorded" / "page.json"
     page = hashlib.sha256(html_from_record(sample_record()).encode()).hexdigest()[:16]
     assert page == json.loads(recorded.read_text(encoding="utf-8"))
+
+
+def test_the_first_lines_name_what_costs_most() -> None:
+    from dataclasses import replace
+
+    from quantizer.report.record import Cause
+    from quantizer.report.record import Cure
+
+    cure = Cure(setting="activations: {smooth: 0.7}", gain_db=4.9, alone_db=6.0)
+    found = Cause(group="layer.3", sqnr_db=24.7, findings=("its channels differ by 15x",), cure=cure)
+    page = html_from_record(replace(sample_record(), causes=(found,)))
+    header = page[page.index("<header>") : page.index("</header>")]
+    assert "1. layer.3: 24.7 dB alone" in header
+    assert "cure: activations: {smooth: 0.7}, measured gain 4.9 dB" in header
