@@ -36,6 +36,8 @@ from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.page.page_content import diff_files
+from quantizer.report.record import Cause
+from quantizer.report.record import Cure
 from quantizer.report.record import RangeCandidate
 from quantizer.report.tables.text import significant
 from quantizer.report.tables.text import typeset
@@ -335,14 +337,9 @@ def test_the_page_is_the_recorded_one() -> None:
 
 
 def test_the_first_lines_name_what_costs_most() -> None:
-    from dataclasses import replace
-
-    from quantizer.report.record import Cause
-    from quantizer.report.record import Cure
-
     cure = Cure(setting="activations: {smooth: 0.7}", gain_db=4.9, alone_db=6.0)
     found = Cause(group="layer.3", sqnr_db=24.7, findings=("its channels differ by 15x",), cure=cure)
-    page = html_from_record(replace(sample_record(), causes=(found,)))
+    page = html_from_record(dataclasses.replace(sample_record(), causes=(found,)))
     header = page[page.index("<header>") : page.index("</header>")]
     assert "1. layer.3: 24.7 dB alone" in header
     assert "cure: activations: {smooth: 0.7}, measured gain 4.9 dB" in header
