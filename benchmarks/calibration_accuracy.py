@@ -1,10 +1,10 @@
 """Accuracy by calibrator, and other quantizers at the same placement; tuned and scored on different rows.
 
-    python benchmarks/calibration_accuracy.py [minilm | peers | efficientnet | smollm2 | rounding]...
+    python benchmarks/calibration_accuracy.py [minilm | peers | efficientnet | int4 | smollm2 | rounding]...
 
 MiniLM: calibrated on the first 64 pairs of STS-B train, scored on all of dev. EfficientNet-Lite0: calibrated on 64
-images of an ImageNet sample, spread over the classes, and scored on the others. SmolLM2-135M: calibrated on the windows
-20 to 40 of 512 tokens of the WikiText-2 test text, scored on the windows 0 to 10.
+images of an ImageNet sample, spread over the classes, and scored on the others, or half and half. SmolLM2-135M:
+calibrated on the windows 20 to 40 of 512 tokens of the WikiText-2 test text, scored on the windows 0 to 10.
 
 All figures are of the frozen proxy; accuracy.py shows how close engines are to it.
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import sys
+import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 
 import torch
@@ -27,6 +29,7 @@ from data import perplexity
 from data import smollm2_and_tokens
 from data import windows
 from efficientnet_lite import efficientnet_lite0
+from torch import nn
 
 from quantizer import Quantizer
 
@@ -103,6 +106,24 @@ def _logits(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
         return torch.cat([model(batch) for batch in images.split(_BATCH)])
 
 
+def _image_rows(model: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> Callable[[str, nn.Module], None]:
+    """Print the head of a table and the row of the float model; return a function that adds a row."""
+    expected = _logits(model, images)
+
+    def row(name: str, quantized: nn.Module) -> None:
+        logits = _logits(quantized, images)
+        top1 = float((logits.argmax(1) == classes).float().mean())
+        flips = float((logits.argmax(1) != expected.argmax(1)).float().mean())
+        error = float((logits - expected).square().sum() / expected.square().sum())
+        sqnr = f"{-10 * math.log10(error):.2f}" if error else ""
+        print(f"| {name} | {top1:.4f} | {100 * flips:.1f} % | {sqnr} |", flush=True)
+
+    print(f"{len(images)} images scored\n")
+    print("| model | top-1 | label flips | SQNR dB |\n|---|---|---|---|")
+    row("float", model)
+    return row
+
+
 def efficientnet_rows() -> None:
     """Normalisation is folded into the convolutions, as every engine does it.
 
@@ -112,19 +133,7 @@ def efficientnet_rows() -> None:
     print(heading("Calibrators: EfficientNet-Lite0, INT8, an ImageNet sample"))
     images, classes, tuned = imagenet_sample()
     model = efficientnet_lite0()
-    expected = _logits(model, images[~tuned])
-    labels = expected.argmax(1)
-
-    def row(name: str, logits: torch.Tensor) -> None:
-        top1 = float((logits.argmax(1) == classes[~tuned]).float().mean())
-        flips = float((logits.argmax(1) != labels).float().mean())
-        error = float((logits - expected).square().sum() / expected.square().sum())
-        sqnr = f"{-10 * math.log10(error):.2f}" if error else ""
-        print(f"| {name} | {top1:.4f} | {100 * flips:.1f} % | {sqnr} |", flush=True)
-
-    print(f"{int((~tuned).sum())} images scored\n")
-    print("| model | top-1 | label flips | SQNR dB |\n|---|---|---|---|")
-    row("float", expected)
+    row = _image_rows(model, images[~tuned], classes[~tuned])
     for placement, residual in (("convolutions and linear", False), ("default (residual auto)", "auto")):
         for calibrator in _CALIBRATORS:
             quantizer = Quantizer(
@@ -134,7 +143,24 @@ def efficientnet_rows() -> None:
                 sites={"residual_add": residual},
             )
             quantizer.calibrate(model, images[tuned].split(_BATCH), progress=False)
-            row(f"{placement}, {calibrator}", _logits(quantizer.quantize(model), images[~tuned]))
+            row(f"{placement}, {calibrator}", quantizer.quantize(model))
+
+
+def int4_rows() -> None:
+    print(heading("Rounding of weights: EfficientNet-Lite0, INT4 per channel, INT8 activations, an ImageNet sample"))
+    images, classes, _ = imagenet_sample()
+    model = efficientnet_lite0()
+    row = _image_rows(model, images[1::2], classes[1::2])
+    for rounding in ("nearest", "gptq", "reconstruct"):
+        quantizer = Quantizer(
+            backend="onnxruntime",
+            formats=[{"weights": "int4", "activations": "int8"}],
+            weights={"rounding": rounding},
+        )
+        start = time.process_time()
+        quantizer.calibrate(model, images[::2].split(_BATCH), progress=False)
+        frozen = quantizer.quantize(model)
+        row(f"{rounding}, {time.process_time() - start:.0f} s of processor time", frozen)
 
 
 def smollm2_rows() -> None:
@@ -164,10 +190,8 @@ def rounding_rows() -> None:
     model, tokens = smollm2_and_tokens()
     print("| rounding | perplexity |\n|---|---|")
     print(f"| float | {perplexity(model, tokens):.2f} |", flush=True)
-    rows = list(windows(tokens, CALIBRATION_WINDOWS))
-    # As many as are kept to be run again.
-    batches = [{"input_ids": torch.cat(half), "use_cache": False} for half in (rows[:10], rows[10:])]
-    for weights in ({}, {"rounding": "gptq"}, {"rounding": "gptq", "act_order": True}):
+    batches = [{"input_ids": row, "use_cache": False} for row in windows(tokens, CALIBRATION_WINDOWS)]
+    for weights in ({}, {"rounding": "gptq"}, {"rounding": "gptq", "act_order": True}, {"rounding": "awq"}):
         quantizer = Quantizer(
             backend="onnxruntime",
             formats=[{"weights": "int4", "activations": "float", "block_size": 64}],
@@ -195,6 +219,7 @@ _TABLES = {
     "minilm": minilm_rows,
     "peers": peer_rows,
     "efficientnet": efficientnet_rows,
+    "int4": int4_rows,
     "smollm2": smollm2_rows,
     "rounding": rounding_rows,
 }
