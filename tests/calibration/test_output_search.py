@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.calibration import choose_ranges
 from quantizer.calibration import output_search
 from quantizer.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
@@ -218,7 +219,19 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(("tokens", "peak", "left"), [(400, 30.0, True), (8, 0.0, False)])
-def test_attention_that_costs_most_stays_float(tokens: int, peak: float, left: bool) -> None:
+def test_attention_that_costs_most_stays_float(
+    tokens: int, peak: float, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[Any] = []
+    chosen: list[Any] = []
+    original = choose_ranges.choose
+
+    def noted(*args: Any, start: Any = None, **keywords: Any) -> Any:
+        starts.append(start)
+        chosen.append(original(*args, start=start, **keywords))
+        return chosen[-1]
+
+    monkeypatch.setattr(choose_ranges, "choose", noted)
     model = Attention(peak).eval()
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(4, tokens, 32, generator=generator) for _ in range(6)]
@@ -229,6 +242,8 @@ def test_attention_that_costs_most_stays_float(tokens: int, peak: float, left: b
         assert entry.quantized != left
         assert entry.reason.startswith("rounding the products of attention costs the model's output ") == left
     assert all(entry.quantized for entry in q.plan.values() if entry.kind == "linear")
+    # Without these products other ranges may be better: the search goes on from where it ended.
+    assert starts == ([None, chosen[0]] if left else [None])
 
 
 # -- zero points -------------------------------------------------------------------------------------------------------
