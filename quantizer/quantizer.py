@@ -158,6 +158,7 @@ class Quantizer(QuantizerViews):
             ratio: the share of all groups that fall back.
             names: groups, or patterns of modules, sites and operands (``encoder.layer.0``, ``**.forward.add_0``).
             max_drop: how much worse than the float model's the score may be; as few groups as possible fall back.
+                Below 0 it is to be better; where no plan is, the one with the smallest drop (``Fallback.met``).
             metric: for ``max_drop``: a function of a model that gives its score.
             higher_is_better: whether a higher score is better.
             max_evaluations: the largest number of calls of the metric.

@@ -48,7 +48,8 @@ def fallback_reason(chosen: Chosen) -> str:
     scores = {frozenset(evaluation.groups): evaluation.score for evaluation in chosen.evaluations}
     # Only the fallback of all groups may lack a score: it is the float model.
     reached = scores.get(frozenset(chosen.groups), chosen.float_score)
+    missed = "" if chosen.met else "; the budget is not met, and this is the best plan found"
     return (
         f"found by fallback({chosen.asked}) in {1 + len(chosen.evaluations)} evaluations: {reached:.5f} on the "
-        f"tuning rows, where the float model has {chosen.float_score:.5f}"
+        f"tuning rows, where the float model has {chosen.float_score:.5f}{missed}"
     )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
-from quantizer.config import RunConfig
 from quantizer.engines import Engine
-from quantizer.engines import runs_here
 from quantizer.report.record import EngineCheck
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import as_predictor
@@ -33,39 +29,39 @@ class EngineBudget:
         checks: the engines that were checked, in order.
     """
 
-    def __init__(self, context: RunContext, config: RunConfig, tuning: list[Row]) -> None:
+    def __init__(self, context: RunContext, asked: float | None, tuning: list[Row], *, checked: bool) -> None:
         """
         Args:
             context: the model and its task.
-            config: the configuration of the run, with the budget.
+            asked: the budget; None: there is none.
             tuning: the tuning rows.
+            checked: whether an engine of what the search finds runs here; with training, other engines are built.
         """
-        self.asked = None if config.fallback is None else config.fallback.max_drop
+        self.asked = asked
         self.checks: list[EngineCheck] = []
-        # Training goes on with the plan of the search, and has scores of its own.
-        checks = self.asked is not None and config.qat is None and runs_here(config.quantizer.backend)
-        self.searched = [row for place, row in enumerate(tuning, start=1) if place % _SHARE] if checks else tuning
-        self._rows = tuning[_SHARE - 1 :: _SHARE] if checks else []
+        checked = checked and asked is not None
+        self.searched = [row for place, row in enumerate(tuning, start=1) if place % _SHARE] if checked else tuning
+        self._rows = tuning[_SHARE - 1 :: _SHARE] if checked else []
         self._context = context
         self._float_score: float | None = None
         self._allowed = self.asked or 0.0
 
-    def next_drop(self, engines: Mapping[str, Engine], groups: int) -> float | None:
+    def next_drop(self, engine: Engine | None, groups: int) -> float | None:
         """Return the drop that the search is allowed now; None if the engine meets the budget, or nothing is checked.
 
         The search's budget shrinks by what the engine exceeds its own, down to 0; after three engines it ends.
 
         Args:
-            engines: the engines by name; none if they do not run here.
+            engine: the engine; None if it does not run here.
             groups: how many groups went back to float.
         """
-        if self.asked is None or not self._rows or not engines:
+        if self.asked is None or not self._rows or engine is None:
             return None
         timer, sign = self._context.timer, 1 if self._context.task.higher_is_better else -1
         with timer("check the engine on rows that the search did not see"):
             if self._float_score is None:
                 self._float_score = self._score(self._context.model)
-            drop = sign * (self._float_score - self._score(engines["engine"]))
+            drop = sign * (self._float_score - self._score(engine))
         self.checks.append(EngineCheck(allowed=self._allowed, groups=groups, drop=drop, rows=len(self._rows)))
         said = f"the engine's drop on {len(self._rows)} rows is {drop:.5f}, and {self.asked:g} is allowed"
         if drop <= self.asked:

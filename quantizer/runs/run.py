@@ -142,7 +142,9 @@ class _Run:
                 },
             )
             self.rows = RunRows.of(config.data)
-        self.budget = EngineBudget(self.context, config, self.rows.tuning)
+        max_drop = None if config.fallback is None else config.fallback.max_drop
+        checked = config.qat is None and runs_here(config.quantizer.backend)
+        self.budget = EngineBudget(self.context, max_drop, self.rows.tuning, checked=checked)
         self.model, self.task = self.context.model, self.context.task
 
     def run(self) -> RunRecord:
@@ -156,7 +158,7 @@ class _Run:
             forms, course = self._quantize(quantizer, metric)
             built = self._export_and_build(quantizer, forms["proxy" if course is None else "qat"])
             engines, chosen = self._load(built), quantizer.chosen_fallback
-            max_drop = self.budget.next_drop(engines, 0 if chosen is None else len(chosen.groups))
+            max_drop = self.budget.next_drop(engines.get("engine"), 0 if chosen is None else len(chosen.groups))
             if max_drop is None:
                 break
             assert proxy is not None
@@ -247,14 +249,13 @@ class _Run:
         """Write model.onnx and model.engine, and the float model's engine for comparison."""
         config = self.config
         example, options = self.task.example(), self._options()
-        backend = config.quantizer.backend
         paths = {"float": self.target / "float.onnx", "engine": self.target / "model.onnx"}
         with self.context.timer("export"):
             quantizer.export(quantized, paths["engine"], example, opset=config.export.opset)
             export_onnx(self.model, paths["float"], example, opset=config.export.opset, dtype=torch.float32)
         with self.context.timer("build the engines"):
             return {
-                name: self.context.timer.build(backend, path, path.with_suffix(".engine"), options)
+                name: self.context.timer.build(config.quantizer.backend, path, path.with_suffix(".engine"), options)
                 for name, path in paths.items()
             }
 

@@ -69,6 +69,12 @@ class Fallback:
     float_score: float | None = None
     max_drop: float | None = None
 
+    @property
+    def met(self) -> bool:
+        """True, unless the drop exceeds that of the search. With all groups float the drop is 0."""
+        drops = {frozenset(entry.groups): entry.drop for entry in self.evaluations}
+        return self.max_drop is None or drops.get(frozenset(self.groups), 0.0) <= self.max_drop
+
     def reasons(self) -> dict[str, str]:
         """Return the reason why each group is float, by group."""
         ranks = self.ranks or (None,) * len(self.groups)

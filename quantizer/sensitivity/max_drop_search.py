@@ -33,7 +33,9 @@ def search(
     higher_is_better: bool,
     max_evaluations: int,
 ) -> Fallback:
-    """Return the smallest fallback that it finds within ``max_drop``.
+    """Return the smallest fallback that it finds within ``max_drop``; if it finds none, that with the smallest drop.
+
+    The float model itself has a drop of 0, so a budget of 0 or more is met; one below 0 may not be.
 
     Args:
         candidates: the groups with their costs, highest error per cost first.
@@ -44,10 +46,10 @@ def search(
         max_evaluations: the largest number of scores, the float model's included.
 
     Raises:
-        SensitivityError: an argument is out of bounds, even the float model misses the budget, or there are too few
-            evaluations to find how many groups are needed.
+        SensitivityError: an argument is out of bounds, or there are too few evaluations to find how many groups are
+            needed.
     """
-    _check(float_score, max_drop, max_evaluations, len(candidates))
+    _check(max_drop, max_evaluations, len(candidates))
     sign = 1 if higher_is_better else -1
     found: list[Evaluation] = []
     known: dict[tuple[str, ...], bool] = {}
@@ -66,18 +68,18 @@ def search(
 
         needed = _prefix(candidates, meets)
         kept = _without_needless(list(candidates[:needed]), meets, lambda: max_evaluations - 1 - len(found))
+    if max_drop < 0 and not any(known.values()):
+        best = min(found, key=lambda entry: (entry.drop, entry.cost))
+        # Otherwise all are kept: that is the float model, which drops by 0.
+        if best.drop <= 0:
+            kept = [candidate for candidate in candidates if set(candidate[0].parts) <= set(best.groups)]
     record = fallback_of(sorted((entry for entry, _ in kept), key=lambda entry: entry.rank), f"max_drop={max_drop:g}")
     return replace(record, evaluations=tuple(found), float_score=float_score, max_drop=float(max_drop))
 
 
-def _check(float_score: float, max_drop: float, max_evaluations: int, groups: int) -> None:
+def _check(max_drop: float, max_evaluations: int, groups: int) -> None:
     if isinstance(max_drop, bool) or not isinstance(max_drop, int | float) or not math.isfinite(max_drop):
         raise SensitivityError(f"max_drop={max_drop!r}: expected a number")
-    if max_drop < 0:
-        raise SensitivityError(
-            f"max_drop={max_drop:g} cannot be met: it asks for more than the float model gives, whose score is "
-            f"{float_score:g}"
-        )
     least = 2 + math.ceil(math.log2(groups + 1))
     if isinstance(max_evaluations, bool) or not isinstance(max_evaluations, int) or max_evaluations < least:
         raise SensitivityError(

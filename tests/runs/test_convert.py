@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from quantizer import Quantizer
 from quantizer.cli.main import main
@@ -34,6 +35,7 @@ from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
 from quantizer.runs.convert.compare_outputs import OutputCheck  # noqa: E402
 from quantizer.runs.convert.compare_outputs import tolerance  # noqa: E402
+from quantizer.runs.engine_budget import EngineBudget  # noqa: E402
 
 SIZES = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
 BACKENDS = ("openvino", "onnxruntime")
@@ -157,6 +159,9 @@ def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
         assert config["quantization"]["dtype"] == "int8"
         assert config["quantization"]["rows"] == 12
         assert "fallback(max_drop=0.5)" in config["quantization"]["reason"]
+        (check,) = config["quantization"]["budget"]
+        assert check["allowed"] == 0.5
+        assert check["rows"] == len(load_rows("text-csv", path=place.folder / "calibration.csv")) // 3
         shapes = [(check["batch"], check["sequence"]) for check in config["checks"]]
         assert shapes == [(1, 16), (2, 24), (4, 32)]
         assert config["verified"].startswith("outputs agree with PyTorch's: SQNR of 30 dB or more, or at most 3 dB")
@@ -182,6 +187,29 @@ def test_each_backend_has_the_sites_that_it_wants(place: Place) -> None:
     sites = {name: _read(place.done / name / "config.json")["quantization"]["sites"] for name in BACKENDS}
     assert sites["openvino"]["matmul"][0] == 2
     assert sites["onnxruntime"]["matmul"][0] == 0
+
+
+@pytest.mark.promise(
+    "where it loses more the search goes on with a smaller budget, for at most three engines "
+    "(`quantization.budget` in `config.json`)"
+)
+def test_a_budget_that_an_engine_misses_is_searched_again(
+    place: Place, convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, real = iter([0.14, 0.0]), EngineBudget._score
+    monkeypatch.setattr(
+        EngineBudget,
+        "_score",
+        lambda self, model: real(self, self._context.model) - (0.0 if isinstance(model, nn.Module) else next(lost)),
+    )
+    words = ["--quantization", "--calibration", place.data("calibration"), "--rows", "12", *SIZES, "-o", "out"]
+    tuning = ["--max-drop", "0.1", "--tuning", place.data("calibration")]
+    assert convert(*words, *tuning, "--backend", "openvino") == (0, "")
+    first, second = _read(Path("out/openvino/config.json"))["quantization"]["budget"]
+    assert (first["allowed"], first["drop"]) == (0.1, pytest.approx(0.14))
+    assert second["allowed"] == pytest.approx(0.06)
+    assert second["drop"] == 0.0
+    assert second["groups"] >= first["groups"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

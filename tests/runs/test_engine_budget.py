@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from torch import nn
 
 import quantizer.runs.run as pipeline
 from quantizer.cli.main import main
+from quantizer.engines import Engine
 from quantizer.report import read_record
 from quantizer.report.record import Fallback
 from quantizer.report.tables.search_table import evaluation_caption
 from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.run_context import RunRows
+from quantizer.runs.run_context import StageTimer
 from quantizer.tasks import Row
+from quantizer.tasks.datasets.rows import Text
 
 for _package in ("transformers", "sklearn", "jinja2", "openvino"):
     pytest.importorskip(_package, reason="a run needs quantizer[hf,report,openvino]")
@@ -96,25 +102,55 @@ def test_the_search_goes_on_with_what_the_engine_loses_more(
     assert Path("out/quantizer").is_dir()
 
 
-def test_a_budget_that_no_engine_meets_gives_the_last_and_says_so(
-    rows: list[Row], drops: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    drops += [0.11, 0.11, 0.12, 0.0]
-    fallback = done()
-    assert [check.drop for check in fallback.checks] == pytest.approx([0.11, 0.11, 0.12])
-    assert fallback.checks[-1].groups == len(fallback.groups)
-    assert "the budget is not met on the engine" in " ".join(capsys.readouterr().out.split())
-    assert evaluation_caption(fallback).endswith("the budget is not met on the engine, and this is the best plan found")
-    page = Path("out/report.html").read_text()
-    assert "the budget is not met on the engine" in page
+# -- without a run -----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_below_a_drop_of_zero_is_searched(rows: list[Row], drops: list[float]) -> None:
-    drops += [0.5, 0.3]
-    first, second = done().checks
-    assert (first.allowed, second.allowed) == (BUDGET, 0.0)
-    assert second.drop == pytest.approx(0.3)
+class Engines(EngineBudget):
+    """A budget of 0.1 whose engines drop by what is given."""
+
+    def __init__(self, rows: list[Row], drops: list[float], **settings: Any) -> None:
+        self.console = Console(record=True, width=500)
+        context = SimpleNamespace(
+            model=nn.Identity(), task=SimpleNamespace(higher_is_better=True), timer=StageTimer(self.console)
+        )
+        super().__init__(context, tuning=rows, **{"asked": BUDGET, "checked": True, **settings})
+        self._given = iter(drops)
+
+    def _score(self, model: nn.Module | Engine) -> float:
+        return 1.0 if isinstance(model, nn.Module) else 1.0 - next(self._given)
+
+    def allowed(self) -> list[float]:
+        """What the search is allowed after each engine, until it ends."""
+        found = []
+        while (drop := self.next_drop(object(), groups=len(found))) is not None:
+            found.append(drop)
+        return found
 
 
-def test_without_a_budget_no_engine_is_checked(rows: list[Row], drops: list[float]) -> None:
-    assert done("fallback.max_drop=null", "fallback.num=1", "data.tuning=null").checks == ()
+ROWS: list[Row] = [Text(text=f"row {number}", label=number % 2) for number in range(7)]
+
+
+def test_a_budget_that_no_engine_meets_ends_after_three_and_says_so() -> None:
+    engines = Engines(ROWS, [0.11, 0.11, 0.12, 0.0])
+    assert engines.allowed() == pytest.approx([0.09, 0.08])
+    assert [check.drop for check in engines.checks] == pytest.approx([0.11, 0.11, 0.12])
+    assert [check.rows for check in engines.checks] == [2, 2, 2]
+    missed = "the budget is not met on the engine, and this is the best plan found"
+    assert missed in engines.console.export_text()
+    fallback = Fallback(groups=("a",), reason="", max_drop=BUDGET, checks=tuple(engines.checks))
+    assert evaluation_caption(fallback).endswith(missed)
+    assert missed not in evaluation_caption(replace(fallback, max_drop=0.2))
+
+
+def test_nothing_below_a_drop_of_zero_is_searched() -> None:
+    engines = Engines(ROWS, [0.5, 0.3])
+    assert engines.allowed() == [0.0]
+    assert [check.allowed for check in engines.checks] == [BUDGET, 0.0]
+
+
+@pytest.mark.parametrize("settings", [{"asked": None}, {"checked": False}])
+def test_what_is_not_checked_searches_on_all_rows(settings: dict[str, Any]) -> None:
+    engines = Engines(ROWS, [], **settings)
+    assert engines.searched == ROWS
+    assert engines.allowed() == []
+    assert engines.checks == []

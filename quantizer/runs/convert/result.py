@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass
 from typing import Any
@@ -12,46 +13,17 @@ from quantizer.quantizer import Quantizer
 from quantizer.reasons import ReasonCode
 from quantizer.report import Score
 from quantizer.report import collect_versions
+from quantizer.report.record import EngineCheck
 from quantizer.report.search_records import fallback_reason
 from quantizer.runs.convert.compare_outputs import OutputCheck
 from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import FORMAT
 from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.folder import processor_folder
+from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
-from quantizer.runs.convert.request import Sizes
 
-__all__ = ["BackendResult", "ConversionInputs", "QuantizationSummary", "backend_config", "quantization_facts"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversionInputs:
-    """The inputs that all backends share: the model, and the sizes that engines are built for.
-
-    Attributes:
-        name: the name of the output folder.
-        source: the source of the model.
-        labels: a classifier's class names; empty for other models.
-        batch: least, usual and most rows in a batch.
-        sequence: least, usual and most tokens of a row; None: rows are images.
-    """
-
-    name: str
-    source: str
-    task: str
-    labels: tuple[str, ...]
-    batch: Sizes
-    sequence: Sizes | None
-
-    @property
-    def dimensions(self) -> dict[str, Sizes]:
-        """The sizes of each dynamic dimension, by its name in the ONNX file."""
-        return {"batch": self.batch} if self.sequence is None else {"batch": self.batch, "sequence": self.sequence}
-
-    @property
-    def shapes(self) -> list[tuple[int, int | None]]:
-        """The rows and tokens of the least, the usual and the largest shape, without repetitions."""
-        return list(dict.fromkeys(zip(self.batch, self.sequence or (None, None, None), strict=True)))
+__all__ = ["BackendResult", "QuantizationSummary", "backend_config", "quantization_facts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +36,7 @@ class QuantizationSummary:
         multiply_adds: the share of multiply-adds in low precision; None: none were counted.
         put_back: the groups of sites that fell back to float.
         reason: the reason for the choice of these groups; None if none fell back.
+        budget: the engines that were checked against ``max_drop``, the last of them delivered; empty if none was.
         calibration: the source of the calibration data.
         rows: the number of its texts or images that were used.
     """
@@ -73,6 +46,7 @@ class QuantizationSummary:
     multiply_adds: float | None
     put_back: tuple[str, ...]
     reason: str | None
+    budget: tuple[EngineCheck, ...]
     calibration: str
     rows: int
 
@@ -102,8 +76,10 @@ class BackendResult:
     scores: tuple[Score, ...] = ()
 
 
-def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> QuantizationSummary:
-    """Return the figures of a calibrated quantizer."""
+def quantization_facts(
+    quantizer: Quantizer, checks: Sequence[EngineCheck], calibration: str, rows: int
+) -> QuantizationSummary:
+    """Return the figures of a calibrated quantizer and of the checks of its engines against a budget."""
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
     told = [row for row in coverage if not row.quiet and ReasonCode.of(row.reason) is not ReasonCode.NEVER_RAN]
     every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
@@ -113,6 +89,7 @@ def quantization_facts(quantizer: Quantizer, calibration: str, rows: int) -> Qua
         multiply_adds=coverage.share,
         put_back=() if chosen is None else chosen.groups,
         reason=None if chosen is None else fallback_reason(chosen),
+        budget=tuple(checks),
         calibration=calibration,
         rows=rows,
     )

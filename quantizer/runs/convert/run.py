@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import load_engine
 from quantizer.engines import runs_here
-from quantizer.errors import TaskError
 from quantizer.export import export_onnx
 from quantizer.files import said_complete
 from quantizer.files import write_folder
@@ -30,6 +28,7 @@ from quantizer.quantizer import Quantizer
 from quantizer.report import Score
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
+from quantizer.report.record import EngineCheck
 from quantizer.runs.convert.compare_outputs import Reference
 from quantizer.runs.convert.compare_outputs import Tolerance
 from quantizer.runs.convert.compare_outputs import check_engine
@@ -43,19 +42,18 @@ from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.folder import processor_folder
 from quantizer.runs.convert.folder import write_json
+from quantizer.runs.convert.inputs import ConversionInputs
+from quantizer.runs.convert.inputs import conversion_inputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.measure import measure_latency
 from quantizer.runs.convert.request import CONVERSION
-from quantizer.runs.convert.request import SEQUENCE_LENGTHS
 from quantizer.runs.convert.request import ConversionRequest
-from quantizer.runs.convert.request import Sizes
-from quantizer.runs.convert.request import convertible_tasks
 from quantizer.runs.convert.result import BackendResult
-from quantizer.runs.convert.result import ConversionInputs
 from quantizer.runs.convert.result import backend_config
 from quantizer.runs.convert.result import quantization_facts
 from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
+from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.run_context import ResumeFiles
@@ -69,14 +67,10 @@ from quantizer.runs.search import search_fallback
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.targets import profile
 from quantizer.tasks import Predictions
-from quantizer.tasks import read_checkpoint
-from quantizer.tasks import tasks
-from quantizer.tasks import text_files
 
 __all__ = ["convert"]
 
 _AMP_BATCHES = 4
-_CALIBRATION = {"text": f"a file of texts ({', '.join(text_files)})", "image": "a folder of images"}
 _RESAMPLES = 1000
 
 
@@ -92,7 +86,7 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
     folder = asked.output.absolute()
     # Data first: reading it is fast, and a mistake in it should be reported before the model is loaded.
     data = None if asked.calibration is None else read_calibration(asked.calibration, asked.rows, asked.column)
-    facts = _facts(asked, folder.name)
+    facts = conversion_inputs(asked, folder.name)
     results: list[BackendResult] = []
     with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
@@ -104,48 +98,6 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
     with said_complete(folder):
         print_summary(facts, results, folder, console)
     return folder
-
-
-def _facts(asked: ConversionRequest, name: str) -> ConversionInputs:
-    """Return the inputs of all backends, from the checkpoint and the request.
-
-    Raises:
-        TaskError: the checkpoint's task cannot be derived, or does not fit the checkpoint, the data or the lengths.
-    """
-    checkpoint = read_checkpoint(asked.model, asked.task)
-    task = asked.task or checkpoint.task
-    if task not in convertible_tasks():
-        raise TaskError(
-            f"model source {asked.model!r}: its architecture is {checkpoint.architecture or 'not said'}, which does "
-            f"not tell the task; give --task with one of {', '.join(convertible_tasks())}"
-        )
-    reads = tasks[task].reads
-    if asked.calibration is not None and asked.calibration.holds not in (None, reads):
-        raise TaskError(
-            f"--calibration {asked.calibration} is of {asked.calibration.holds}s, and task {task} is for {reads}s: "
-            f"give {_CALIBRATION[reads]}"
-        )
-    labels = checkpoint.labels if tasks[task].output_name == "logits" else ()
-    facts = partial(ConversionInputs, name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size)
-    if reads == "image":
-        if asked.seq_len is not None:
-            raise TaskError(
-                f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for images, which have no tokens; "
-                "leave it out (their size is the one that the model's image processor makes)"
-            )
-        return facts(sequence=None)
-    most = checkpoint.positions
-    if asked.seq_len is not None and most is not None and asked.seq_len[2] > most:
-        raise TaskError(
-            f"--seq-len {' '.join(map(str, asked.seq_len))}: the model has {most} positions; lower the last number to "
-            f"{most} or less"
-        )
-    return facts(sequence=asked.seq_len or _lowered(SEQUENCE_LENGTHS, most))
-
-
-def _lowered(sizes: Sizes, most: int | None) -> Sizes:
-    least, usual, largest = (size if most is None else min(size, most) for size in sizes)
-    return least, usual, largest
 
 
 class _Run:
@@ -221,15 +173,14 @@ class _Run:
         folder = self.target / name
         folder.mkdir()
         self.console.print(f"[bold]{name}[/bold]")
-        float_dtype = profile(name).torch_dtype
-        quantized = None if quantizer is None else self._quantized(quantizer)
-        with self.stage("export"):
-            if quantizer is None or quantized is None:
+        float_dtype, quantized, facts = profile(name).torch_dtype, None, None
+        if quantizer is None:
+            with self.stage("export"):
                 self._export_float(name, folder / ONNX, float_dtype)
-            else:
-                quantizer.export(quantized, folder / ONNX, self.task.example())
-        with self.stage("build the engine"):
-            built = self._build(name, folder / ONNX, folder / ENGINE)
+            built = self._built(name, folder)
+        else:
+            quantized, built, checks = self._quantized(name, quantizer, folder)
+            facts = quantization_facts(quantizer, checks, str(self.asked.calibration), len(self.calibration))
         self.context.processor.save_pretrained(folder / processor_folder(self.facts.task))
         seen = self._seen(name, built, quantized, float_dtype, scratch) if runs_here(name) else {}
         result = BackendResult(
@@ -237,9 +188,7 @@ class _Run:
             float_dtype=profile(name).float_dtype,
             compute_capability=self._capability(name),
             inference_precision=self._precision(name),
-            quantization=None
-            if quantizer is None
-            else quantization_facts(quantizer, str(self.asked.calibration), len(self.calibration)),
+            quantization=facts,
             signature=read_signature(folder / ONNX),
             onnx_bytes=(folder / ONNX).stat().st_size,
             engine_bytes=built.size_bytes,
@@ -252,17 +201,36 @@ class _Run:
         print_result(result, self.console)
         return result
 
-    def _quantized(self, quantizer: Quantizer) -> nn.Module:
-        """Return the frozen proxy, after a search if ``max_drop`` is given."""
-        asked = self.asked
-        if asked.max_drop is not None:
-            amp = quantizer.amp(self.model)
-            measure_sensitivity(self.context, quantizer, amp, self.batches[:_AMP_BATCHES])
-            read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
-            metric = TaskMetric(read, self.task, self.tuning, [], self.stage.tell)
-            search_fallback(self.context, quantizer, amp, metric, asked.max_drop)
-        with self.stage("quantize"):
-            return quantizer.quantize(self.model)
+    def _quantized(
+        self, name: str, quantizer: Quantizer, folder: Path
+    ) -> tuple[nn.Module, BuildResult, list[EngineCheck]]:
+        """Quantize, export and build, with ``max_drop`` again until the engine meets it, too.
+
+        Return the frozen proxy, the engine, and the checks of engines against ``max_drop``.
+        """
+        allowed, amp = self.asked.max_drop, None
+        budget = EngineBudget(self.context, allowed, self.tuning, checked=runs_here(name))
+        read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
+        metric = TaskMetric(read, self.task, budget.searched, [], self.stage.tell)
+        while True:
+            if allowed is not None:
+                if amp is None:
+                    amp = quantizer.amp(self.model)
+                    measure_sensitivity(self.context, quantizer, amp, self.batches[:_AMP_BATCHES])
+                search_fallback(self.context, quantizer, amp, metric, allowed)
+            with self.stage("quantize"):
+                quantized = quantizer.quantize(self.model)
+            with self.stage("export"):
+                quantizer.export(quantized, folder / ONNX, self.task.example())
+            built, chosen = self._built(name, folder), quantizer.chosen_fallback
+            checked = load_engine(name, built.path, threads=self.asked.threads) if runs_here(name) else None
+            allowed = budget.next_drop(checked, 0 if chosen is None else len(chosen.groups))
+            if allowed is None:
+                return quantized, built, budget.checks
+
+    def _built(self, name: str, folder: Path) -> BuildResult:
+        with self.stage("build the engine"):
+            return self._build(name, folder / ONNX, folder / ENGINE)
 
     def _seen(
         self, name: str, built: BuildResult, quantized: nn.Module | None, float_dtype: torch.dtype, scratch: Path

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from quantizer.report.tables import text
 from quantizer.runs.convert.compare_outputs import OutputCheck
+from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.result import BackendResult
-from quantizer.runs.convert.result import ConversionInputs
 from quantizer.runs.convert.result import QuantizationSummary
 
 __all__ = ["print_result", "print_summary"]
@@ -70,11 +70,13 @@ def _quantized(facts: QuantizationSummary | None) -> str:
     if facts is None:
         return "float"
     sites = ", ".join(f"{kind} {quantized} of {count}" for kind, (quantized, count) in facts.sites.items())
-    return (
-        f"{facts.dtype}: {sites}; {len(facts.put_back)} groups put back"
-        if facts.put_back
-        else f"{facts.dtype}: {sites}"
-    )
+    said = [f"{facts.dtype}: {sites}"]
+    if facts.put_back:
+        said.append(f"{len(facts.put_back)} groups put back")
+    if facts.budget:
+        check = facts.budget[-1]
+        said.append(f"on {check.rows} rows that the search did not see the engine drops by {text.error(check.drop)}")
+    return "; ".join(said)
 
 
 def _outputs(result: BackendResult) -> str:

@@ -1,0 +1,91 @@
+"""The inputs that the engines of all backends share, from the checkpoint and the request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from quantizer.errors import TaskError
+from quantizer.runs.convert.request import SEQUENCE_LENGTHS
+from quantizer.runs.convert.request import ConversionRequest
+from quantizer.runs.convert.request import Sizes
+from quantizer.runs.convert.request import convertible_tasks
+from quantizer.tasks import read_checkpoint
+from quantizer.tasks import tasks
+from quantizer.tasks import text_files
+
+__all__ = ["ConversionInputs", "conversion_inputs"]
+
+_CALIBRATION = {"text": f"a file of texts ({', '.join(text_files)})", "image": "a folder of images"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionInputs:
+    """The inputs that all backends share: the model, and the sizes that engines are built for.
+
+    Attributes:
+        name: the name of the output folder.
+        source: the source of the model.
+        labels: a classifier's class names; empty for other models.
+        batch: least, usual and most rows in a batch.
+        sequence: least, usual and most tokens of a row; None: rows are images.
+    """
+
+    name: str
+    source: str
+    task: str
+    labels: tuple[str, ...]
+    batch: Sizes
+    sequence: Sizes | None
+
+    @property
+    def dimensions(self) -> dict[str, Sizes]:
+        """The sizes of each dynamic dimension, by its name in the ONNX file."""
+        return {"batch": self.batch} if self.sequence is None else {"batch": self.batch, "sequence": self.sequence}
+
+    @property
+    def shapes(self) -> list[tuple[int, int | None]]:
+        """The rows and tokens of the least, the usual and the largest shape, without repetitions."""
+        return list(dict.fromkeys(zip(self.batch, self.sequence or (None, None, None), strict=True)))
+
+
+def conversion_inputs(asked: ConversionRequest, name: str) -> ConversionInputs:
+    """Return the inputs of all backends, from the checkpoint and the request.
+
+    Raises:
+        TaskError: the checkpoint's task cannot be derived, or does not fit the checkpoint, the data or the lengths.
+    """
+    checkpoint = read_checkpoint(asked.model, asked.task)
+    task = asked.task or checkpoint.task
+    if task not in convertible_tasks():
+        raise TaskError(
+            f"model source {asked.model!r}: its architecture is {checkpoint.architecture or 'not said'}, which does "
+            f"not tell the task; give --task with one of {', '.join(convertible_tasks())}"
+        )
+    reads = tasks[task].reads
+    if asked.calibration is not None and asked.calibration.holds not in (None, reads):
+        raise TaskError(
+            f"--calibration {asked.calibration} is of {asked.calibration.holds}s, and task {task} is for {reads}s: "
+            f"give {_CALIBRATION[reads]}"
+        )
+    labels = checkpoint.labels if tasks[task].output_name == "logits" else ()
+    facts = partial(ConversionInputs, name=name, source=asked.model, task=task, labels=labels, batch=asked.batch_size)
+    if reads == "image":
+        if asked.seq_len is not None:
+            raise TaskError(
+                f"--seq-len {' '.join(map(str, asked.seq_len))}: task {task} is for images, which have no tokens; "
+                "leave it out (their size is the one that the model's image processor makes)"
+            )
+        return facts(sequence=None)
+    most = checkpoint.positions
+    if asked.seq_len is not None and most is not None and asked.seq_len[2] > most:
+        raise TaskError(
+            f"--seq-len {' '.join(map(str, asked.seq_len))}: the model has {most} positions; lower the last number to "
+            f"{most} or less"
+        )
+    return facts(sequence=asked.seq_len or _lowered(SEQUENCE_LENGTHS, most))
+
+
+def _lowered(sizes: Sizes, most: int | None) -> Sizes:
+    least, usual, largest = (size if most is None else min(size, most) for size in sizes)
+    return least, usual, largest
