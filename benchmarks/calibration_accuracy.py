@@ -186,21 +186,23 @@ def smollm2_rows() -> None:
 
 
 def rounding_rows() -> None:
-    print(heading("Rounding of weights: SmolLM2-135M, INT4 in blocks of 64, float activations, WikiText-2, perplexity"))
+    print(heading("Rounding of weights: SmolLM2-135M, INT4 in blocks of 64, WikiText-2, perplexity"))
     model, tokens = smollm2_and_tokens()
-    print("| rounding | perplexity |\n|---|---|")
-    print(f"| float | {perplexity(model, tokens):.2f} |", flush=True)
+    print("| activations | rounding | perplexity |\n|---|---|---|")
+    print(f"| float | float | {perplexity(model, tokens):.2f} |", flush=True)
     batches = [{"input_ids": row, "use_cache": False} for row in windows(tokens, CALIBRATION_WINDOWS)]
-    for weights in ({}, {"rounding": "gptq"}, {"rounding": "gptq", "act_order": True}, {"rounding": "awq"}):
+    gptq = {"rounding": "gptq"}
+    everywhere = [("float", weights) for weights in ({}, gptq, {**gptq, "act_order": True}, {"rounding": "awq"})]
+    for activations, weights in [*everywhere, ("int8", {}), ("int8", gptq)]:
         quantizer = Quantizer(
             backend="onnxruntime",
-            formats=[{"weights": "int4", "activations": "float", "block_size": 64}],
+            formats=[{"weights": "int4", "activations": activations, "block_size": 64}],
             weights=weights,
             sites={"matmul": False, "residual_add": False},
         )
         quantizer.calibrate(model, batches, progress=False)
         name = ", ".join(f"{key} {value}" for key, value in weights.items()) or "nearest"
-        print(f"| {name} | {perplexity(quantizer.quantize(model), tokens):.2f} |", flush=True)
+        print(f"| {activations} | {name} | {perplexity(quantizer.quantize(model), tokens):.2f} |", flush=True)
 
 
 _SMOLLM2: tuple[tuple[str, dict[str, object], list[str]], ...] = (
