@@ -1,6 +1,6 @@
 """What one gets who sets nothing, beside other quantizers with their defaults: embeddings of three sets of texts.
 
-    python benchmarks/default_accuracy.py [presets | peers]... [--model FOLDER]
+    python benchmarks/default_accuracy.py [presets | peers | everything]... [--model FOLDER]
 
 Calibrated on 128 texts of each set and compared with the float model on others: the SQNR of the pooled embeddings in
 dB, and how much of the score is lost. STS-B: sentences of train and all of dev, Spearman's correlation of cosines with
@@ -22,6 +22,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from common import MINILM
@@ -143,20 +144,32 @@ class _Bench:
         print(f"| {name}{note} | {' | '.join(cells)} | {seconds:.0f} |", flush=True)
 
 
+def _ours(bench: _Bench, name: str, **config: Any) -> None:
+    """Print the row of ours with these settings."""
+
+    def make(batches: list[Batch]) -> tuple[Callable[[Batch], object], str]:
+        quantizer = Quantizer(**config)
+        quantizer.calibrate(bench.model, batches, progress=False)
+        frozen = quantizer.quantize(bench.model)
+        return (lambda batch: frozen(**batch)), ""
+
+    bench.row(f"ours, {name}", make)
+
+
 def presets(bench: _Bench) -> None:
     """Ours, by target and preset."""
     for backend in ("openvino", "onnxruntime", "tensorrt"):
         for preset in ("fast", "balanced", "accurate"):
+            _ours(bench, f"{backend}, {preset}", backend=backend, preset=preset)
 
-            def make(
-                batches: list[Batch], backend: str = backend, preset: str = preset
-            ) -> tuple[Callable[[Batch], object], str]:
-                quantizer = Quantizer(backend=backend, preset=preset)
-                quantizer.calibrate(bench.model, batches, progress=False)
-                frozen = quantizer.quantize(bench.model)
-                return (lambda batch: frozen(**batch)), ""
 
-            bench.row(f"ours, {backend}, {preset}", make)
+def everything(bench: _Bench) -> None:
+    """Ours with every kind of site in INT8, nothing put back to float."""
+    for backend in ("openvino", "tensorrt"):
+        _ours(bench, f"{backend}, every site, fast", backend=backend, preset="fast", sites=_EVERY)
+        for rounding in ("nearest", "reconstruct"):
+            name = f"{backend}, every site, weights by {rounding}"
+            _ours(bench, name, backend=backend, sites=_EVERY, weights={"rounding": rounding})
 
 
 def peers(bench: _Bench) -> None:
@@ -176,7 +189,9 @@ def peers(bench: _Bench) -> None:
         bench.row(name, make)
 
 
-_TABLES = {"presets": presets, "peers": peers}
+_EVERY = {"residual_add": True}
+
+_TABLES = {"presets": presets, "peers": peers, "everything": everything}
 
 
 if __name__ == "__main__":
