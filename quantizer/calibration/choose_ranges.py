@@ -13,6 +13,7 @@ from quantizer.calibration.bias_correction import corrected
 from quantizer.calibration.costly_attention import leave_costly_attention
 from quantizer.calibration.output_search import choose
 from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.rounding.equalize import equalize_where_better
 from quantizer.calibration.rounding.reconstruct import reconstruct_blocks
 from quantizer.calibration.rounding.scale_inputs import scale_inputs
 from quantizer.calibration.settings import calibrator_of
@@ -79,6 +80,10 @@ def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
                 chooses(start=chosen)
         elif smoothing is not None:
             smoothing.take(shares[0])
+        if activations.smooth is not None:
+            equalize_where_better(
+                proxy, observation, decided, make=partial(calibrator_of, config, histogram=False), settings=settings
+            )
         if activations.calibrator == "auto":
             assert observation.kept is not None
             choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept.few())

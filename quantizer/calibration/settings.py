@@ -62,7 +62,7 @@ def make_observation(proxy: Proxied) -> Observation:
         off,
         proxy.skipped,
         keep=_kept(config),
-        channels=config.activations.smooth is not None or config.weights.rounding == "awq",
+        channels=_with_channels(config),
     )
 
 
@@ -70,6 +70,13 @@ def _kept(config: QuantizerConfig) -> Enough | None:
     if config.weights.rounding != "nearest":
         return MANY
     return FEW if replays_batches(config) or config.bias_correction else None
+
+
+def _with_channels(config: QuantizerConfig) -> tuple[str, ...]:
+    """Return the kinds of site for whose inputs the range of each channel is needed."""
+    if config.activations.smooth is not None:
+        return ("linear", "conv")
+    return ("linear",) if config.weights.rounding == "awq" else ()
 
 
 def replays_batches(config: QuantizerConfig) -> bool:

@@ -66,7 +66,7 @@ class Watched:
         make: makes a calibrator; its argument asks for a histogram.
         refused: sites (and operands) that rules exclude, with the rule; they are counted, not observed.
         off: kinds of site that are counted, not observed; the kind of a site depends on its operands.
-        channels: whether to keep the range of each channel of the inputs of linears.
+        channels: kinds of site for whose inputs the range of each channel is kept.
         explanations: the reasons why products are outside of sites.
         measured: the magnitudes of parameters.
         finite: checks that parameters are finite.
@@ -75,7 +75,7 @@ class Watched:
     make: Callable[[bool], Calibrator]
     refused: Mapping[str, str]
     off: Collection[str]
-    channels: bool
+    channels: Collection[str]
     explanations: Explanations
     measured: ParameterMagnitudes = field(default_factory=ParameterMagnitudes)
     finite: FiniteParameters = field(default_factory=FiniteParameters)
@@ -197,9 +197,12 @@ class Pass:
                 seen.weight = weight
             elif f"{site.path}.{operand.name}" not in self._watched.refused:
                 self._observe(site, operand.name, value, seen)
-                if self._watched.channels and record.kind == "linear":
+                if record.kind == "conv":
+                    seen.add_layer_before(origin.name if origin is not None and origin.channelwise else "")
+                if record.kind in self._watched.channels:
                     assert seen.group is not None
-                    seen.group.add_channels(ChannelRange.of(self._real(site, value)))
+                    axis = -1 if record.kind == "linear" else 1 - max(tensor.dim() for tensor in values)
+                    seen.group.add_channels(ChannelRange.of(self._real(site, value), axis))
         if record.kind == "residual_add":
             origins = [self._provenance.origin(value) for value in values]
             direct = [origin is not None and origin.direct for origin in origins]
@@ -222,7 +225,7 @@ class Pass:
                 self._measure(site, replace(call, result=tuple(result.shape)), record)
         if kind != "embedding":
             made = "product" if kind == "matmul" else "weighted"
-            self._provenance.mark(result, Origin(made, site.path, direct=True))
+            self._provenance.mark(result, Origin(made, site.path, direct=True, channelwise=kind == "conv"))
 
     def _unfit(self, site: Site, values: list[Any], weights: list[Weight | None]) -> str | None:
         if any(map(is_transformed, values)):

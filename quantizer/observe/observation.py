@@ -57,7 +57,7 @@ class Observation:
         skipped: Iterable[UnrewrittenSource] = (),
         *,
         keep: Enough | None = None,
-        channels: bool = False,
+        channels: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -67,7 +67,7 @@ class Observation:
             off: kinds of site that are counted, not observed; the kind of a site depends on its operands.
             skipped: calls and functions that could not be rewritten.
             keep: how many batches to keep to run again (None: none).
-            channels: whether to keep the range of each channel of the inputs of linears.
+            channels: kinds of site for whose inputs the range of each channel is kept.
         """
         self.seen = Seen.of_sites((site.path for site in sites), None if keep is None else ReplayBatches(enough=keep))
         self.make = make

@@ -17,15 +17,19 @@ __all__ = ["ChannelRange", "Migration", "OperandRecord", "RangeGroup", "RoundedW
 
 @dataclass(frozen=True, slots=True)
 class ChannelRange:
-    """The minimum and the maximum of each channel (index of the last axis), float32 [K] each."""
+    """The minimum and the maximum of each channel (index of the last axis, or of another), float32 [K] each."""
 
     low: Tensor
     high: Tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> ChannelRange:
-        """Return the channel ranges of x [.., K], which must not be empty."""
-        low, high = torch.aminmax(x.detach().reshape(-1, x.shape[-1]), dim=0)
+    def of(cls, x: Tensor, axis: int = -1) -> ChannelRange:
+        """Return the channel ranges of x [.., K, ..], which must not be empty, along an axis."""
+        if axis == -1:
+            low, high = torch.aminmax(x.detach().reshape(-1, x.shape[-1]), dim=0)
+        else:
+            others = [d for d in range(x.dim()) if d != axis % x.dim()]
+            low, high = x.detach().amin(others), x.detach().amax(others)
         return cls(low.float(), high.float())
 
     @property
@@ -44,11 +48,28 @@ class ChannelRange:
 class Migration:
     """The migration of outliers of an activation x [.., K] into the weights W of its products: (x / s) (W * s) is x W.
 
-    ``factors`` are s, float32 [K]; ``alpha`` is the share of the activation, see ``smooth.migration_factors``.
+    Attributes:
+        alpha: the share of the activation, see ``smoothquant.migration_factors``; None: the factors make the weights of
+            two layers alike, see ``numerics/equalization.py``.
+        factors: s, float32 [K].
+        axis: the axis of x.
+        weight_axis: the axis of W; None: the one that is multiplied with the last axis of x.
     """
 
-    alpha: float
+    alpha: float | None
     factors: Tensor
+    axis: int = -1
+    weight_axis: int | None = None
+
+    @property
+    def axes(self) -> tuple[int, int | None]:
+        """``axis`` and ``weight_axis``."""
+        return self.axis, self.weight_axis
+
+    @property
+    def text(self) -> str:
+        """The text for the coverage."""
+        return "equalized" if self.alpha is None else f"smooth {self.alpha:g}"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -117,6 +138,9 @@ class OperandRecord:
         smoothed: the group that the operand shares a range with after migration of outliers (None: no migration).
         left: why there is no migration, if there could have been one.
         rounded: how the weight is rounded (None: to nearest, without a choice).
+        layer_before: the convolution that made the operand, only operations on single channels in between (empty: none
+            did, or not in every call; None: no call yet).
+        spread: float32 [C], the factors of a weight's output channels that share one scale (None: they are 1).
     """
 
     weight: Weight | None = None
@@ -128,6 +152,8 @@ class OperandRecord:
     smoothed: RangeGroup | None = None
     left: str | None = None
     rounded: RoundedWeight | None = None
+    layer_before: str | None = None
+    spread: Tensor | None = None
 
     def add(self, other: OperandRecord) -> None:
         """Add the record of other calls, except for weight and group."""
@@ -135,7 +161,13 @@ class OperandRecord:
         self.inner = other.inner if self.inner is None else self.inner
         self.saw_softmax(other.softmax)
         self.ends_branch = self.ends_branch or other.ends_branch
+        if other.layer_before is not None:
+            self.add_layer_before(other.layer_before)
         self.smoothed, self.left = self.smoothed or other.smoothed, self.left or other.left
+
+    def add_layer_before(self, name: str) -> None:
+        """Add which convolution made the operand in one more call; empty: none did."""
+        self.layer_before = name if self.layer_before in (None, name) else ""
 
     def saw_softmax(self, softmax: bool | None) -> None:
         """Add whether the operand was the output of a softmax in more calls (None: there were none)."""

@@ -185,6 +185,8 @@ def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dic
             "softmax": bool(seen.softmax),
             "ends_branch": seen.ends_branch,
             "left": seen.left,
+            "layer_before": seen.layer_before,
+            "spread": None if seen.spread is None else seen.spread.tolist(),
             "group": None if seen.group is None else places[seen.group],
         }
         for name, seen in record.operands.items()
@@ -208,6 +210,7 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
         "channels_vary": group.channels_vary,
         "channels": group.channels and [group.channels.low.tolist(), group.channels.high.tolist()],
         "migration": group.migration and [group.migration.alpha, group.migration.factors.tolist()],
+        "migration_axes": [-1, None] if group.migration is None else list(group.migration.axes),
         **_plain_calibrator(group.calibrator, rows),
     }
 
@@ -234,6 +237,8 @@ def _site(site: SeenSite, parameters: Mapping[str, nn.Parameter]) -> SiteStatist
             softmax=operand.softmax,
             ends_branch=operand.ends_branch,
             left=operand.left,
+            layer_before=operand.layer_before,
+            spread=None if operand.spread is None else torch.tensor(operand.spread, dtype=torch.float32),
         )
         for name, operand in site.operands.items()
     }
@@ -256,7 +261,13 @@ def _add_group(seen: Seen, saved: SeenGroup, counts: Tensor, make: Callable[[boo
         chosen=saved.chosen,
         channels=channels and ChannelRange(*(torch.tensor(bound, dtype=torch.float32) for bound in channels)),
         channels_vary=saved.channels_vary,
-        migration=migration and Migration(alpha=migration[0], factors=torch.tensor(migration[1], dtype=torch.float32)),
+        migration=migration
+        and Migration(
+            alpha=migration[0],
+            factors=torch.tensor(migration[1], dtype=torch.float32),
+            axis=saved.migration_axes[0],
+            weight_axis=saved.migration_axes[1],
+        ),
     )
     for name in saved.operands:
         path, _, operand = name.rpartition(".")

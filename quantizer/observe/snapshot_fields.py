@@ -47,6 +47,8 @@ class SeenOperand:
     group: int | None
     ends_branch: bool = False
     left: str | None = None
+    layer_before: str | None = None
+    spread: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +91,17 @@ class SeenCalibrator:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenGroup(SeenCalibrator):
-    """Operands with one range, see ``RangeGroup``. Older files have no ``migration``: alpha, and the factors."""
+    """Operands with one range, see ``RangeGroup``. Older files have no ``migration``: alpha, and the factors.
+
+    ``migration_axes`` are those of x and W, of the factors that make the weights of two convolutions alike.
+    """
 
     operands: tuple[str, ...]
     chosen: tuple[float, str] | None
     channels_vary: bool
     channels: tuple[tuple[float, ...], tuple[float, ...]] | None
-    migration: tuple[float, tuple[float, ...]] | None = None
+    migration: tuple[float | None, tuple[float, ...]] | None = None
+    migration_axes: tuple[int, int | None] = (-1, None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ class Seen:
         for site in self.records.values():
             site.left = None
             for record in site.operands.values():
-                record.smoothed = record.left = record.rounded = None
+                record.smoothed = record.left = record.rounded = record.spread = None
 
     def with_added(self, other: Seen) -> Seen:
         """Return the sum of these statistics and others, and change neither.

@@ -47,6 +47,19 @@ _PART_OF_PRODUCT = frozenset(
 )
 """Operations that an engine computes together with the product before them, or not at all."""
 
+_CHANNELWISE = frozenset(
+    {
+        *(_PART_OF_PRODUCT - {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}),
+        torch.ops.aten.relu.default,
+        torch.ops.aten.relu_.default,
+        torch.ops.aten.hardtanh.default,
+        torch.ops.aten.hardtanh_.default,
+        torch.ops.aten.constant_pad_nd.default,
+        torch.ops.aten.minimum.default,
+    }
+)
+"""Operations through which a factor of a channel of a convolution's output can move."""
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -57,11 +70,13 @@ class Origin:
             ``softmax`` or ``parameter`` (computed from parameters alone).
         name: the path of the site; empty for softmax and parameters.
         direct: whether the tensor is the product's result itself and not computed from it.
+        channelwise: whether only operations through which a factor of a channel can move are in between.
     """
 
     kind: str
     name: str
     direct: bool = field(default=False, compare=False)
+    channelwise: bool = field(default=False, compare=False)
 
 
 _OF_PARAMETERS = Origin("parameter", "")
@@ -140,8 +155,9 @@ class OriginTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._counter.count(product, args, result, of_parameters)
         origin = _OF_SOFTMAX if func in _SOFTMAX else self._joined(_tensors((*args, *kwargs.values())))
         if origin is not None:
-            if origin.direct and func not in _PART_OF_PRODUCT:
-                origin = replace(origin, direct=False)
+            if (origin.direct and func not in _PART_OF_PRODUCT) or (origin.channelwise and func not in _CHANNELWISE):
+                direct = origin.direct and func in _PART_OF_PRODUCT
+                origin = replace(origin, direct=direct, channelwise=origin.channelwise and func in _CHANNELWISE)
             for tensor in _tensors((result,)):
                 if tensor.is_floating_point():
                     self.mark(tensor, origin)

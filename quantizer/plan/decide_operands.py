@@ -119,9 +119,10 @@ def _weight(
                 f"input channels of {site.path}; choose another, or leave the site out by a rule"
             )
             return refused(ReasonCode.INDIVISIBLE.text())
-    elif not settings.per_channel:
+    elif not settings.per_channel and seen.spread is None:
         axis = None
-    assert migration is None or seen.inner is not None
+    inner = seen.inner if migration is None or migration.weight_axis is None else migration.weight_axis
+    assert migration is None or inner is not None
     plan = OperandPlan(
         name=operand.name,
         role="weight",
@@ -133,8 +134,9 @@ def _weight(
         block_size=block,
         estimate=settings.weight_estimate,
         smooth=migration.factors if migration is not None else None,
-        smooth_axis=seen.inner if migration is not None else None,
-        smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
+        smooth_axis=inner if migration is not None else None,
+        spread=seen.spread,
+        smoothing=migration.text if migration is not None else None,
         note=ONE_SCALE if site.operation.kind == "conv" and settings.per_channel and axis is None else None,
     )
     scaled = scaled_for(plan, seen.weight.tensor(), settings.scale_dtype, settings.profile.weight_qmax)
@@ -159,8 +161,8 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
             minimum=low,
             maximum=high,
             smooth=migration.factors if migration is not None else None,
-            smooth_axis=-1 if migration is not None else None,
-            smoothing=f"smooth {migration.alpha:g}" if migration is not None else None,
+            smooth_axis=migration.axis if migration is not None else None,
+            smoothing=migration.text if migration is not None else None,
         )
     dtype = wanted.activations
     # The output of a softmax is at most 1, and attention in FP8 uses exactly that range.
@@ -198,8 +200,8 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         range_group=group.operands[0],
         estimate=group.chosen[1] if group.chosen is not None and not fixed else None,
         smooth=migration.factors if migration is not None else None,
-        smooth_axis=-1 if migration is not None else None,
-        smoothing=f"smooth {migration.alpha:g}" if migration is not None else seen.left,
+        smooth_axis=migration.axis if migration is not None else None,
+        smoothing=migration.text if migration is not None else seen.left,
     )
 
 

@@ -54,7 +54,7 @@ _DOCUMENT = "document"
 _SUMS = "sha256"
 # Both dumpers write the same text, but libyaml writes a large plan several times as fast.
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-_TENSOR_FIELDS = ("amax", "scale", "smooth", "codes")
+_TENSOR_FIELDS = ("amax", "scale", "smooth", "spread", "codes")
 _DOCUMENT_FIELDS = {
     "format": int,
     "config": Mapping[str, Any],
@@ -263,8 +263,11 @@ def _check_fields(document: Mapping[str, Any]) -> None:
 def _with_tensors(site: SitePlan, tensors: Mapping[str, Tensor]) -> SitePlan:
     found = []
     for operand in site.operands:
-        amax, scale, smooth, codes = (tensors.get(f"{site.name}/{operand.name}/{name}") for name in _TENSOR_FIELDS)
-        found.append(replace(operand, amax=amax, scale=scale, smooth=smooth, codes=codes_of_file(codes, operand.dtype)))
+        amax, scale, smooth, spread, codes = (
+            tensors.get(f"{site.name}/{operand.name}/{name}") for name in _TENSOR_FIELDS
+        )
+        held = codes_of_file(codes, operand.dtype)
+        found.append(replace(operand, amax=amax, scale=scale, smooth=smooth, spread=spread, codes=held))
     return replace(site, operands=tuple(found), bias_shift=tensors.get(f"{site.name}/bias_shift"))
 
 

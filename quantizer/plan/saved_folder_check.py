@@ -18,7 +18,7 @@ from quantizer.plan.weight_codes import code_faults
 __all__ = ["check_plan"]
 
 _ROLES = ("activation", "weight")
-_TENSORS = ("amax", "scale", "smooth")
+_TENSORS = ("amax", "scale", "smooth", "spread")
 
 
 def check_plan(sites: Sequence[SitePlan], plan: Mapping[str, SitePlan], tensors: Mapping[str, Tensor]) -> None:
@@ -107,6 +107,8 @@ def _of_tensors(operand: OperandPlan) -> Iterator[str]:
         return
     if operand.quantized and not bool((torch.isfinite(scale) & (scale > 0)).all()):
         yield "scale: expected numbers above 0"
+    if operand.spread is not None and operand.spread.shape != scale.shape:
+        yield f"spread: its shape is {list(operand.spread.shape)}, that of scale {list(scale.shape)}"
     if scale.shape != amax.shape:
         yield f"scale: its shape is {list(scale.shape)}, that of amax {list(amax.shape)}"
     # One scale, one for each index of an axis, or one for each block along it.

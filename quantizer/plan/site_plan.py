@@ -49,6 +49,7 @@ class OperandPlan:
         parameter: the path of the weight in the model.
         view: the weight as a view of the parameter (None: the parameter itself).
         smooth: float32 [K] along ``smooth_axis``, by which an activation is divided and a weight multiplied first.
+        spread: float32 [C] along ``axis``: the output channels have one scale times these factors (None: no factors).
         smoothing: a text on ``smooth``, or on why there is none (None: it was not asked for).
         codes: int8 in the shape of the weight as its site reads it, chosen instead of the nearest (None: the nearest).
         rounding: a text on the choice of codes (None: it was not asked for).
@@ -78,6 +79,7 @@ class OperandPlan:
     view: WeightView | None = None
     smooth: Tensor | None = None
     smooth_axis: int | None = None
+    spread: Tensor | None = None
     smoothing: str | None = None
     codes: Tensor | None = None
     rounding: str | None = None

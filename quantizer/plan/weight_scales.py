@@ -60,7 +60,7 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
     values, kind = as_rounded(operand, weight), qtype(operand.dtype)
     # A smaller range makes larger codes of what it clips, which such a target cannot add.
     bounded = qmax is not None and kind == INT8
-    amax = weight_amax(values, operand.axis, operand.block_size, kind, None if bounded else operand.estimate)
+    amax = _amax(operand, values, kind, None if bounded else operand.estimate)
     if not bool(torch.isfinite(amax).all()):
         raise CalibrationError(
             f"{operand.parameter}: the weight has NaN or infinite values, so no scale of it means anything; load a "
@@ -129,7 +129,7 @@ def _check_codes(name: str, operand: OperandPlan, weight: Tensor, qmax: int) -> 
     if operand.scale is None or qtype(operand.dtype) != INT8:
         return
     values = as_rounded(operand, weight)
-    amax = weight_amax(values, operand.axis, operand.block_size, INT8, None)
+    amax = _amax(operand, values, INT8, None)
     most = float((amax.cpu() / operand.scale.cpu()).max())
     if most > qmax + 0.5:
         raise CalibrationError(
@@ -147,6 +147,16 @@ def as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
     assert operand.smooth_axis is not None
     after = values.dim() - 1 - operand.smooth_axis
     return values * operand.smooth.to(values.device).reshape([-1] + [1] * after)
+
+
+def _amax(operand: OperandPlan, values: Tensor, kind: QType, estimate: str | None) -> Tensor:
+    """Return the range of each scale of a weight [*]; with ``spread`` one range times the factor of each channel."""
+    if operand.spread is None:
+        return weight_amax(values, operand.axis, operand.block_size, kind, estimate)
+    assert operand.axis is not None
+    spread = operand.spread.to(values.device)
+    equal = values / spread.reshape([-1] + [1] * (values.dim() - 1 - operand.axis))
+    return weight_amax(equal, None, None, kind, estimate) * spread
 
 
 def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:

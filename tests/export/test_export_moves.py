@@ -18,8 +18,8 @@ from quantizer.errors import ExportError
 from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
-from quantizer.export.passes.fold_batch_norm import FoldBatchNorm
-from quantizer.export.passes.fold_channel_factors import FoldChannelFactors
+from quantizer.export.passes.folding.fold_batch_norm import FoldBatchNorm
+from quantizer.export.passes.folding.fold_channel_factors import FoldChannelFactors
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize

@@ -1,1 +1,1 @@
-"""The rounding of weights by what they multiply."""
+"""The factors and the codes of weights, by what they multiply and by each other."""

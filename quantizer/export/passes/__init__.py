@@ -11,8 +11,9 @@ from quantizer.export.passes.clamp_masks import ClampMasks
 from quantizer.export.passes.drop_unread_nodes import DropUnreadNodes
 from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
 from quantizer.export.passes.einsum_weights import EinsumWeights
-from quantizer.export.passes.fold_batch_norm import FoldBatchNorm
-from quantizer.export.passes.fold_channel_factors import FoldChannelFactors
+from quantizer.export.passes.folding.fold_batch_norm import FoldBatchNorm
+from quantizer.export.passes.folding.fold_channel_factors import FoldChannelFactors
+from quantizer.export.passes.folding.fold_convolution_factors import FoldConvolutionFactors
 from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
@@ -31,6 +32,7 @@ PASSES: tuple[GraphPass, ...] = (
     GemmToMatMul(),
     WeightsAsRead(),
     FoldBatchNorm(),
+    FoldConvolutionFactors(),
     LayoutBeforeQuantize(),
     ScaleBeforeQuantize(),
     FoldChannelFactors(),

@@ -1,0 +1,247 @@
+"""Cross-layer equalisation of consecutive convolutions (Nagel et al. 2019, arXiv:1906.04721), as factors in the plan.
+
+Legend: W1 [C, ..] and W2 the weights of two convolutions, x [B, C, ..] what the second reads, s [C] the factors of
+``numerics/equalization.py``.
+
+The quantizer of x divides by s, and W2 * s is rounded. With one scale t for all channels W1 is rounded as W1 / s, so
+the scale of its channel i is t * s_i, which is how the plan holds it. Export moves 1 / s into the first convolution,
+and the file has one scale again. Everything between must treat each channel by itself.
+A batch normalization between them is not part of W1 here: its folding gives the first weight a scale for each channel,
+equalized or not.
+
+Pairs are equalized together, in turn until nothing changes, and only where it may help: weights with one scale, or
+inputs whose channels differ so much that one scale leaves most of them a few codes. The error of the model's output on
+kept batches decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantizer.calibration.output_error import OutputError
+from quantizer.calibration.proxied import Proxied
+from quantizer.calibration.replay import SiteCall
+from quantizer.calibration.replay import replay
+from quantizer.calibration.smoothquant import held_factors
+from quantizer.calibrators import Calibrator
+from quantizer.common.distributed import all_reduce_sum
+from quantizer.numerics.equalization import equalizing_factors
+from quantizer.observe.range_group import ChannelRange
+from quantizer.observe.range_group import Migration
+from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.range_group import RangeGroup
+from quantizer.observe.snapshot import add_over_ranks
+from quantizer.observe.statistics import Seen
+from quantizer.plan.decide_operands import PlanSettings
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import SitePlan
+
+__all__ = ["equalize_where_better"]
+
+_RATIO = 8.0
+"""The largest magnitude of a channel in medians over channels, beyond which one scale leaves half of them 5 bits."""
+
+_ROUNDS = 20
+"""The most rounds over all pairs; the paper repeats them until nothing changes."""
+
+_SETTLED = 1e-3
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Pair:
+    """Two convolutions.
+
+    Attributes:
+        first: the weight of the first.
+        second: the weight of the second.
+        read: what the second reads.
+        site: the second.
+        operand: the name of what it reads.
+        axis: the axis of the channels in the second weight: 1, or 0 if each channel is convolved by itself.
+        channels: the range of each channel of what it reads.
+        factors: s [C], float64.
+    """
+
+    first: OperandRecord
+    second: OperandRecord
+    read: OperandRecord
+    site: str
+    operand: str
+    axis: int
+    channels: ChannelRange
+    factors: Tensor
+
+
+def equalize_where_better(
+    proxy: Proxied,
+    observation: Seen,
+    decided: Callable[[], Plan],
+    *,
+    make: Callable[[], Calibrator],
+    settings: PlanSettings,
+) -> None:
+    """Equalize consecutive convolutions if the model's output comes out better, and record why others are not.
+
+    Args:
+        proxy: the calibrated proxy, its sites inactive and unobserved.
+        observation: the statistics, with channels and kept batches.
+        decided: a function that returns the plan for the current records.
+        make: a function that makes a calibrator for the range of x / s.
+        settings: the settings of the plan.
+    """
+    plan = decided()
+    reasons: dict[str, str] = {}
+    pairs = list(_pairs(plan, observation, reasons))
+    if settings.per_channel and all(_ratio(pair.channels) <= _RATIO for pair in pairs):
+        return
+    for path, reason in reasons.items():
+        record = next(record for record in observation.records[path].operands.values() if record.weight is None)
+        record.left = f"not equalized: {reason}"
+    if not pairs:
+        return
+    assert observation.kept is not None
+    _solve(pairs)
+    error = OutputError(proxy, observation.kept.few())
+    before = error.of(plan)
+    _take(proxy, observation, pairs, make, settings)
+    after = error.of(decided())
+    before, after = all_reduce_sum([before, after])
+    if after < before:
+        return
+    for pair in pairs:
+        pair.first.spread = pair.read.smoothed = None
+        pair.read.left = "not equalized: the output of the model comes out better without"
+
+
+def _pairs(plan: Plan, observation: Seen, reasons: dict[str, str]) -> Iterator[_Pair]:
+    """Yield the pairs that can be equalized; put the reason for any other convolution in ``reasons``."""
+    for path, entry in plan.items():
+        if entry.kind != "conv" or not _rounds_both(entry):
+            continue
+        name = next(operand.name for operand in entry.operands if operand.role == "activation")
+        found = _pair(plan, observation, path, name)
+        if isinstance(found, str):
+            reasons[path] = found
+        else:
+            yield found
+
+
+def _pair(plan: Plan, observation: Seen, path: str, name: str) -> _Pair | str:
+    """Return the pair whose second convolution is ``path``, or why there is none."""
+    records = observation.records[path].operands
+    read, second = records[name], next(record for record in records.values() if record.weight is not None)
+    group, before = read.group, read.layer_before
+    others = [] if group is None else [other for other in group.operands if other != f"{path}.{name}"]
+    if others:
+        return f"{others[0].rpartition('.')[0]} reads the same tensor"
+    if not before:
+        return "no convolution is before it with nothing but operations on single channels between"
+    if before not in plan or not _rounds_both(plan[before]):
+        return f"{before} before it is not in low precision"
+    first = next(record for record in observation.records[before].operands.values() if record.weight is not None)
+    assert first.weight is not None
+    assert second.weight is not None
+    rows, shape = first.weight.tensor(), second.weight.tensor().shape
+    if first.axis != 0 or second.axis != 0 or group is None or group.channels is None:
+        return "a convolution is transposed, or the number of its channels changes"
+    channels = len(rows)
+    axis = 1 if shape[1] == channels else 0 if shape[1] == 1 and shape[0] == channels else None
+    if axis is None or len(group.channels.low) != channels:
+        return "its groups have several channels"
+    return _Pair(
+        first=first,
+        second=second,
+        read=read,
+        site=path,
+        operand=name,
+        axis=axis,
+        channels=group.channels,
+        factors=torch.ones(channels, dtype=torch.float64),
+    )
+
+
+def _rounds_both(entry: SitePlan) -> bool:
+    # Weights in blocks have their scales along the input channels.
+    whole = all(operand.quantized and operand.block_size is None for operand in entry.operands)
+    return entry.quantized and whole
+
+
+def _ratio(channels: ChannelRange) -> float:
+    """Return the largest magnitude of a channel in medians over the channels that are not zeros."""
+    magnitude = channels.magnitude[channels.magnitude > 0]
+    return float(magnitude.max() / magnitude.median()) if len(magnitude) else 1.0
+
+
+def _solve(pairs: Sequence[_Pair]) -> None:
+    """Set the factors of all pairs: a convolution may be the first of one and the second of another."""
+    weights = {id(record): _values(record) for pair in pairs for record in (pair.first, pair.second)}
+    for _ in range(_ROUNDS):
+        largest = 0.0
+        for pair in pairs:
+            first, second = weights[id(pair.first)], weights[id(pair.second)]
+            s = equalizing_factors(_over(first, 0), _over(second, pair.axis))
+            first /= _along(s, first, 0)
+            second *= _along(s, second, pair.axis)
+            pair.factors *= s
+            largest = max(largest, float(s.log().abs().max()))
+        if largest < _SETTLED:
+            return
+
+
+def _values(record: OperandRecord) -> Tensor:
+    assert record.weight is not None
+    return record.weight.tensor().detach().double().abs()
+
+
+def _over(weight: Tensor, axis: int) -> Tensor:
+    """Return the largest magnitude of each index of an axis."""
+    return weight.movedim(axis, 0).flatten(1).amax(1)
+
+
+def _along(factors: Tensor, value: Tensor, axis: int) -> Tensor:
+    return factors.to(value.device).reshape([-1] + [1] * (value.dim() - 1 - axis))
+
+
+def _take(
+    proxy: Proxied, observation: Seen, pairs: Sequence[_Pair], make: Callable[[], Calibrator], settings: PlanSettings
+) -> None:
+    """Use the factors: those of first weights with one scale, and the ranges of x / s of the kept batches."""
+    by_site = {pair.site: (pair, *_group(pair, make, settings)) for pair in pairs}
+
+    def visit(call: SiteCall) -> None:
+        pair, group, factors = by_site[call.site.path]
+        x = call.operand(pair.operand)
+        if isinstance(x, Tensor):
+            group.calibrator.observe(x / _along(factors, x, x.dim() + 1 - _weight_axes(pair)))
+
+    assert observation.kept is not None
+    sites = [site for site in proxy.sites if site.path in by_site]
+    replay(proxy.module, sites, observation.kept.few(), visit, "equalizing")
+    add_over_ranks([group.calibrator for _, group, _ in by_site.values()])
+    for pair, group, factors in by_site.values():
+        if not group.calibrator.count:
+            pair.read.left = "not equalized: no batch that was kept reaches it"
+            continue
+        low, high = pair.channels.low / factors, pair.channels.high / factors
+        group.calibrator.widen(float(low.min()), float(high.max()))
+        pair.read.smoothed = group
+        if not settings.per_channel:
+            pair.first.spread = factors
+
+
+def _group(pair: _Pair, make: Callable[[], Calibrator], settings: PlanSettings) -> tuple[RangeGroup, Tensor]:
+    """Return an empty group for the range of x / s, and s as the target holds it."""
+    factors = held_factors(pair.factors.reciprocal(), settings.scale_dtype)
+    migration = Migration(alpha=None, factors=factors, axis=1 - _weight_axes(pair), weight_axis=pair.axis)
+    return RangeGroup(calibrator=make(), operands=[f"{pair.site}.{pair.operand}"], migration=migration), factors
+
+
+def _weight_axes(pair: _Pair) -> int:
+    assert pair.second.weight is not None
+    return pair.second.weight.tensor().dim()

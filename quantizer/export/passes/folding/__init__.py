@@ -1,0 +1,1 @@
+"""Passes that fold what follows a product or a normalization into its constants."""
