@@ -1,6 +1,6 @@
 """Accuracy by calibrator, and other quantizers at the same placement; tuned and scored on different rows.
 
-    python benchmarks/calibration_accuracy.py [minilm | peers | efficientnet | int4 | smollm2 | rounding]...
+    python benchmarks/calibration_accuracy.py [minilm | peers | efficientnet | int4 | per_tensor | smollm2 | rounding]...
 
 MiniLM: calibrated on the first 64 pairs of STS-B train, scored on all of dev. EfficientNet-Lite0: calibrated on 64
 images of an ImageNet sample, spread over the classes, and scored on the others, or half and half. SmolLM2-135M:
@@ -163,6 +163,30 @@ def int4_rows() -> None:
         row(f"{rounding}, {time.process_time() - start:.0f} s of processor time", frozen)
 
 
+def per_tensor_rows() -> None:
+    """With one scale a weight, channels that differ much are what equalisation is for."""
+    print(heading("Weights with one scale: EfficientNet-Lite0, INT8, an ImageNet sample"))
+    images, classes, tuned = imagenet_sample()
+    model = efficientnet_lite0()
+    row = _image_rows(model, images[~tuned], classes[~tuned])
+    for granularity, equalized, corrected in (
+        ("per_channel", True, True),
+        ("per_tensor", False, False),
+        ("per_tensor", False, True),
+        ("per_tensor", True, False),
+        ("per_tensor", True, True),
+    ):
+        quantizer = Quantizer(
+            backend="openvino",
+            weights={"granularity": granularity},
+            activations={} if equalized else {"smooth": None},
+            bias_correction=corrected,
+        )
+        quantizer.calibrate(model, images[tuned].split(_BATCH), progress=False)
+        words = [granularity, *["equalized"] * equalized, *["biases corrected"] * corrected]
+        row(", ".join(words), quantizer.quantize(model))
+
+
 def smollm2_rows() -> None:
     print(heading("Calibrators: SmolLM2-135M, INT8 linears, WikiText-2, perplexity"))
     model, tokens = smollm2_and_tokens()
@@ -222,6 +246,7 @@ _TABLES = {
     "peers": peer_rows,
     "efficientnet": efficientnet_rows,
     "int4": int4_rows,
+    "per_tensor": per_tensor_rows,
     "smollm2": smollm2_rows,
     "rounding": rounding_rows,
 }

@@ -37,8 +37,7 @@ _ALIKE = 1e-5
 
 @dataclass(kw_only=True, slots=True)
 class _Folded:
-    """The convolution that takes factors in, its new scales and bias, and the clips and minima on the way with their
-    bounds."""
+    """The convolution that takes factors in, with its new scales and bias, and the clips on the way with their bounds."""
 
     convolution: Any
     scales: np.ndarray[Any, Any]
@@ -124,7 +123,9 @@ def _pads_zeros(node: Any) -> bool:
     return len(node.inputs) <= 2 or node.inputs[2] is None or scalar(node.inputs[2]) == 0
 
 
-def _folded(convolution: Any, factors: np.ndarray[Any, Any], clips: list[tuple[Any, np.ndarray[Any, Any]]]) -> _Folded | None:
+def _folded(
+    convolution: Any, factors: np.ndarray[Any, Any], clips: list[tuple[Any, np.ndarray[Any, Any]]]
+) -> _Folded | None:
     """Return a convolution with the factors in its scales and its bias; None if it has no such constants."""
     node = convolution.inputs[1].producer()
     if not is_dequantize(node) or len(list(convolution.inputs[1].uses())) != 1 or "block_size" in node.attributes:
