@@ -1,6 +1,8 @@
 """Accuracy by calibrator, and other quantizers at the same placement; tuned and scored on different rows.
 
-    python benchmarks/calibration_accuracy.py [minilm | peers | efficientnet | int4 | per_tensor | smollm2 | rounding]...
+    python benchmarks/calibration_accuracy.py [TABLE]...
+
+The tables are minilm, peers, efficientnet, int4, per_tensor, smollm2 and rounding; without a name all of them.
 
 MiniLM: calibrated on the first 64 pairs of STS-B train, scored on all of dev. EfficientNet-Lite0: calibrated on 64
 images of an ImageNet sample, spread over the classes, and scored on the others, or half and half. SmolLM2-135M:

@@ -37,7 +37,7 @@ _ALIKE = 1e-5
 
 @dataclass(kw_only=True, slots=True)
 class _Folded:
-    """The convolution that takes factors in, with its new scales and bias, and the clips on the way with their bounds."""
+    """The convolution that takes factors in, its new scales and bias, and the clips on the way with their bounds."""
 
     convolution: Any
     scales: np.ndarray[Any, Any]
