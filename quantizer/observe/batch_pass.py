@@ -197,10 +197,10 @@ class Pass:
                 seen.weight = weight
             elif f"{site.path}.{operand.name}" not in self._watched.refused:
                 self._observe(site, operand.name, value, seen)
-                if record.kind == "conv":
-                    seen.add_layer_before(origin.name if origin is not None and origin.channelwise else "")
                 if record.kind in self._watched.channels:
                     assert seen.group is not None
+                    if record.kind == "conv":
+                        seen.add_layer_before(origin.name if origin is not None and origin.channelwise else "")
                     axis = -1 if record.kind == "linear" else 1 - max(tensor.dim() for tensor in values)
                     seen.group.add_channels(ChannelRange.of(self._real(site, value), axis))
         if record.kind == "residual_add":

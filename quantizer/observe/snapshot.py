@@ -185,9 +185,8 @@ def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dic
             "softmax": bool(seen.softmax),
             "ends_branch": seen.ends_branch,
             "left": seen.left,
-            "layer_before": seen.layer_before,
-            "spread": None if seen.spread is None else seen.spread.tolist(),
             "group": None if seen.group is None else places[seen.group],
+            **_plain_equalized(seen),
         }
         for name, seen in record.operands.items()
     }
@@ -195,6 +194,14 @@ def _plain_site(record: SiteStatistics, places: Mapping[RangeGroup, int]) -> dic
         **{name: getattr(record, name) for name in _SITE_FIELDS},
         "reads": sorted(record.reads),
         "operands": operands,
+    }
+
+
+def _plain_equalized(seen: OperandRecord) -> dict[str, Any]:
+    """Return what equalisation of convolutions adds; without it files are as those of earlier versions."""
+    spread = None if seen.spread is None else seen.spread.tolist()
+    return {
+        name: value for name, value in (("layer_before", seen.layer_before), ("spread", spread)) if value is not None
     }
 
 
@@ -210,7 +217,7 @@ def _plain_group(group: RangeGroup, rows: list[Tensor]) -> dict[str, Any]:
         "channels_vary": group.channels_vary,
         "channels": group.channels and [group.channels.low.tolist(), group.channels.high.tolist()],
         "migration": group.migration and [group.migration.alpha, group.migration.factors.tolist()],
-        "migration_axes": [-1, None] if group.migration is None else list(group.migration.axes),
+        **({} if group.migration is None else {"migration_axes": list(group.migration.axes)}),
         **_plain_calibrator(group.calibrator, rows),
     }
 
