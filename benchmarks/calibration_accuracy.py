@@ -166,7 +166,7 @@ def int4_rows() -> None:
 
 
 def per_tensor_rows() -> None:
-    """With one scale a weight, channels that differ much are what equalisation is for."""
+    """Without equalisation the classifier's input is not smoothed either: one setting asks for both."""
     print(heading("Weights with one scale: EfficientNet-Lite0, INT8, an ImageNet sample"))
     images, classes, tuned = imagenet_sample()
     model = efficientnet_lite0()
