@@ -84,7 +84,7 @@ class ActivationsConfig(Section):
     ] = Field(
         default=None,
         description="SmoothQuant: how much of the outliers of what linears read moves into their weights, such as 0.5; "
-        "'auto' chooses by the output of the model, null moves nothing. Consecutive convolutions are equalised as well, "
+        "'auto' chooses by the output of the model, null moves nothing. Consecutive convolutions are equalised too, "
         "where their weights have one scale or channels differ much.",
     )
 
