@@ -88,8 +88,7 @@ def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
             assert observation.kept is not None
             choose_ranges(proxy.module, _trials(proxy, decided(), observation, settings), observation.kept.few())
         if config.weights.rounding in ("gptq", "reconstruct"):
-            qmax = settings.profile.weight_qmax
-            round_weights(proxy, observation, decided(), qmax=qmax, by_size=config.weights.act_order)
+            round_weights(proxy, observation, decided(), settings)
         if config.weights.rounding == "reconstruct":
             reconstruct_blocks(proxy, observation, decided(), settings)
         if config.weights.rounding == "awq":

@@ -5,6 +5,10 @@ precision and with its chosen codes, and themselves rounded (and smoothed) as pl
 are rounded together, so that in memory there is H (see ``numerics/gptq.py``) of one tensor at a time.
 
 A weight whose codes make no smaller error at the output of its own product than the nearest ones keeps the nearest.
+
+Of INT4, 15 steps for all values of a scale, the range decides as much as the codes. Where no calibrator is set for it,
+it is the share of the largest magnitude with the least sum of c (w_r - w)^2, c being what an error in that column
+costs GPTQ.
 """
 
 from __future__ import annotations
@@ -31,26 +35,33 @@ from quantizer.calibration.rounding.progress import record
 from quantizer.calibration.rounding.progress import stored_weights
 from quantizer.calibration.rounding.progress import why_nearest
 from quantizer.calibration.staged_passes import StagedPasses
-from quantizer.functional import quantize
+from quantizer.functional import fake_quantize
+from quantizer.numerics.gptq import column_costs
 from quantizer.numerics.gptq import gptq_codes
 from quantizer.numerics.gptq import output_error
-from quantizer.numerics.granularity import beside
-from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.granularity import scale_of_each
+from quantizer.numerics.qtype import INT4
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.padding import with_zeroed_padding
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.range_group import RoundedWeight
 from quantizer.observe.statistics import Seen
+from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
+from quantizer.plan.weight_range import least_error_amax
 from quantizer.plan.weight_scales import as_rounded
+from quantizer.plan.weight_scales import with_range
 from quantizer.proxy.site import Site
 
 __all__ = ["round_weights"]
 
 
 _PRODUCT = 2  # operands
+
+_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6)
+"""The shares of the largest magnitude that are compared as the range of INT4."""
 
 _Refused = dict[str, str]
 """Why weights keep the nearest codes, by ``SITE.OPERAND``."""
@@ -81,6 +92,13 @@ class _Weighted:
         """The name of the weight, ``SITE.OPERAND``."""
         return f"{self.site.path}.{self.weight.name}"
 
+    def round_as(self, chosen: RoundedWeight, scale_dtype: torch.dtype) -> None:
+        """Round the weight as chosen from now on."""
+        quantizer, plan = self.site.quantizer(self.place), with_range(self.weight, chosen.amax, scale_dtype)
+        assert plan.scale is not None
+        quantizer.set_scale(plan.scale, plan.dtype, plan.axis, plan.block_size)
+        quantizer.set_codes(chosen.codes)
+
     @property
     def shares(self) -> tuple[Any, ...]:
         """The key of weights with one H; only linears all read their input by its last axis."""
@@ -88,8 +106,10 @@ class _Weighted:
         return self.group, self.other.quantized, self.other.dtype, alone
 
 
-def round_weights(proxy: Proxied, observation: Seen, plan: Plan, *, qmax: int | None, by_size: bool) -> None:
-    """Choose the codes of all weights that a plan quantizes: set ``rounded`` of their records.
+def round_weights(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanSettings) -> None:
+    """Choose the codes of all weights that a plan quantizes, and the ranges of those in INT4.
+
+    Set ``rounded`` of their records.
 
     After an interrupt the next call goes on with the tensor that was not finished, if nothing else changed.
 
@@ -97,8 +117,7 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, *, qmax: int | 
         proxy: the calibrated proxy, its sites inactive and unobserved.
         observation: the statistics, with kept batches.
         plan: the plan without codes.
-        qmax: the largest code of a weight in INT8 on the target; None: that of the format.
-        by_size: whether input channels with large values are rounded first.
+        settings: the settings of the plan.
 
     Raises:
         CalibrationError: several processes calibrate together.
@@ -113,9 +132,9 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, *, qmax: int | 
         units = _units(weights, passes)
         for unit in tqdm(units, "rounding weights", unit="tensor", leave=False, disable=None):
             if any(one.name not in done for one in unit):
-                done.update(_rounded(unit, passes, qmax, by_size))
+                done.update(_rounded(unit, passes, settings, proxy.config.weights.act_order))
             for one in unit:
-                one.site.quantizer(one.place).set_codes(done[one.name].codes)
+                one.round_as(done[one.name], settings.scale_dtype)
     reached = {one.name for unit in units for one in unit}
     refused |= {one.name: UNREACHED for one in weights if one.name not in reached}
     record(observation, {**{name: nearest(why) for name, why in refused.items()}, **done})
@@ -178,7 +197,9 @@ class _Inputs:
         self.rows += int((x != 0).any(-1).any(0).sum())
 
 
-def _rounded(unit: list[_Weighted], passes: StagedPasses, qmax: int | None, by_size: bool) -> dict[str, RoundedWeight]:
+def _rounded(
+    unit: list[_Weighted], passes: StagedPasses, settings: PlanSettings, by_size: bool
+) -> dict[str, RoundedWeight]:
     """Return the rounding of the weights that multiply one tensor, by name."""
     first, inputs = unit[0], _Inputs()
     products: dict[str, ProductRows | str] = {}
@@ -197,29 +218,50 @@ def _rounded(unit: list[_Weighted], passes: StagedPasses, qmax: int | None, by_s
 
     passes.visit(first.site, visit)
     # With other codes before it, a model that routes its data may leave the site out.
-    return {one.name: _best(one, products.get(one.name, UNREACHED), inputs, qmax, by_size) for one in unit}
+    return {one.name: _best(one, products.get(one.name, UNREACHED), inputs, settings, by_size) for one in unit}
 
 
 def _best(
-    one: _Weighted, product: ProductRows | str, inputs: _Inputs, qmax: int | None, by_size: bool
+    one: _Weighted, product: ProductRows | str, inputs: _Inputs, settings: PlanSettings, by_size: bool
 ) -> RoundedWeight:
     """Return the codes of a weight by GPTQ, if they make a smaller error than the nearest."""
     if isinstance(product, str) or inputs.hessian is None:
         return nearest(product if isinstance(product, str) else UNREACHED)
-    values, kind = as_rounded(one.weight, one.read()), qtype(one.weight.dtype)
-    axis, block, scale = one.weight.axis, one.weight.block_size, one.weight.scale
-    assert scale is not None
-    of_each = torch.ones_like(values)
-    in_blocks(of_each, axis, block).mul_(beside(scale, values.dim(), axis, block))
-    low, high = (int(kind.qmin), int(kind.qmax)) if qmax is None or kind != INT8 else (-qmax, qmax)
-    weight, steps = product.weight(values), product.weight(of_each)
-    codes = gptq_codes(weight, inputs.hessian, steps, low, high, rows=inputs.rows, by_size=by_size)
-    if codes is None:
+    values, kind, qmax = as_rounded(one.weight, one.read()), qtype(one.weight.dtype), settings.profile.weight_qmax
+    costs = column_costs(inputs.hessian, rows=inputs.rows, by_size=by_size)
+    if costs is None:
         return nearest("what it multiplies has squares beyond float32")
-    usual_codes = product.weight(quantize(values, scale, kind.name, axis=axis, block_size=block))
-    error, usual = (output_error(weight, found * steps, inputs.hessian) for found in (codes, usual_codes))
-    if not error < usual:
-        return nearest("gptq makes no smaller error")
-    return RoundedWeight(
-        codes=product.as_weight(codes), text=f"gptq, {error / usual:.2f} of the error of rounding to nearest"
+    amax = _range(one.weight, values, product, costs)
+    ranged = with_range(one.weight, amax, settings.scale_dtype)
+    assert ranged.scale is not None
+    steps = product.weight(scale_of_each(ranged.scale, values.shape, ranged.axis, ranged.block_size))
+    weight = product.weight(values)
+    low, high = (int(kind.qmin), int(kind.qmax)) if qmax is None or kind != INT8 else (-qmax, qmax)
+    codes = gptq_codes(weight, inputs.hessian, steps, low, high, rows=inputs.rows, by_size=by_size)
+    assert codes is not None
+    assert one.weight.scale is not None
+    usual = product.weight(
+        fake_quantize(values, one.weight.scale, kind.name, axis=one.weight.axis, block_size=one.weight.block_size)
     )
+    error, former = (output_error(weight, found, inputs.hessian) for found in (codes * steps, usual))
+    if not error < former:
+        return nearest("gptq makes no smaller error")
+    text = f"gptq, {error / former:.2f} of the error of rounding to nearest"
+    return RoundedWeight(codes=product.as_weight(codes), text=text, amax=amax)
+
+
+def _range(weight: OperandPlan, values: Tensor, product: ProductRows, costs: Tensor) -> Tensor | None:
+    """Return the range of each scale of a weight in INT4; None: that of the calibrator.
+
+    Args:
+        weight: the plan of the weight.
+        values: the values that are rounded [*].
+        product: the rows of the product.
+        costs: what an error costs in each column of the rows [G, K].
+    """
+    kind = qtype(weight.dtype)
+    if kind != INT4 or weight.estimate is not None or weight.spread is not None:
+        return None
+    assert weight.amax is not None
+    of_each = product.as_weight(costs[:, None, :].expand(product.weight(values).shape).to(values.dtype))
+    return least_error_amax(values, weight.amax, weight.axis, weight.block_size, kind, _SHARES, of_each)

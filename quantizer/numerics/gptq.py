@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gptq_codes", "output_error"]
+__all__ = ["column_costs", "gptq_codes", "output_error"]
 
 _DAMPING = 0.01
 """The least that is added to the diagonal of H, as a share of its mean: that of the paper."""
@@ -50,7 +50,7 @@ def gptq_codes(
     values, scales = weight.double(), scale.double().expand(weight.shape)
     order = _order(hessian, by_size)
     values, scales = _columns(values, order), _columns(scales, order)
-    factor = _inverse_factor(_columns(_columns(hessian.double(), order).mT, order).mT, rows)
+    factor = _inverse_factor(_in_order(hessian, order), rows)
     codes = torch.empty_like(values)
     columns = weight.shape[-1]
     for start in range(0, columns, _COLUMNS):
@@ -66,6 +66,19 @@ def gptq_codes(
             codes[..., column], errors[..., column - start] = code, error
         values[..., end:] -= errors @ factor[..., start:end, end:]
     return _columns(codes, order.argsort(-1)).to(torch.int8)
+
+
+def column_costs(hessian: Tensor, *, rows: int, by_size: bool = False) -> Tensor | None:
+    """Return what an error of one in each column costs, 1 / U[j, j]^2 [.., K]; None if H is not finite.
+
+    It is the least that is left of it once the columns that are rounded later have made up for it (section 3.1 of the
+    paper). The arguments are those of ``gptq_codes``.
+    """
+    if not bool(torch.isfinite(hessian).all()):
+        return None
+    order = _order(hessian, by_size)
+    factor = _inverse_factor(_in_order(hessian, order), rows)
+    return factor.diagonal(dim1=-2, dim2=-1).square().reciprocal().gather(-1, order.argsort(-1))
 
 
 def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
@@ -85,6 +98,11 @@ def _order(hessian: Tensor, by_size: bool) -> Tensor:
 def _columns(values: Tensor, order: Tensor) -> Tensor:
     """Return values [.., N, K] with their columns in an order [.., K]."""
     return values.gather(-1, order[..., None, :].expand(values.shape))
+
+
+def _in_order(hessian: Tensor, order: Tensor) -> Tensor:
+    """Return H with its rows and columns in an order [.., K], in float64."""
+    return _columns(_columns(hessian.double(), order).mT, order).mT
 
 
 def _inverse_factor(hessian: Tensor, rows: int) -> Tensor:

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-__all__ = ["beside", "in_blocks", "scale_shape"]
+__all__ = ["beside", "in_blocks", "scale_of_each", "scale_shape"]
 
 
 def scale_shape(shape: Sequence[int], axis: int | None, block_size: int | None) -> tuple[int, ...]:
@@ -49,3 +50,10 @@ def beside(scale: Tensor, ndim: int, axis: int | None, block_size: int | None) -
     if block_size is not None:
         return scale.float().unsqueeze(axis + 1)
     return scale.float().reshape([-1 if d == axis else 1 for d in range(ndim)])
+
+
+def scale_of_each(scale: Tensor, shape: Sequence[int], axis: int | None, block_size: int | None) -> Tensor:
+    """Return the scale of each value, float32 [*shape]."""
+    scales = torch.ones(*shape, device=scale.device)
+    in_blocks(scales, axis, block_size).mul_(beside(scale, len(shape), axis, block_size))
+    return scales

@@ -118,10 +118,17 @@ class RangeGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RoundedWeight:
-    """The codes that were chosen for a weight, int8 [*], and a text on the choice; None: the nearest codes."""
+    """The rounding that was chosen for a weight.
+
+    Attributes:
+        codes: the codes, int8 [*]; None: the nearest ones.
+        text: how they were chosen.
+        amax: the ranges that belong to the codes, float32 in the shape of the scale; None: those of the calibrator.
+    """
 
     codes: Tensor | None
     text: str
+    amax: Tensor | None = None
 
 
 @dataclass(kw_only=True, slots=True)

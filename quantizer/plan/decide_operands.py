@@ -24,6 +24,7 @@ from quantizer.plan.weight_scales import ONE_SCALE
 from quantizer.plan.weight_scales import beyond
 from quantizer.plan.weight_scales import scale_of
 from quantizer.plan.weight_scales import scaled_for
+from quantizer.plan.weight_scales import with_range
 from quantizer.proxy.site import Site
 from quantizer.reasons import ReasonCode
 from quantizer.targets import TargetProfile
@@ -142,7 +143,10 @@ def _weight(
     scaled = scaled_for(plan, seen.weight.tensor(), settings.scale_dtype, settings.profile.weight_qmax)
     if scaled.reason is not None:
         return refused(scaled.reason)
-    return scaled if seen.rounded is None else replace(scaled, codes=seen.rounded.codes, rounding=seen.rounded.text)
+    if seen.rounded is None:
+        return scaled
+    ranged = with_range(scaled, seen.rounded.amax, settings.scale_dtype)
+    return replace(ranged, codes=seen.rounded.codes, rounding=seen.rounded.text)
 
 
 def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings, wanted: Format) -> OperandPlan:

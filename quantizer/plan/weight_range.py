@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from quantizer.functional import fake_quantize
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import QType
 
-__all__ = ["weight_amax"]
+__all__ = ["least_error_amax", "weight_amax"]
 
 _SHARES = tuple(round(1 - 0.02 * number, 2) for number in range(31))
 """The shares of the largest magnitude that ``mse`` compares: 1 to 0.4. INT4 clips most, and seldom below half."""
@@ -41,12 +42,36 @@ def weight_amax(values: Tensor, axis: int | None, block_size: int | None, dtype:
         return largest
     if estimate.startswith("percentile "):
         return _percentile(magnitudes, axis, block_size, float(estimate.split()[1]))
+    return least_error_amax(values, largest, axis, block_size, dtype, _SHARES)
+
+
+def least_error_amax(
+    values: Tensor,
+    largest: Tensor,
+    axis: int | None,
+    block_size: int | None,
+    dtype: QType,
+    shares: Iterable[float],
+    costs: Tensor | None = None,
+) -> Tensor:
+    """Return the range of each scale with the least sum of c (w_r - w)^2, in the shape of the scale.
+
+    Args:
+        values: the weight, float32 [*].
+        largest: the largest range of each scale.
+        axis: the axis of scales or of blocks; None: one scale.
+        block_size: the number of neighbours along ``axis`` that share a scale; None: no blocks.
+        dtype: the format of the weight.
+        shares: what shares of the largest range are compared; of equal ones the first is taken.
+        costs: c of each value, [*]; None: 1.
+    """
     best, least = largest, torch.full_like(largest, math.inf)
-    for share in _SHARES:
+    for share in shares:
         amax = largest * share
         scale = torch.where(amax > 0, amax / dtype.qmax, 1.0)
         rounded = fake_quantize(values, scale, dtype.name, axis=axis, block_size=block_size)
-        error = _over_scale((rounded - values).square(), axis, block_size, torch.sum)
+        squares = (rounded - values).square()
+        error = _over_scale(squares if costs is None else squares * costs, axis, block_size, torch.sum)
         best, least = torch.where(error < least, amax, best), torch.minimum(error, least)
     return best
 

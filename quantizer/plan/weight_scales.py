@@ -23,7 +23,7 @@ from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_range import weight_amax
 from quantizer.reasons import ReasonCode
 
-__all__ = ["ONE_SCALE", "as_rounded", "beyond", "scale_of", "scaled_for", "with_scales_of_weights"]
+__all__ = ["ONE_SCALE", "as_rounded", "beyond", "scale_of", "scaled_for", "with_range", "with_scales_of_weights"]
 
 ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
 """The note on the weight of a transposed convolution if no axis of it is that of the output channels."""
@@ -80,6 +80,13 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
         maximum=float(values.max()),
         note="; ".join(text for text in notes if text is not None) or None,
     )
+
+
+def with_range(operand: OperandPlan, amax: Tensor | None, scale_dtype: torch.dtype) -> OperandPlan:
+    """Return the plan of a weight with another range, in the shape of its scale; None: as it is."""
+    if amax is None:
+        return operand
+    return replace(operand, amax=amax, scale=scale_of(amax, qtype(operand.dtype), scale_dtype))
 
 
 def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtype, qmax: int | None) -> Plan:

@@ -239,12 +239,37 @@ def test_a_weight_that_two_sites_store_is_rounded_to_nearest() -> None:
 
 def test_inputs_that_are_independent_keep_the_nearest_codes() -> None:
     model = nn.Sequential(nn.Linear(32, 8)).eval()
-    q = rounded(model, [torch.eye(32)])
+    weights = {"calibrator": "mse"}
+    q = rounded(model, [torch.eye(32)], weights=weights)
     assert operand(q, "0").rounding == "rounded to nearest: gptq makes no smaller error"
     assert_same(
         q.quantize(model)(torch.eye(32)),
-        make_calibrated(model, [torch.eye(32)], **WEIGHTS).quantize(model)(torch.eye(32)),
+        make_calibrated(model, [torch.eye(32)], weights=weights, **WEIGHTS).quantize(model)(torch.eye(32)),
     )
+
+
+@pytest.mark.parametrize("config", [WEIGHTS, BLOCKS])
+def test_the_range_of_int4_is_chosen_where_no_calibrator_is(config: dict[str, Any]) -> None:
+    model = Net().eval()
+    with torch.no_grad():
+        # One value of each row decides for all others if the range is the largest of them.
+        model.query.weight[:, 3] = 5 * model.query.weight.abs().amax(1)
+    widest = make_calibrated(model, data(), **config)
+    chosen = rounded(model, **config)
+    largest, amax = operand(widest, "query").amax, operand(chosen, "query").amax
+    assert largest is not None
+    assert amax is not None
+    shares = {round(share, 4) for share in (amax / largest).flatten().tolist()}
+    assert shares <= set(weight_rounding._SHARES)
+    assert min(shares) < 1
+    # The scale is that of the range, and the codes are those of the scale.
+    scale = operand(chosen, "query").scale
+    assert scale is not None
+    assert_same(scale, amax / 7)
+    given = rounded(model, **{**config, "weights": {"calibrator": "percentile", "percentile": 100}})
+    kept = operand(given, "query").amax
+    assert kept is not None
+    assert_same(kept, largest)
 
 
 def test_fp8_has_no_whole_numbers() -> None:

@@ -19,8 +19,7 @@ from torch import nn
 
 from quantizer.functional import fake_quantize
 from quantizer.functional import quantize
-from quantizer.numerics.granularity import beside
-from quantizer.numerics.granularity import in_blocks
+from quantizer.numerics.granularity import scale_of_each
 from quantizer.numerics.log_scale import GAIN
 from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import qtype
@@ -79,9 +78,7 @@ class LearnedCodes(Learned):
         self.parameter = torch.zeros_like(values).requires_grad_()
         self.quantizer = quantizer
         self._weight = weight
-        self._steps = torch.ones_like(values)
-        shape = weight.axis, weight.block_size
-        in_blocks(self._steps, *shape).mul_(beside(weight.scale, values.dim(), *shape))
+        self._steps = scale_of_each(weight.scale, values.shape, weight.axis, weight.block_size)
         self._start = values
         if weight.codes is not None:
             lowest, highest = ((weight.codes + sign * _WITHIN) * self._steps for sign in (-1, 1))
@@ -107,12 +104,19 @@ class LearnedCodes(Learned):
     def rounded(self, codes: Tensor, where: str, share: float) -> RoundedWeight:
         """Return the record of codes with a share of the former error at the output of a block."""
         former = "rounding to nearest" if self._weight.codes is None else "gptq"
-        return RoundedWeight(codes=codes, text=f"reconstruct, {where}: {share:.2f} of the error of {former}")
+        text = f"reconstruct, {where}: {share:.2f} of the error of {former}"
+        return RoundedWeight(codes=codes, text=text, amax=self._chosen)
 
     def as_before(self, why: str) -> RoundedWeight:
         """Return the record of the codes to begin with, and why there are no others."""
         former = self._weight.rounding or "rounded to nearest"
-        return RoundedWeight(codes=self._weight.codes, text=f"{former}; not reconstructed: {why}")
+        text = f"{former}; not reconstructed: {why}"
+        return RoundedWeight(codes=self._weight.codes, text=text, amax=self._chosen)
+
+    @property
+    def _chosen(self) -> Tensor | None:
+        """The range that was chosen with the codes to begin with."""
+        return None if self._weight.codes is None else self._weight.amax
 
     def _on(self, rounding: Callable[..., Tensor]) -> Tensor:
         """Return the weight with v added before ``rounding``."""

@@ -74,7 +74,8 @@ def _key(proxy: Proxied, observation: Seen, plan: Plan) -> str:
         for path, entry in plan.items()
         for operand in entry.operands
         for field, value in (("scale", operand.scale), ("smooth", operand.smooth))
-        if operand.quantized and value is not None
+        # The scales of weights follow from what else is in the checksum, or were chosen together with codes.
+        if operand.quantized and value is not None and (operand.role, field) != ("weight", "scale")
     }
     assert observation.kept is not None
     weights = Fingerprint.of(proxy.module).plain()
