@@ -108,7 +108,7 @@ def _logits(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
         return torch.cat([model(batch) for batch in images.split(_BATCH)])
 
 
-def _image_rows(model: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> Callable[[str, nn.Module], None]:
+def image_rows(model: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> Callable[[str, nn.Module], None]:
     """Print the head of a table and the row of the float model; return a function that adds a row."""
     expected = _logits(model, images)
 
@@ -135,7 +135,7 @@ def efficientnet_rows() -> None:
     print(heading("Calibrators: EfficientNet-Lite0, INT8, an ImageNet sample"))
     images, classes, tuned = imagenet_sample()
     model = efficientnet_lite0()
-    row = _image_rows(model, images[~tuned], classes[~tuned])
+    row = image_rows(model, images[~tuned], classes[~tuned])
     for placement, residual in (("convolutions and linear", False), ("default (residual auto)", "auto")):
         for calibrator in _CALIBRATORS:
             quantizer = Quantizer(
@@ -152,7 +152,7 @@ def int4_rows() -> None:
     print(heading("Rounding of weights: EfficientNet-Lite0, INT4 per channel, INT8 activations, an ImageNet sample"))
     images, classes, _ = imagenet_sample()
     model = efficientnet_lite0()
-    row = _image_rows(model, images[1::2], classes[1::2])
+    row = image_rows(model, images[1::2], classes[1::2])
     for rounding in ("nearest", "gptq", "reconstruct"):
         quantizer = Quantizer(
             backend="onnxruntime",
@@ -170,7 +170,7 @@ def per_tensor_rows() -> None:
     print(heading("Weights with one scale: EfficientNet-Lite0, INT8, an ImageNet sample"))
     images, classes, tuned = imagenet_sample()
     model = efficientnet_lite0()
-    row = _image_rows(model, images[~tuned], classes[~tuned])
+    row = image_rows(model, images[~tuned], classes[~tuned])
     for granularity, equalized, corrected in (
         ("per_channel", True, True),
         ("per_tensor", False, False),

@@ -102,7 +102,7 @@ def _sets(embed: Embed) -> dict[str, _Texts]:
     return {"STS-B dev": _similarity(), "banking77": _classes(banking, embed), "TREC": _classes(trec, embed)}
 
 
-class _Bench:
+class Bench:
     def __init__(self, source: str) -> None:
         self.model = load_model(source, "sentence-similarity")
         self._tokenizer = load_tokenizer(source)
@@ -144,7 +144,7 @@ class _Bench:
         print(f"| {name}{note} | {' | '.join(cells)} | {seconds:.0f} |", flush=True)
 
 
-def _ours(bench: _Bench, name: str, **config: Any) -> None:
+def ours(bench: Bench, name: str, **config: Any) -> None:
     """Print the row of ours with these settings."""
 
     def make(batches: list[Batch]) -> tuple[Callable[[Batch], object], str]:
@@ -156,23 +156,23 @@ def _ours(bench: _Bench, name: str, **config: Any) -> None:
     bench.row(f"ours, {name}", make)
 
 
-def presets(bench: _Bench) -> None:
+def presets(bench: Bench) -> None:
     """Ours, by target and preset."""
     for backend in ("openvino", "onnxruntime", "tensorrt"):
         for preset in ("fast", "balanced", "accurate"):
-            _ours(bench, f"{backend}, {preset}", backend=backend, preset=preset)
+            ours(bench, f"{backend}, {preset}", backend=backend, preset=preset)
 
 
-def everything(bench: _Bench) -> None:
+def everything(bench: Bench) -> None:
     """Ours with every kind of site in INT8, nothing put back to float."""
     for backend in ("openvino", "tensorrt"):
-        _ours(bench, f"{backend}, every site, fast", backend=backend, preset="fast", sites=_EVERY)
+        ours(bench, f"{backend}, every site, fast", backend=backend, preset="fast", sites=_EVERY)
         for rounding in ("nearest", "reconstruct"):
             name = f"{backend}, every site, weights by {rounding}"
-            _ours(bench, name, backend=backend, sites=_EVERY, weights={"rounding": rounding})
+            ours(bench, name, backend=backend, sites=_EVERY, weights={"rounding": rounding})
 
 
-def peers(bench: _Bench) -> None:
+def peers(bench: Bench) -> None:
     """Others, with linears and matmuls quantized, and what ONNX Runtime does at run time."""
     # Large libraries, which the other table does not need.
     from peers import DYNAMIC
@@ -201,6 +201,6 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(heading("Defaults: SQNR of the embeddings in dB, and the loss of score"))
-    bench = _Bench(arguments.model)
+    bench = Bench(arguments.model)
     for table in arguments.tables or _TABLES:
         _TABLES[table](bench)

@@ -76,12 +76,23 @@ class Bench:
         as_written = ONNXRuntimeEngine(session_as_written(onnx))
         return {"file, node by node": as_written, "OpenVINO": load_engine(BACKEND, folder / "model.engine")}
 
+    def untrained(self, formats: tuple[object, ...], name: str) -> None:
+        """What comes of calibration alone, by the default preset, and with weights rounded by the outputs of blocks."""
+        for rounding in ("nearest", "reconstruct"):
+            quantizer = Quantizer(
+                backend=BACKEND, sites={"residual_add": True}, formats=formats, weights={"rounding": rounding}
+            )
+            start = time.perf_counter()
+            quantizer.calibrate(self.model, self.task.batches(self.train[CALIBRATION]), progress=False)
+            frozen = quantizer.quantize(self.model)
+            self.row(f"{name}: PTQ, balanced, weights by {rounding}", frozen, time.perf_counter() - start)
+
     def trained(self, formats: tuple[object, ...], seed: int, name: str) -> dict[str, float]:
         """One training, and the scores that came of it."""
         quantizer = Quantizer(preset="fast", backend=BACKEND, sites={"residual_add": True}, formats=formats)
         quantizer.calibrate(self.model, self.task.batches(self.train[CALIBRATION]), progress=False)
         if seed == 0:
-            self.row(f"{name}: PTQ", quantizer.quantize(self.model))
+            self.row(f"{name}: PTQ, fast", quantizer.quantize(self.model))
         with tempfile.TemporaryDirectory() as folder:
             training = Training(
                 QatConfig(seed=seed),
@@ -110,6 +121,7 @@ def main(case: str, seeds: int) -> None:
     print("| model | accuracy | points to float | label flips | KL | training |\n|---|---|---|---|---|---|")
     base = bench.row("float", bench.model)
     name, formats = CASES[case]
+    bench.untrained(formats, name)
     scores = [bench.trained(formats, seed, name) for seed in range(seeds)]
     for which in scores[0]:
         mean = sum(found[which] for found in scores) / len(scores)

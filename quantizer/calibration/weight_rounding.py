@@ -6,8 +6,8 @@ are rounded together, so that in memory there is H (see ``numerics/gptq.py``) of
 
 A weight whose codes make no smaller error at the output of its own product than the nearest ones keeps the nearest.
 
-Of INT4, 15 steps for all values of a scale, the range decides as much as the codes. Where no calibrator is set for it,
-it is the share of the largest magnitude with the least sum of c (w_r - w)^2, c being what an error in that column
+Of INT4, 15 steps for all values of a scale, the range decides as much as the codes. With calibrator ``max`` it is the
+share of the largest magnitude with the least sum of c (w_r - w)^2, c being what an error in that column
 costs GPTQ.
 """
 

@@ -248,8 +248,9 @@ def test_inputs_that_are_independent_keep_the_nearest_codes() -> None:
     )
 
 
+@pytest.mark.promise("For INT4 it chooses the ranges as well, each at most the maximum")
 @pytest.mark.parametrize("config", [WEIGHTS, BLOCKS])
-def test_the_range_of_int4_is_chosen_where_no_calibrator_is(config: dict[str, Any]) -> None:
+def test_the_range_of_int4_is_chosen_where_it_is_the_maximum(config: dict[str, Any]) -> None:
     model = Net().eval()
     with torch.no_grad():
         # One value of each row decides for all others if the range is the largest of them.
