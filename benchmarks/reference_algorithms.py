@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from default_accuracy import Bench
 from default_accuracy import ours
 from efficientnet_lite import efficientnet_lite0
 from torch import nn
+from torch.nn import functional as F
 
 from quantizer import Quantizer
 from quantizer.tasks import Batch
@@ -94,6 +96,7 @@ def _nncf(model: nn.Module, batches: list[Batch], options: dict[str, bool]) -> C
 
 def _aimet(model: nn.Module, batches: list[Batch], steps: int) -> Callable[[Batch], object]:
     """Return MiniLM with the weights of its linears rounded by AIMET; no steps: to nearest."""
+    import aimet_torch.common.quantsim_config as settings
     from aimet_torch.adaround.adaround_weight import Adaround
     from aimet_torch.adaround.adaround_weight import AdaroundParameters
 
@@ -107,7 +110,9 @@ def _aimet(model: nn.Module, batches: list[Batch], steps: int) -> Callable[[Batc
             return output
 
     whole, names = Tuple().eval(), ("input_ids", "attention_mask")
-    loader = [tuple(batch[name] for name in names) for batch in batches]
+    # It puts inputs of all batches together, which must be of one length.
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+    loader = [tuple(F.pad(batch[name], (0, longest - batch[name].shape[1])) for name in names) for batch in batches]
     parameters = AdaroundParameters(
         loader,  # type: ignore[arg-type]
         len(loader),
@@ -115,7 +120,15 @@ def _aimet(model: nn.Module, batches: list[Batch], steps: int) -> Callable[[Batc
         forward_fn=lambda wrapped, batch: wrapped(*batch),
     )
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        rounded: Any = Adaround.apply_adaround(whole, loader[0], parameters, folder, "minilm", default_param_bw=4)
+        rounded: Any = Adaround.apply_adaround(
+            whole,
+            loader[0],
+            parameters,
+            folder,
+            "minilm",
+            default_param_bw=4,
+            default_config_file=str(Path(settings.__file__).with_name("default_config_per_channel.json")),
+        )
     return lambda batch: {"last_hidden_state": rounded(*(batch[name] for name in names))}
 
 

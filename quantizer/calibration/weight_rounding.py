@@ -7,8 +7,8 @@ are rounded together, so that in memory there is H (see ``numerics/gptq.py``) of
 A weight whose codes make no smaller error at the output of its own product than the nearest ones keeps the nearest.
 
 Of INT4, 15 steps for all values of a scale, the range decides as much as the codes. With calibrator ``max`` it is the
-share of the largest magnitude with the least sum of c (w_r - w)^2, c being what an error in that column
-costs GPTQ.
+share of the largest magnitude with the least sum of c (w_r - w)^2, c being what an error in that column costs GPTQ. In
+the end ranges are multiplied so that outputs are as large as those in float (``output_gains``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from quantizer.functional import fake_quantize
 from quantizer.numerics.gptq import column_costs
 from quantizer.numerics.gptq import gptq_codes
 from quantizer.numerics.gptq import output_error
+from quantizer.numerics.gptq import output_gains
 from quantizer.numerics.granularity import scale_of_each
 from quantizer.numerics.qtype import INT4
 from quantizer.numerics.qtype import INT8
@@ -51,6 +53,7 @@ from quantizer.plan.decide_operands import PlanSettings
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_range import least_error_amax
+from quantizer.plan.weight_range import over_scale
 from quantizer.plan.weight_scales import as_rounded
 from quantizer.plan.weight_scales import with_range
 from quantizer.proxy.site import Site
@@ -92,12 +95,16 @@ class _Weighted:
         """The name of the weight, ``SITE.OPERAND``."""
         return f"{self.site.path}.{self.weight.name}"
 
-    def round_as(self, chosen: RoundedWeight, scale_dtype: torch.dtype) -> None:
+    def round_as(self, chosen: RoundedWeight, settings: PlanSettings) -> None:
         """Round the weight as chosen from now on."""
-        quantizer, plan = self.site.quantizer(self.place), with_range(self.weight, chosen.amax, scale_dtype)
+        quantizer, plan = self.site.quantizer(self.place), self.ranged(chosen.amax, settings)
         assert plan.scale is not None
         quantizer.set_scale(plan.scale, plan.dtype, plan.axis, plan.block_size)
         quantizer.set_codes(chosen.codes)
+
+    def ranged(self, amax: Tensor | None, settings: PlanSettings) -> OperandPlan:
+        """Return the plan of the weight with other ranges; None: those of the calibrator."""
+        return with_range(self.weight, amax, settings.scale_dtype, settings.profile.weight_qmax)
 
     @property
     def shares(self) -> tuple[Any, ...]:
@@ -134,7 +141,7 @@ def round_weights(proxy: Proxied, observation: Seen, plan: Plan, settings: PlanS
             if any(one.name not in done for one in unit):
                 done.update(_rounded(unit, passes, settings, proxy.config.weights.act_order))
             for one in unit:
-                one.round_as(done[one.name], settings.scale_dtype)
+                one.round_as(done[one.name], settings)
     reached = {one.name for unit in units for one in unit}
     refused |= {one.name: UNREACHED for one in weights if one.name not in reached}
     record(observation, {**{name: nearest(why) for name, why in refused.items()}, **done})
@@ -184,17 +191,27 @@ class _Inputs:
 
     Attributes:
         hessian: the sum of x^T x, float64 [G, K, K]; None: there are none yet.
+        total: the sum of x, float64 [G, 1, K].
         rows: M, without rows of zeros.
     """
 
     hessian: Tensor | None = None
+    total: Tensor | None = None
     rows: int = 0
 
     def add(self, x: Tensor) -> None:
         """Add rows x [G, M, K]."""
-        added = (x.mT @ x).double()
-        self.hessian = added if self.hessian is None else self.hessian.add_(added)
+        squares, values = (x.mT @ x).double(), x.double().sum(-2, keepdim=True)
+        self.hessian = squares if self.hessian is None else self.hessian.add_(squares)
+        self.total = values if self.total is None else self.total.add_(values)
         self.rows += int((x != 0).any(-1).any(0).sum())
+
+    @property
+    def covariance(self) -> Tensor:
+        """The sum of (x - mean)^T (x - mean), float64 [G, K, K]."""
+        assert self.hessian is not None
+        assert self.total is not None
+        return self.hessian - self.total.mT @ self.total / max(self.rows, 1)
 
 
 def _rounded(
@@ -231,18 +248,18 @@ def _best(
     costs = column_costs(inputs.hessian, rows=inputs.rows, by_size=by_size)
     if costs is None:
         return nearest("what it multiplies has squares beyond float32")
-    amax = _range(one.weight, values, product, costs)
-    ranged = with_range(one.weight, amax, settings.scale_dtype)
-    assert ranged.scale is not None
-    steps = product.weight(scale_of_each(ranged.scale, values.shape, ranged.axis, ranged.block_size))
-    weight = product.weight(values)
+    # A factor a channel of one scale is folded into the layer behind, and leaves no range to choose.
+    free = kind == INT4 and one.weight.spread is None
+    amax = _range(one.weight, values, product, costs) if free and one.weight.estimate is None else None
+    weight, steps = product.weight(values), product.weight(_steps(one.ranged(amax, settings), values))
     low, high = (int(kind.qmin), int(kind.qmax)) if qmax is None or kind != INT8 else (-qmax, qmax)
     codes = gptq_codes(weight, inputs.hessian, steps, low, high, rows=inputs.rows, by_size=by_size)
     assert codes is not None
-    assert one.weight.scale is not None
-    usual = product.weight(
-        fake_quantize(values, one.weight.scale, kind.name, axis=one.weight.axis, block_size=one.weight.block_size)
-    )
+    if free:
+        gains = output_gains(weight, codes * steps, inputs.covariance)[..., None].expand_as(weight)
+        amax = _times(one.weight if amax is None else replace(one.weight, amax=amax), product.as_weight(gains))
+        steps = product.weight(_steps(one.ranged(amax, settings), values))
+    usual = product.weight(_nearest(one.weight, values))
     error, former = (output_error(weight, found, inputs.hessian) for found in (codes * steps, usual))
     if not error < former:
         return nearest("gptq makes no smaller error")
@@ -250,8 +267,8 @@ def _best(
     return RoundedWeight(codes=product.as_weight(codes), text=text, amax=amax)
 
 
-def _range(weight: OperandPlan, values: Tensor, product: ProductRows, costs: Tensor) -> Tensor | None:
-    """Return the range of each scale of a weight in INT4; None: that of the calibrator.
+def _range(weight: OperandPlan, values: Tensor, product: ProductRows, costs: Tensor) -> Tensor:
+    """Return the range of each scale with which rounding to nearest costs least.
 
     Args:
         weight: the plan of the weight.
@@ -259,9 +276,25 @@ def _range(weight: OperandPlan, values: Tensor, product: ProductRows, costs: Ten
         product: the rows of the product.
         costs: what an error costs in each column of the rows [G, K].
     """
-    kind = qtype(weight.dtype)
-    if kind != INT4 or weight.estimate is not None or weight.spread is not None:
-        return None
     assert weight.amax is not None
     of_each = product.as_weight(costs[:, None, :].expand(product.weight(values).shape).to(values.dtype))
+    kind = qtype(weight.dtype)
     return least_error_amax(values, weight.amax, weight.axis, weight.block_size, kind, _SHARES, of_each)
+
+
+def _times(weight: OperandPlan, gains: Tensor) -> Tensor:
+    """Return the range of each scale times the mean of its values' gains [*]."""
+    assert weight.amax is not None
+    return weight.amax * over_scale(gains.to(weight.amax.dtype), weight.axis, weight.block_size, torch.mean)
+
+
+def _nearest(weight: OperandPlan, values: Tensor) -> Tensor:
+    """Return the values [*] rounded to nearest with the scale of the calibrator."""
+    assert weight.scale is not None
+    return fake_quantize(values, weight.scale, weight.dtype, axis=weight.axis, block_size=weight.block_size)
+
+
+def _steps(weight: OperandPlan, values: Tensor) -> Tensor:
+    """Return the scale of each value [*]."""
+    assert weight.scale is not None
+    return scale_of_each(weight.scale, values.shape, weight.axis, weight.block_size)

@@ -145,7 +145,7 @@ def _weight(
         return refused(scaled.reason)
     if seen.rounded is None:
         return scaled
-    ranged = with_range(scaled, seen.rounded.amax, settings.scale_dtype)
+    ranged = with_range(scaled, seen.rounded.amax, settings.scale_dtype, settings.profile.weight_qmax)
     return replace(ranged, codes=seen.rounded.codes, rounding=seen.rounded.text)
 
 

@@ -13,7 +13,7 @@ from quantizer.functional import fake_quantize
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import QType
 
-__all__ = ["least_error_amax", "weight_amax"]
+__all__ = ["least_error_amax", "over_scale", "weight_amax"]
 
 _SHARES = tuple(round(1 - 0.02 * number, 2) for number in range(31))
 """The shares of the largest magnitude that ``mse`` compares: 1 to 0.4. INT4 clips most, and seldom below half."""
@@ -36,7 +36,7 @@ def weight_amax(values: Tensor, axis: int | None, block_size: int | None, dtype:
         The ranges, float32, in the shape of the scale (see ``numerics/granularity.py``).
     """
     magnitudes = values.abs()
-    largest = _over_scale(magnitudes, axis, block_size, torch.amax)
+    largest = over_scale(magnitudes, axis, block_size, torch.amax)
     # A weight with NaN is refused by the caller, with its name.
     if estimate is None or not bool(torch.isfinite(largest).all()):
         return largest
@@ -71,13 +71,13 @@ def least_error_amax(
         scale = torch.where(amax > 0, amax / dtype.qmax, 1.0)
         rounded = fake_quantize(values, scale, dtype.name, axis=axis, block_size=block_size)
         squares = (rounded - values).square()
-        error = _over_scale(squares if costs is None else squares * costs, axis, block_size, torch.sum)
+        error = over_scale(squares if costs is None else squares * costs, axis, block_size, torch.sum)
         best, least = torch.where(error < least, amax, best), torch.minimum(error, least)
     return best
 
 
-def _over_scale(values: Tensor, axis: int | None, block_size: int | None, reduce: Callable[..., Tensor]) -> Tensor:
-    """Return the values [*] of each scale, reduced by ``torch.amax`` or ``torch.sum``."""
+def over_scale(values: Tensor, axis: int | None, block_size: int | None, reduce: Callable[..., Tensor]) -> Tensor:
+    """Return the values [*] of each scale, reduced by ``torch.amax``, ``mean`` or ``sum``."""
     if axis is None:
         return reduce(values, dim=list(range(values.dim())))
     if block_size is not None:

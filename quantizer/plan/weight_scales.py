@@ -82,11 +82,14 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
     )
 
 
-def with_range(operand: OperandPlan, amax: Tensor | None, scale_dtype: torch.dtype) -> OperandPlan:
-    """Return the plan of a weight with another range, in the shape of its scale; None: as it is."""
+def with_range(operand: OperandPlan, amax: Tensor | None, scale_dtype: torch.dtype, qmax: int | None) -> OperandPlan:
+    """Return the plan of a weight with another range, in the shape of its scale; None: as it is.
+
+    ``scale_dtype`` and ``qmax`` are those of ``scaled_for``.
+    """
     if amax is None:
         return operand
-    return replace(operand, amax=amax, scale=scale_of(amax, qtype(operand.dtype), scale_dtype))
+    return replace(operand, amax=amax, scale=scale_of(amax, qtype(operand.dtype), scale_dtype, qmax))
 
 
 def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtype, qmax: int | None) -> Plan:

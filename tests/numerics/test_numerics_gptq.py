@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quantizer.numerics.gptq import gptq_codes
 from quantizer.numerics.gptq import output_error
+from quantizer.numerics.gptq import output_gains
 
 LOW, HIGH = -8, 7
 
@@ -103,6 +104,23 @@ def test_the_error_is_that_of_the_products() -> None:
     rounded = nearest(weight, steps(weight)) * steps(weight)
     expected = float((x @ (weight - rounded).mT).square().sum())
     assert output_error(weight, rounded, x.mT @ x) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_gain_makes_outputs_as_large_as_exact_ones() -> None:
+    x, weight = inputs(500, 16).double(), weights(5, 16).double()
+    x -= x.mean(0)
+    rounded = nearest(weight, steps(weight)) * steps(weight) * torch.tensor([0.7, 0.9, 1.0, 1.1, 1.3])[:, None]
+    gains = output_gains(weight, rounded, x.mT @ x)
+    exact, found = x @ weight.mT, x @ (gains[:, None] * rounded).mT
+    torch.testing.assert_close((exact * found).sum(0), exact.square().sum(0))
+
+
+def test_rows_with_nothing_in_common_have_no_gain() -> None:
+    weight = weights(3, 16).double()
+    covariance = torch.eye(16).double()
+    rounded = torch.stack([torch.zeros(16).double(), -weight[1], weight[2] / 3])
+    assert output_gains(weight, rounded, covariance).tolist() == [1, 1, 1]
+    assert output_gains(weight, weight, torch.zeros(16, 16).double()).tolist() == [1, 1, 1]
 
 
 def test_columns_of_zero_inputs_are_rounded_to_nearest() -> None:
