@@ -226,8 +226,10 @@ class Quantizer(QuantizerViews):
 
         Its plan equals, bit for bit, that of a quantizer which was configured for that backend and calibrated on the
         same data. Operands that fell back are float there too, with their groups of that backend; the errors that
-        ``amp`` measured are not copied. Later calibrations of one quantizer do not affect the other. If this quantizer
-        was loaded, call ``quantize(model)`` of the new one before anything else.
+        ``amp`` measured are not copied. Later calibrations of one quantizer do not affect the other.
+
+        A quantizer that was loaded has no data to run: ranges that were chosen by running it stay, biases are not
+        corrected, and a warning says both. Call ``quantize(model)`` of the new one before anything else.
 
         Raises:
             ConfigError: the backend is unknown, or cannot compute in a format of the configuration.

@@ -15,6 +15,7 @@ away again what the correction of the sites before it already took away.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections import deque
 from collections.abc import Callable
@@ -50,12 +51,15 @@ from quantizer.proxy.site import Site
 
 __all__ = ["corrected"]
 
+logger = logging.getLogger(__name__)
+
 _ROWS = 4096
 """The number of rows that are summed at once."""
 
 _DONE = "bias corrected"
 _NO_BIAS = "bias not corrected: it has none that holds it"
 _UNREACHED = "bias not corrected: no batch that was kept reaches it"
+_NO_BATCH = "bias not corrected: no batch of the calibration is kept, as in a folder"
 _WORSE = "bias not corrected: the output of the model comes out better without"
 
 
@@ -70,10 +74,17 @@ def corrected(proxy: Proxied, plan: Plan, observation: Seen, dtype: torch.dtype)
         observation: the statistics, with kept batches; the shifts are stored in it.
         dtype: the float type of biases on the target, to which shifts are rounded.
     """
+    kept = observation.kept or ReplayBatches()
+    if not kept.everywhere:
+        logger.warning(
+            "biases are not corrected, as a folder keeps no batch to measure their errors on: calibrate again for them"
+        )
+        notes = {path: _NO_BATCH for path, entry in plan.items() if entry.quantized}
+        return _with_shifts(plan, BiasShifts(shifts={}, notes=notes))
     known = observation.bias_shifts
     if known is None or known[0] != observation.batches:
         with torch.no_grad():
-            known = observation.batches, _chosen(proxy, plan, (observation.kept or ReplayBatches()).few(), dtype)
+            known = observation.batches, _chosen(proxy, plan, kept.few(), dtype)
         observation.bias_shifts = known
     return _with_shifts(plan, known[1])
 

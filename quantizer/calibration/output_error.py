@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from torch import nn
 
 from quantizer.calibration.proxied import Proxied
 from quantizer.observe.outputs import flat_output
+from quantizer.observe.outputs import is_no_mask
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
 from quantizer.observe.replay_batches import copied
@@ -27,7 +29,8 @@ class OutputError:
     """The float outputs of some batches, with which those of quantized models are compared.
 
     Legend: y the float output of a batch, all floating tensors of it together and without padding; z the output with
-    the operands rounded. The error of a plan is the sum over batches of |z - y|^2 / |y|^2.
+    the operands rounded. The error of a plan is the sum over batches of |z - y|^2 / |y|^2, without those values of y
+    that are masks.
     """
 
     def __init__(self, proxy: Proxied, batches: Iterable[Batch]) -> None:
@@ -66,5 +69,9 @@ def _output(proxy: nn.Module, batch: Batch) -> Tensor:
 
 
 def _error(output: Tensor, expected: Tensor) -> float:
-    power = float(expected.square().sum())
-    return float((output - expected).square().sum()) / power if power else 0.0
+    seen = is_no_mask(expected)
+    expected, output = expected[seen], output[seen]
+    power, error = float(expected.square().sum()), float((output - expected).square().sum())
+    if math.isnan(error):
+        return math.inf
+    return error / power if power else 0.0

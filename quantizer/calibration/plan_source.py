@@ -144,7 +144,9 @@ class PlanSource:
                 else:
                     # The proxy of the session computes with former parameters of the model.
                     seen, kept = session.seen(), session.observation().kept
-                    session = CalibrationSession(self._config, model, seen, kept=kept, fingerprint=session.fingerprint)
+                    session = CalibrationSession(
+                        self._config, model, seen, anew=True, kept=kept, fingerprint=session.fingerprint
+                    )
                 self.state = Calibrated(session)
             case _:
                 raise CalibrationError(

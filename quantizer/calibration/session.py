@@ -67,7 +67,7 @@ class CalibrationSession:
             config: the configuration of the quantizer.
             model: the float model.
             earlier: the statistics with which to continue, as ``seen`` returns them.
-            anew: whether ranges that were chosen by running batches are chosen again, for another target.
+            anew: whether what was chosen by running batches is chosen again, for another target or other parameters.
             kept: the batches for that choice; without any the former choice stays, if there can be one.
             fingerprint: the checksum of the weights with which ``earlier`` was observed.
 
@@ -98,9 +98,11 @@ class CalibrationSession:
 
     def _choose_anew(self, kept: ReplayBatches | None) -> None:
         seen, config = self._observation.seen, self._proxied.config
-        if kept:
+        # This rank's part may be empty where that of another is not.
+        some = kept is not None and kept.everywhere > 0
+        if kept is not None and some:
             seen.kept = kept.copy()
-        if kept or needs_batches(config) or not replays_batches(config):
+        if some or needs_batches(config) or not replays_batches(config):
             seen.forget_choices()
             return
         logger.warning(
@@ -131,8 +133,8 @@ class CalibrationSession:
 
     def has_weights_of(self, model: nn.Module) -> bool:
         """Return whether the proxy's parameters are those that ``model`` has now."""
-        now = dict(model.named_parameters())
-        return all(now.get(path) is parameter for path, parameter in self.proxy.named_parameters())
+        now = _parameters(model)
+        return all(now.get(path) is parameter for path, parameter in _parameters(self.proxy).items())
 
     def _look_at_weights(self, proxy: nn.Module, args: Any) -> None:
         """Compute the checksum at the first batch only: it costs a pass over the weights, which stay the same."""
@@ -157,7 +159,7 @@ class CalibrationSession:
         model = self._model()
         if model is None:
             return
-        now = dict(model.named_parameters())
+        now = _parameters(model)
         for path, record in whole.records.items():
             for seen in record.operands.values():
                 known = seen.weight
@@ -242,6 +244,11 @@ def merge_across_ranks(proxy: Proxied, observation: Observation) -> Seen:
     for seen in all_gather_bytes(snapshot(mine)):
         whole.add(_restored(seen, proxy.module, observation))
     return whole
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by path; one that is tied has several."""
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _restored(data: bytes, proxy: nn.Module, observation: Observation) -> Seen:

@@ -40,7 +40,7 @@ from quantizer.observe.snapshot import add_over_ranks
 from quantizer.observe.statistics import Seen
 from quantizer.plan.site_plan import Plan
 
-__all__ = ["ALPHAS", "Smoothing", "fit_migrations", "held_factors", "migration_factors"]
+__all__ = ["ALPHAS", "Smoothing", "fit_migrations", "held_factors", "migration_factors", "weight_record"]
 
 ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """The shares among which ``auto`` chooses, besides no migration."""
@@ -67,6 +67,8 @@ def migration_factors(activation: Tensor, weight: Tensor, alpha: float, dtype: t
     if not bool(activation.any()) or not bool(weight.any()):
         return torch.ones_like(activation, dtype=torch.float32)
     floor = max(_FLOOR * float(activation.double().median()), _LEAST * float(activation.max()))
+    # Ranges that were saved are on the CPU, wherever the weights are.
+    activation = activation.to(weight.device)
     x, w = activation.double().clamp(min=floor), weight.double().clamp(min=_LEAST * float(weight.max()))
     return held_factors(w ** (1 - alpha) / x**alpha, dtype)
 
@@ -83,6 +85,10 @@ def fit_migrations(observation: Seen, dtype: torch.dtype) -> None:
         if group.migration is not None:
             factors = held_factors(group.migration.factors.double().reciprocal(), dtype)
             group.migration = replace(group.migration, factors=factors)
+    for site in observation.records.values():
+        for record in site.operands.values():
+            if record.spread is not None:
+                record.spread = held_factors(record.spread.double().reciprocal(), dtype)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -182,10 +188,12 @@ def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
         if not linears:
             continue
         others = [path for path, _, _ in readers if plan[path].kind != "linear"]
-        weights = [_weight(observation, path) for path, _, _ in linears]
+        weights = [weight for path, _, _ in linears if (weight := weight_record(observation, path)) is not None]
         reason = None
         if others:
             reason = f"{others[0]} reads the same tensor in low precision"
+        elif len(weights) < len(linears):
+            reason = "it is multiplied by a tensor that is computed, which cannot take factors up"
         elif any(weight.inner is None for weight in weights):
             reason = "its channels are not its last axis"
         elif group.channels is None:
@@ -203,8 +211,10 @@ def _readers(plan: Plan, observation: Seen) -> Iterator[_Readers]:
         )
 
 
-def _weight(observation: Seen, path: str) -> OperandRecord:
-    return next(record for record in observation.records[path].operands.values() if record.weight is not None)
+def weight_record(observation: Seen, path: str) -> OperandRecord | None:
+    """Return the record of a site's weight; None if what it multiplies by is computed."""
+    records = observation.records[path].operands.values()
+    return next((record for record in records if record.weight is not None), None)
 
 
 def _magnitude(record: OperandRecord) -> Tensor:

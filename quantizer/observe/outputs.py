@@ -11,12 +11,21 @@ from torch.utils import _pytree as pytree
 from quantizer.errors import SensitivityError
 from quantizer.observe.padding import output_without_padding
 
-__all__ = ["flat_output", "floats"]
+__all__ = ["flat_output", "floats", "is_no_mask"]
+
+_MASK = 1e18
+"""The magnitude from which on a value is a mask, such as that of logits that must not be chosen; its square is finite
+in float32."""
 
 
 def floats(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of an output, in the order of its structure."""
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def is_no_mask(values: Tensor) -> Tensor:
+    """Return which values, bool [*], are results, and no infinities or numbers next to them."""
+    return values.abs() < _MASK
 
 
 def flat_output(output: Any, mask: Tensor | None) -> Tensor:

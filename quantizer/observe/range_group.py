@@ -41,7 +41,9 @@ class ChannelRange:
         """Return the channel ranges of both together; None if the numbers of channels differ."""
         if self.low.shape != other.low.shape:
             return None
-        return ChannelRange(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
+        # Those of a file are on the CPU, wherever the model is.
+        low, high = other.low.to(self.low.device), other.high.to(self.high.device)
+        return ChannelRange(torch.minimum(self.low, low), torch.maximum(self.high, high))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +173,7 @@ class OperandRecord:
         if other.layer_before is not None:
             self.add_layer_before(other.layer_before)
         self.smoothed, self.left = self.smoothed or other.smoothed, self.left or other.left
+        self.spread = other.spread if self.spread is None else self.spread
 
     def add_layer_before(self, name: str) -> None:
         """Add which convolution made the operand in one more call; empty: none did."""

@@ -315,14 +315,15 @@ def test_a_branch_that_no_kept_batch_takes_has_none() -> None:
     }
 
 
-def test_a_folder_keeps_no_batches(tmp_path: Path) -> None:
+def test_a_folder_keeps_no_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
     loaded = Quantizer.load(calibrated(model).save(tmp_path / "saved"))
     other = loaded.for_backend("openvino")
     other.quantize(model)
     assert {entry.bias_note for entry in other.plan.values()} == {
-        "bias not corrected: no batch that was kept reaches it"
+        "bias not corrected: no batch of the calibration is kept, as in a folder"
     }
+    assert "biases are not corrected, as a folder keeps no batch to measure their errors on" in caplog.text
 
 
 def test_off_nothing_is_said() -> None:

@@ -169,6 +169,41 @@ def test_what_cannot_be_equalized_says_why(variant: str, site: str, why: str) ->
     assert why in found[site]
 
 
+def test_a_folder_keeps_the_factors_for_another_backend(tmp_path: Path) -> None:
+    model, data, _ = images()
+    quantizer = calibrated(model, data, backend="openvino", sites={"residual_add": False})
+    loaded = Quantizer.load(quantizer.save(tmp_path / "plan")).for_backend("onnxruntime")
+    loaded.quantize(model)
+    live = quantizer.for_backend("onnxruntime")
+    live.quantize(model)
+    for path, entry in live.plan.items():
+        for one, other in zip(entry.operands, loaded.plan[path].operands, strict=True):
+            assert (one.spread is None) == (other.spread is None), path
+            assert one.spread is None or other.spread is None or torch.equal(one.spread, other.spread)
+
+
+def test_one_scale_of_float16_is_one_in_the_file(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+    torch.manual_seed(0)
+    # Of the sizes that TensorRT's kernels take.
+    model = nn.Sequential(
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 32, 3)
+    ).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.logspace(-2, 1, 64).reshape(-1, 1, 1, 1))
+    data = [torch.randn(4, 32, 8, 8) for _ in range(4)]
+    quantizer = calibrated(model, data, backend="tensorrt")
+    quantizer.export(quantizer.quantize(model), tmp_path / "model.onnx", data[0])
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    sizes = {value.name: list(value.dims) for value in graph.initializer}
+    scales = [
+        sizes[node.input[1]]
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and len(sizes.get(node.input[0], [])) == 4
+    ]
+    assert scales == [[], [], []]
+
+
 def test_a_saved_plan_makes_the_same_model(tmp_path: Path) -> None:
     model, data, x = images()
     quantizer = calibrated(model, data)

@@ -15,6 +15,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.calibration import choose_ranges
+from quantizer.calibration import output_error
 from quantizer.calibration import output_search
 from quantizer.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
@@ -55,6 +56,63 @@ def calibrated(model: nn.Module, batches: list[Tensor], **config: Any) -> Quanti
     q = Quantizer(**{"backend": "onnxruntime", "sites": NO_RESIDUAL, **config})
     q.calibrate(model, batches, progress=False)
     return q
+
+
+# -- models that have not all that is compared -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min, float("-inf")])
+def test_masked_outputs_do_not_decide(mask: float) -> None:
+    class Masked(Outliers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).masked_fill(torch.arange(32) > 20, mask)
+
+    class Part(Outliers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, :21]
+
+    found = calibrated(Masked().eval(), data(8)).plan
+    plain = calibrated(Part().eval(), data(8)).plan
+    for path, entry in plain.items():
+        assert [o.smoothing for o in found[path].operands] == [o.smoothing for o in entry.operands]
+
+
+def test_an_output_that_becomes_none_is_the_worst() -> None:
+    exact = torch.tensor([1.0, float("-inf"), 2.0])
+    assert output_error._error(torch.tensor([1.0, 5.0, float("nan")]), exact) == math.inf
+    assert output_error._error(torch.tensor([1.0, 5.0, 1.0]), exact) == pytest.approx(1 / 5)
+
+
+def test_products_with_computed_weights_are_not_smoothed() -> None:
+    class Computed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.maker, self.last = nn.Linear(32, 32), nn.Linear(32, 1024), nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.last(torch.relu(nn.functional.linear(y, self.maker(y.mean(0)).view(32, 32))))
+
+    plan = calibrated(Computed().eval(), data(6)).plan
+    (reason,) = [entry.reason for path, entry in plan.items() if path.startswith("forward")]
+    assert "not smoothed: it is multiplied by a tensor that is computed, which cannot take factors up" in reason
+
+
+def test_convolutions_with_computed_weights_are_not_equalized() -> None:
+    class Computed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.maker, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 144), nn.Conv2d(4, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.relu(self.first(x))
+            return self.last(torch.relu(nn.functional.conv2d(y, self.maker(y.mean((0, 2, 3))).view(4, 4, 3, 3))))
+
+    images = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    plan = calibrated(Computed().eval(), images, weights={"granularity": "per_tensor"}).plan
+    assert any("not equalized: " in entry.reason for path, entry in plan.items() if path.startswith("last"))
 
 
 # -- what one gets who sets nothing ----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from quantizer import Quantizer
 from quantizer.calibration.rounding import reconstruct
 from quantizer.calibration.rounding.blocks import blocks_of
 from quantizer.calibration.rounding.learned import LearnedCodes
+from quantizer.errors import CalibrationError
 from quantizer.plan.apply import apply_plan
 from quantizer.plan.apply import switch_on
 from quantizer.plan.site_plan import OperandPlan
@@ -262,8 +263,47 @@ def test_a_block_without_gradients_keeps_the_codes_of_gptq() -> None:
 
 
 def test_the_largest_code_of_a_target_is_kept_to() -> None:
-    q = reconstructed(Net(), backend="openvino-avx2", formats=[])
+    model, x = Net().eval(), data(1, seed=7)[0]
+    q = reconstructed(model, backend="openvino-avx2", formats=[])
     assert int(codes(q, "layers.0.up").abs().max()) <= 64
+    # The scale is that of the largest code, too.
+    plain = usual(model, backend="openvino-avx2", formats=[])
+    assert_same(operand(q, "layers.0.up").scale, operand(plain, "layers.0.up").scale)
+    assert sqnr_db(model, q, x) > sqnr_db(model, plain, x) - 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_block_that_routes_its_data_is_learned_from_the_calls_of_its_weights(first: bool) -> None:
+    class Routed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x[0, 0] > 0 else x * 2
+
+    model, batches = Net(), data(12)
+    model.layers[0] = Routed()
+    for place, rows in enumerate(batches):
+        rows[0, 0] = rows[0, 0].abs() if (place % 3 == 0) == first else -rows[0, 0].abs()
+    text = operand(reconstructed(model, batches, **CLIPPED), "layers.0.up").rounding
+    assert text is not None
+    assert "without gradients" not in text
+
+
+def test_parameters_that_can_have_no_gradient_are_refused() -> None:
+    with torch.inference_mode():
+        model = Net()
+    with pytest.raises(CalibrationError, match=r"parameters made under torch.inference_mode\(\) have none of; build"):
+        reconstructed(model).plan  # noqa: B018
+
+
+@pytest.mark.parametrize("mask", [-1e4, torch.finfo(torch.float32).min, float("-inf")])
+def test_outputs_that_are_masked_say_nothing(mask: float) -> None:
+    class Masked(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).masked_fill(torch.arange(32) > 20, mask)
+
+    torch.manual_seed(0)
+    text = operand(reconstructed(Masked(), **CLIPPED), "down").rounding
+    assert text is not None
+    assert text.startswith("reconstruct, the model as one block: ")
 
 
 # -- the work ------------------------------------------------------------------------------------------------------

@@ -482,6 +482,37 @@ def test_a_folder_from_before_there_were_codes_is_read(tmp_path: Path) -> None:
         assert_same(Quantizer.load(folder).quantize(model)(x), q.quantize(model)(x))
 
 
+def test_another_parameter_object_of_the_same_values_has_the_same_codes() -> None:
+    model = Net().eval()
+    q = rounded(model, bias_correction=True)
+    before = q.plan
+    model.up.weight = nn.Parameter(model.up.weight.detach().clone())
+    q.calib(model, resume=True)
+    for path, entry in before.items():
+        again = q.plan[path]
+        assert again.reason == entry.reason
+        for one, other in zip(entry.operands, again.operands, strict=True):
+            assert (one.codes is None) == (other.codes is None)
+            assert one.codes is None or other.codes is None or torch.equal(one.codes, other.codes)
+
+
+def test_a_weight_that_is_tied_no_more_is_seen() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.tanh(self.one(x)))
+
+    model, x = Tied().eval(), data(1)[0]
+    q = rounded(model)
+    model.two.weight = nn.Parameter(-model.one.weight.detach())
+    proxy = q.calib(model, resume=True)
+    assert torch.equal(proxy(x), model(x))
+
+
 def test_weights_that_changed_are_rounded_to_nearest() -> None:
     model = Net().eval()
     q = rounded(model)

@@ -23,6 +23,7 @@ from torch import nn
 from quantizer.calibration.staged_passes import EndedCalls
 from quantizer.calibration.staged_passes import Reached
 from quantizer.observe.outputs import floats
+from quantizer.observe.outputs import is_no_mask
 from quantizer.observe.padding import output_without_padding
 from quantizer.observe.padding import padding_mask
 from quantizer.observe.replay_batches import Batch
@@ -41,7 +42,7 @@ class BlockCall:
         arguments: its (positional, keyword) arguments with all that is before it rounded.
         mask: the real tokens of the batch, [B, S]; None: all are real.
         expected: the floating tensors of its output without padding, all being float.
-        power: the sum of their squares, which is not 0.
+        power: the sum of their squares, which is not 0, without values that are masks.
     """
 
     arguments: Batch
@@ -52,7 +53,10 @@ class BlockCall:
     def error(self, run: Callable[..., Any]) -> Tensor:
         """Return the error of the block's output |z - y|^2 / |y|^2; ``run`` computes the block."""
         found = _outputs(run, self.arguments, self.mask)
-        squares = [(one - other).float().square().sum() for one, other in zip(found, self.expected, strict=True)]
+        squares = [
+            (one - other)[is_no_mask(other)].float().square().sum()
+            for one, other in zip(found, self.expected, strict=True)
+        ]
         return torch.stack(squares).sum() / self.power
 
 
@@ -104,7 +108,7 @@ class BlockPasses:
                 expected = [_outputs(self.runs(block), arguments, mask) for arguments in full]
             rounded = self._arguments(batch, block, number, self._rounded[place])
             for arguments, tensors in zip(rounded, expected, strict=False) if len(rounded) == number else ():
-                power = sum(float(tensor.double().square().sum()) for tensor in tensors)
+                power = sum(float(tensor[is_no_mask(tensor)].double().square().sum()) for tensor in tensors)
                 if power > 0:
                     yield BlockCall(arguments=arguments, mask=mask, expected=tensors, power=power)
 

@@ -29,6 +29,7 @@ from quantizer.calibration.proxied import Proxied
 from quantizer.calibration.replay import SiteCall
 from quantizer.calibration.replay import replay
 from quantizer.calibration.smoothquant import held_factors
+from quantizer.calibration.smoothquant import weight_record
 from quantizer.calibrators import Calibrator
 from quantizer.common.distributed import all_reduce_sum
 from quantizer.numerics.equalization import equalizing_factors
@@ -135,7 +136,7 @@ def _pairs(plan: Plan, observation: Seen, reasons: dict[str, str]) -> Iterator[_
 def _pair(plan: Plan, observation: Seen, path: str, name: str) -> _Pair | str:
     """Return the pair whose second convolution is ``path``, or why there is none."""
     records = observation.records[path].operands
-    read, second = records[name], next(record for record in records.values() if record.weight is not None)
+    read, second = records[name], weight_record(observation, path)
     group, before = read.group, read.layer_before
     others = [] if group is None else [other for other in group.operands if other != f"{path}.{name}"]
     if others:
@@ -144,9 +145,9 @@ def _pair(plan: Plan, observation: Seen, path: str, name: str) -> _Pair | str:
         return "no convolution is before it with nothing but operations on single channels between"
     if before not in plan or not _rounds_both(plan[before]):
         return f"{before} before it is not in low precision"
-    first = next(record for record in observation.records[before].operands.values() if record.weight is not None)
-    assert first.weight is not None
-    assert second.weight is not None
+    first = weight_record(observation, before)
+    if first is None or second is None or first.weight is None or second.weight is None:
+        return "the weight of a convolution is computed, and cannot take factors up"
     rows, shape = first.weight.tensor(), second.weight.tensor().shape
     if first.axis != 0 or second.axis != 0 or group is None or group.channels is None:
         return "a convolution is transposed, or the number of its channels changes"
@@ -188,7 +189,7 @@ def _solve(pairs: Sequence[_Pair]) -> None:
             s = equalizing_factors(_over(first, 0), _over(second, pair.axis))
             first /= _along(s, first, 0)
             second *= _along(s, second, pair.axis)
-            pair.factors *= s
+            pair.factors = pair.factors.to(s.device) * s
             largest = max(largest, float(s.log().abs().max()))
         if largest < _SETTLED:
             return

@@ -42,6 +42,7 @@ from quantizer.calibration.rounding.progress import progress
 from quantizer.calibration.rounding.progress import record
 from quantizer.calibration.rounding.progress import stored_weights
 from quantizer.calibration.rounding.progress import why_nearest
+from quantizer.errors import CalibrationError
 from quantizer.numerics.qtype import qtype
 from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.statistics import RoundingProgress
@@ -83,8 +84,16 @@ def reconstruct_blocks(proxy: Proxied, observation: Seen, plan: Plan, settings: 
         observation: the statistics, with kept batches.
         plan: the plan, with the codes to begin with.
         settings: the settings of the plan.
+
+    Raises:
+        CalibrationError: the model was built under ``torch.inference_mode()``.
     """
     assert observation.kept is not None
+    if any(parameter.is_inference() for parameter in proxy.module.parameters()):
+        raise CalibrationError(
+            "weights.rounding: reconstruct computes gradients, which parameters made under torch.inference_mode() have "
+            "none of; build the model outside of it, or calibrate with rounding: gptq"
+        )
     if len(observation.kept) < _LEAST:
         logger.warning(
             "weights are not reconstructed, as there is no second batch of calibration data to check their codes on: "
@@ -166,8 +175,10 @@ def _reconstruct(
         for one in (*codes, *ranges):
             stack.enter_context(one.in_use())
         with torch.enable_grad():
-            if not tried[0].error(run).requires_grad:
-                return unchanged(f"{where}: it computes without gradients")
+            # A model that routes its data may leave all weights of a block out.
+            tried = [call for call in tried if call.error(run).requires_grad]
+        if not tried:
+            return unchanged(f"{where}: it computes without gradients")
         error, found, amax = _descent(run, codes, ranges, tried, checks)
     if not error < usual:
         return unchanged(f"{where}: other codes make no smaller error at its output")

@@ -31,8 +31,11 @@ from quantizer.qdq.graph import scalar
 
 __all__ = ["FoldConvolutionFactors"]
 
-_ALIKE = 1e-5
-"""The relative difference between scales up to which they are one: the rounding of two products in float32."""
+_ALIKE = 4.0
+"""The relative difference between scales, in epsilons of their type, up to which they are one.
+
+Each is a rounded product of two rounded numbers.
+"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,7 +144,7 @@ def _folded(
     wanted = scales.astype(np.float64) * row
     if (wanted < smallest_normal(scales.dtype)).any():
         return None
-    if np.ptp(wanted) <= _ALIKE * wanted.max():
+    if np.ptp(wanted) <= _ALIKE * np.finfo(scales.dtype).eps * wanted.max():
         wanted = np.asarray(np.median(wanted))
     held = None if bias is None else (bias.astype(np.float64) * row).astype(bias.dtype)
     return _Folded(convolution=convolution, scales=wanted.astype(scales.dtype), bias=held, clips=clips)
