@@ -85,8 +85,8 @@ class Quantizer(QuantizerViews):
     ) -> nn.Module:
         """Run all of ``batches`` through ``calib(model)``, without gradients.
 
-        A batch counts as a whole or not at all. If a batch fails, or the call is interrupted, an earlier calibration
-        stays in use. A first calibration, or one with ``resume=True``, keeps its complete batches and can be resumed.
+        A batch counts as a whole or not at all. If one fails, or the call is interrupted, an earlier calibration stays
+        in use; a first one, or one with ``resume=True``, keeps its complete batches and can be resumed.
 
         Args:
             batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor.
@@ -116,9 +116,9 @@ class Quantizer(QuantizerViews):
         """Return a proxy that returns the float outputs and measures, at each call, the error of each group of sites.
 
         Args:
-            measure: ``gradient`` (a second-order estimate of the output's divergence: one backward pass for all
-                groups), ``output`` (the divergence itself: a pass for each group), ``local`` (the relative error at the
-                sites) or ``metric`` (the drop of the metric on its own data: an evaluation for each group).
+            measure: ``gradient`` (a second-order estimate of the output's divergence: one backward pass), ``output``
+                (the divergence itself: a pass for each group), ``local`` (the relative error at the sites) or
+                ``metric`` (the drop of the metric on its own data: an evaluation for each group).
             granularity: ``group`` (the smallest unit that can change precision), ``layer`` or ``block``.
             loss: for ``gradient``: a function of the output that gives a scalar; None: the output's divergence.
             metric: for ``metric``: a function of a model that gives its score.
@@ -195,9 +195,8 @@ class Quantizer(QuantizerViews):
     def qat(self, model: nn.Module, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
         """Return a proxy to train: it rounds as the engine will, and gradients pass through the rounding.
 
-        It shares its parameters with the model, so that training changes the model; no other method does. Groups that
-        fall back are trained in float. Afterwards ``quantize(model)`` uses the trained weights and scales. A second
-        call starts from the ranges of calibration again, with the model's current weights.
+        It shares its parameters with the model: training changes the model, no other method does. What fell back is
+        trained in float. A second call starts from the ranges of calibration again, with the model's current weights.
 
         Args:
             model: the float model; the proxy is in its train or eval mode.
@@ -214,7 +213,7 @@ class Quantizer(QuantizerViews):
         return self._session.train(model, scales, own=copy)
 
     def quantize(self, model: nn.Module) -> nn.Module:
-        """Return the frozen proxy, in eval mode, with fixed ranges and weights stored as integers.
+        """Return the frozen proxy, in eval mode: fixed ranges, and the weights, trained or not, stored as integers.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
@@ -224,12 +223,11 @@ class Quantizer(QuantizerViews):
     def for_backend(self, name: str) -> Quantizer:
         """Return a quantizer for the backend ``name``, from this one's calibration: no data is needed again.
 
-        Its plan equals, bit for bit, that of a quantizer which was configured for that backend and calibrated on the
-        same data. Operands that fell back are float there too, with their groups of that backend; the errors that
-        ``amp`` measured are not copied. Later calibrations of one quantizer do not affect the other.
+        Its plan equals, bit for bit, that of a quantizer configured for that backend and calibrated on the same data.
+        What fell back is float there too, with its groups of that backend; what ``amp`` measured is not copied.
 
-        A quantizer that was loaded has no data to run: ranges that were chosen by running it stay, biases are not
-        corrected, and a warning says both. Call ``quantize(model)`` of the new one before anything else.
+        A loaded quantizer has no data to run: ranges that were chosen by running it stay, biases are not corrected, and
+        a warning says both. Call ``quantize(model)`` of the new one before anything else.
 
         Raises:
             ConfigError: the backend is unknown, or cannot compute in a format of the configuration.
