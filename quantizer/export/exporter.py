@@ -27,6 +27,7 @@ from quantizer.export.dynamic_axes import dynamic_shapes
 from quantizer.export.dynamic_axes import hint
 from quantizer.export.dynamic_axes import usual_axes
 from quantizer.export.onnx_storage import write_onnx
+from quantizer.export.optimize import optimize
 from quantizer.export.passes import passes
 from quantizer.export.passes import run_passes
 from quantizer.export.qdq_translations import translations
@@ -90,6 +91,7 @@ def export_onnx(
     wanted = usual_axes(inputs) if axes is None else asked_axes(axes, inputs)
     program = _export(exported, args, keywords, opset, dynamic_shapes(inputs, wanted), names)
     ir_model = program.model
+    optimize(ir_model)
     check_dynamic(ir_model, inputs, wanted, asked=axes is not None)
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
@@ -252,6 +254,7 @@ def _export(
                 output_names=output_names,
                 custom_translation_table=translations(opset),
                 verbose=False,
+                optimize=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
             raise ExportError(
