@@ -32,8 +32,8 @@ Data is a plain file of texts (.txt with one a line, .csv or .jsonl with a colum
 NAME:PATH with labels: text-csv (a header  text,label), sst2-text (label text), stsb-csv (sentence,sentence,score),
 image-folder (a folder with one of images a class) or image-csv (a header  path,label).
 
-The folder holds one for each backend, with model.onnx, model.engine, tokenizer/ or processor/, and config.json; it is
-complete when the command ends well, and absent otherwise."""
+The folder holds one for each backend, for auto that of the fastest alone, with model.onnx, model.engine, tokenizer/ or
+processor/, and config.json; it is complete when the command ends well, and absent otherwise."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("-m", "--model", required=True, help="a folder that save_pretrained() wrote, or a hub name")
@@ -52,9 +52,10 @@ complete when the command ends well, and absent otherwise."""
         target.add_argument(
             "--backend",
             nargs="+",
-            default=["openvino"],
-            help="openvino, onnxruntime, or these with -avx2 for CPUs without VNNI, tensorrt, tensorrt-rtx; several "
-            "share one calibration (default: openvino, which runs on any x86 CPU: what it builds is checked here)",
+            default=["auto"],
+            help="auto: the fastest that runs on this CPU and is right, quantized or float (default); openvino, "
+            "onnxruntime, or these with -avx2 for CPUs without VNNI, tensorrt, tensorrt-rtx: a folder for each, all "
+            "from one calibration",
         )
         target.add_argument("--dtype", help="int8 or fp8 (default: int8)")
         for option, kind in (("--batch-size", "rows in a batch"), ("--seq-len", "tokens in a row of text")):

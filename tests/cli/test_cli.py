@@ -16,6 +16,7 @@ from quantizer.cli.main import VERBS
 from quantizer.cli.main import main
 from quantizer.config import RunConfig
 from quantizer.config import load_run
+from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import EngineError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -275,7 +276,9 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:
         assert main(words[1:]) == 0
-    cpu, both = ("openvino",), ("openvino", "tensorrt-rtx")
+    pytest.importorskip("openvino", reason="install quantizer[openvino,onnxruntime]")
+    pytest.importorskip("onnxruntime", reason="install quantizer[openvino,onnxruntime]")
+    cpu, both = cpu_candidates()[0], ("openvino", "tensorrt-rtx")
     assert [conversion.backends for conversion in asked] == [cpu, both, cpu, cpu]
     assert [conversion.max_drop for conversion in asked] == [None, None, 0.002, None]
     assert str(asked[0].calibration) == "texts.txt"

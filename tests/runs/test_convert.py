@@ -29,6 +29,7 @@ for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onn
 from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.calibration.costly_attention as attention  # noqa: E402
+import quantizer.runs.convert.engine_maker as maker  # noqa: E402
 import quantizer.runs.convert.run as steps  # noqa: E402
 import quantizer.runs.run_context as stages  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
@@ -81,7 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         # Random weights of 32 channels: rounding attention costs them more than 1 dB.
         patch.setattr(attention, "_GAIN_DB", math.inf)
         assert main([*words, "--backend", *BACKENDS, *SIZES, "-o", str(here.done)]) == 0
-        assert main(["convert", "-m", here.model, *SIZES, "-o", str(here.float)]) == 0
+        assert main(["convert", "-m", here.model, "--backend", "openvino", *SIZES, "-o", str(here.float)]) == 0
     return here
 
 
@@ -101,7 +102,7 @@ def exports(place: Place, monkeypatch: pytest.MonkeyPatch) -> Exports:
     def export(_: object, __: object, path: Path, ___: object) -> None:
         shutil.copy(place.done / "openvino" / "model.onnx", path)
 
-    monkeypatch.setattr(steps, "export_onnx", export_float)
+    monkeypatch.setattr(maker, "export_onnx", export_float)
     monkeypatch.setattr(Quantizer, "export", export)
     return made
 
@@ -119,7 +120,8 @@ def convert(
     monkeypatch.setattr(measure, "_SECONDS", 0.1)
 
     def run(*words: str, model: str = place.model) -> tuple[int, str]:
-        code = main(["convert", "-m", model, *words])
+        # One engine by default: test_convert_auto.py has the choice between all.
+        code = main(["convert", "-m", model, *(() if "--backend" in words else ("--backend", "openvino")), *words])
         return code, capsys.readouterr().err
 
     return run
@@ -363,7 +365,12 @@ def test_an_engine_that_computes_something_else_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-STEPS = [(stages, "build_engine"), *((steps, name) for name in ("check_engine", "measure_latency", "export_onnx"))]
+STEPS = [
+    (stages, "build_engine"),
+    (maker, "check_engine"),
+    (steps, "measure_latency"),
+    (maker, "export_onnx"),
+]
 
 
 @pytest.mark.parametrize(("where", "step"), STEPS, ids=[name for _, name in STEPS])
@@ -393,7 +400,9 @@ BAD = {
     "range turned round": (("--batch-size", "8", "4", "2"), "--batch-size 8 4 2: expected the least, the usual"),
     "beyond positions": (("--seq-len", "16", "64", "512"), "the model has 64 positions; lower the last number"),
     "one token": (("--seq-len", "1", "8", "16"), "--seq-len 1 ...: expected 2 or more"),
-    "backend": (("--backend", "tensort"), "--backend tensort: unknown; expected some of onnxruntime, "),
+    "backend": (("--backend", "tensort"), "--backend tensort: unknown; expected auto, or some of onnxruntime, "),
+    "auto and another": (("--backend", "auto", "openvino"), "--backend auto openvino: auto stands alone"),
+    "format for no CPU": ((*DATA, "--backend", "auto", "--dtype", "fp8"), "--dtype fp8: onnxruntime does not compute"),
     "backend twice": (("--backend", "openvino", "openvino"), "expected at least one, each of them once"),
     "task": (("--task", "poetry"), "--task poetry: unknown; expected one of image-classification, sentence-sim"),
     "budget without rows": ((*DATA, "--max-drop", "0.1"), "there is nothing to score on"),

@@ -90,7 +90,16 @@ def _convert(inputs: Path, out: Path, former: bool) -> int:
 
     _translate_once(inputs)
     mock.patch.object(measure, "_SECONDS", 0.01).start()
-    words = ["convert", "-m", str(inputs / "model"), "--quantization", "--rows", "8" if former else "12"]
+    words = [
+        "convert",
+        "-m",
+        str(inputs / "model"),
+        "--backend",
+        "openvino",
+        "--quantization",
+        "--rows",
+        "8" if former else "12",
+    ]
     words += ["--calibration", f"text-csv:{inputs / 'calibration.csv'}", "--tolerance", "1"]
     sizes = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
     return main([*words, *sizes, "-o", str(out), "--force"])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -14,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantizer.engines.backends import backend as registered
+from quantizer.engines.measure.own_process import in_own_process
 from quantizer.errors import EngineError
 
 __all__ = ["PeakMemory", "interleaved_latency", "medians", "peak_memory_mib"]
@@ -87,32 +83,8 @@ def peak_memory_mib(
     Raises:
         EngineError: unknown backend; the engine does not load or run there, or takes longer than ``timeout_s``.
     """
-    command = [
-        sys.executable,
-        # Without it, modules of the current folder would shadow installed ones.
-        "-P",
-        "-m",
-        "quantizer.engines.measure.memory",
-        str(path),
-        type(registered(backend)).__module__,
-        backend,
-        *map(str, (batch, sequence, threads)),
-    ]
-    root = str(Path(__file__).resolve().parents[3])
-    search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": search},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise EngineError(f"measuring the memory of {path} took more than {timeout_s:g} s") from error
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise EngineError(f"measuring the memory of {path} failed: {lines[-1]}")
-    return PeakMemory(**json.loads(done.stdout.strip().splitlines()[-1]))
+    words = (path, batch, sequence, threads)
+    doing = f"measuring the memory of {path}"
+    return PeakMemory(
+        **in_own_process("quantizer.engines.measure.memory", backend, words, doing=doing, timeout_s=timeout_s)
+    )

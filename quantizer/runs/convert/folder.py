@@ -10,6 +10,7 @@ config.json    names, types and shapes, labels, lengths, and how the engine was 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from quantizer.engines import Engine
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
+from quantizer.report import collect_machine
 from quantizer.tasks import Sample
 from quantizer.tasks import load_processor
 from quantizer.tasks import read_image
@@ -145,6 +147,12 @@ def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True)
     if config.get("format") != FORMAT:
         raise QuantizerError(
             f"{path / CONFIG} has format {config.get('format')!r}, expected {FORMAT}: convert the model again"
+        )
+    if config.get("chosen_on") not in (None, here := collect_machine()["instructions"]):
+        warnings.warn(
+            f"{path}: its engine was chosen as the fastest on a CPU with {config['chosen_on']}, and this one has "
+            f"{here or 'instructions that are not known'}: another may be faster here; convert the model again",
+            stacklevel=2,
         )
     task = config["task"]
     processor = load_processor(str(path / processor_folder(task)), task)

@@ -41,6 +41,9 @@ class ShapeLatency:
     rounds: int
     milliseconds: dict[str, float]
 
+    def __str__(self) -> str:
+        return f"batch {self.batch}" if self.sequence is None else f"{self.batch} x {self.sequence}"
+
 
 def measure_latency(models: Mapping[str, nn.Module | Engine], batch: Batch, threads: int) -> ShapeLatency:
     """Measure the latency of models and engines on one batch, all with the same number of threads.

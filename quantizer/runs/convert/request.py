@@ -6,10 +6,14 @@ import re
 from collections.abc import Iterator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 
 from quantizer.engines import backends
+from quantizer.engines.candidates import AUTO
+from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import ConfigError
+from quantizer.errors import EngineError
 from quantizer.errors import QuantizerError
 from quantizer.files import checked_folder
 from quantizer.files import restore_folder
@@ -45,7 +49,8 @@ class ConversionRequest:
         model: a local folder, a hub name, or ``package:NAME/FOLDER``.
         output: the folder to write.
         task: a registered task; None: derived from the checkpoint.
-        backends: the backends to build engines for, each in a folder of its own.
+        backends: the backends to build engines for, each in a folder of its own; ``auto`` alone: those for this CPU,
+            of which the engine that is fastest here is kept, in float if nothing in INT8 is faster.
         quantization: whether to quantize; otherwise the float model is converted.
         dtype: the number format of quantized operands; None: int8.
         calibration: the calibration data; needed by ``quantization``.
@@ -62,6 +67,8 @@ class ConversionRequest:
         tolerance: the least SQNR in dB of an engine's outputs against PyTorch's; None: the default for its types.
         threads: the number of CPU threads of engines and PyTorch.
         force: replace the folder of an earlier conversion; a folder with anything else is never replaced.
+        chooses: whether the fastest engine is chosen; ``backends`` are then those for this CPU.
+        missing: those for this CPU that are not installed, and what installs them.
 
     Raises:
         ConfigError: the options do not fit together; all problems are listed.
@@ -70,7 +77,7 @@ class ConversionRequest:
     model: str
     output: Path
     task: str | None = None
-    backends: Sequence[str] = ("openvino",)
+    backends: Sequence[str] = (AUTO,)
     quantization: bool = False
     dtype: str | None = None
     calibration: DataSource | None = None
@@ -86,9 +93,11 @@ class ConversionRequest:
     tolerance: float | None = None
     threads: int = 1
     force: bool = False
+    chooses: bool = field(default=False, init=False)
+    missing: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        problems = [*self._names(), *self._quantization(), *self._sizes()]
+        problems = [*self._resolve(), *self._names(), *self._quantization(), *self._sizes()]
         try:
             restore_folder(self.output)
             checked_folder(self.output, CONVERSION, replace=self.force)
@@ -97,11 +106,32 @@ class ConversionRequest:
         if problems:
             raise ConfigError(problems)
 
+    def _resolve(self) -> Iterator[str]:
+        """Put the backends for this CPU in the place of ``auto``: those that take the options, if any does."""
+        if AUTO not in self.backends:
+            return
+        if len(self.backends) > 1:
+            yield f"--backend {' '.join(self.backends)}: {AUTO} stands alone; leave it out, or the others"
+            return
+        try:
+            names, missing = cpu_candidates()
+        except EngineError as error:
+            yield f"--backend {AUTO}: {error}"
+            names, missing = (), ()
+        fit = [
+            name
+            for name in names
+            if self.dtype in (None, *profile(name).activation_dtypes)
+            and self.inference_precision in (None, *profile(name).inference_precisions)
+        ]
+        for field_name, value in (("backends", tuple(fit) or names), ("chooses", True), ("missing", missing)):
+            object.__setattr__(self, field_name, value)
+
     def _names(self) -> Iterator[str]:
         for name in dict.fromkeys(self.backends):
-            if name not in backends.names():
-                yield f"--backend {name}: unknown; expected some of {', '.join(backends.names())}"
-        if not self.backends or len(set(self.backends)) < len(self.backends):
+            if name not in (*backends.names(), AUTO):
+                yield f"--backend {name}: unknown; expected {AUTO}, or some of {', '.join(backends.names())}"
+        if not (self.backends or self.chooses) or len(set(self.backends)) < len(self.backends):
             yield f"--backend {' '.join(self.backends) or '(none)'}: expected at least one, each of them once"
         if self.task is not None and self.task not in convertible_tasks():
             yield f"--task {self.task}: unknown; expected one of {', '.join(convertible_tasks())}"

@@ -56,6 +56,7 @@ class BackendResult:
     """One engine, with its output checks, latency and scores.
 
     Attributes:
+        chosen_on: the CPU's instruction sets on which this engine was the fastest; None: it was asked for.
         not_verified: the reason why the engine was not run here; None: it ran and was checked.
         tolerance: the condition on its outputs.
     """
@@ -69,6 +70,7 @@ class BackendResult:
     onnx_bytes: int
     engine_bytes: int
     build_seconds: float
+    chosen_on: str | None
     not_verified: str | None
     tolerance: str
     checks: tuple[OutputCheck, ...] = ()
@@ -111,6 +113,7 @@ def backend_config(facts: ConversionInputs, result: BackendResult) -> dict[str, 
         "max_length": None if facts.sequence is None else facts.sequence[2],
         "labels": list(facts.labels),
         "float_dtype": result.float_dtype,
+        "chosen_on": result.chosen_on,
         "quantization": None if result.quantization is None else asdict(result.quantization),
         "verified": result.not_verified or f"outputs agree with PyTorch's: {result.tolerance}; see checks",
         "checks": [asdict(check) for check in result.checks],

@@ -5,22 +5,22 @@ The output folder is complete or absent: it is filled under a temporary name and
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 from torch import nn
 
-from quantizer.engines import BuildOptions
-from quantizer.engines import BuildResult
 from quantizer.engines import Engine
-from quantizer.engines import load_engine
-from quantizer.engines import runs_here
-from quantizer.export import export_onnx
+from quantizer.engines import Inspection
+from quantizer.engines import inspect_engine
+from quantizer.errors import EngineError
+from quantizer.errors import QuantizerError
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.qdq.signature import read_signature
@@ -28,15 +28,16 @@ from quantizer.quantizer import Quantizer
 from quantizer.report import Score
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
-from quantizer.report.record import EngineCheck
-from quantizer.runs.convert.compare_outputs import Reference
-from quantizer.runs.convert.compare_outputs import Tolerance
-from quantizer.runs.convert.compare_outputs import check_engine
-from quantizer.runs.convert.compare_outputs import reference_outputs
-from quantizer.runs.convert.compare_outputs import tolerance
+from quantizer.report.candidate_record import Candidate
+from quantizer.report.candidate_record import EngineChoice
+from quantizer.runs.choose_engine import bound
+from quantizer.runs.choose_engine import choose
+from quantizer.runs.choose_engine import print_choice
 from quantizer.runs.convert.data import Samples
 from quantizer.runs.convert.data import read_calibration
 from quantizer.runs.convert.data import read_labelled
+from quantizer.runs.convert.engine_maker import EngineMaker
+from quantizer.runs.convert.engine_maker import Made
 from quantizer.runs.convert.folder import CONFIG
 from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import ONNX
@@ -53,7 +54,6 @@ from quantizer.runs.convert.result import backend_config
 from quantizer.runs.convert.result import quantization_facts
 from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
-from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.run_context import ResumeFiles
@@ -62,16 +62,13 @@ from quantizer.runs.run_context import load_context
 from quantizer.runs.run_context import predict
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_context import score_record
-from quantizer.runs.search import measure_sensitivity
-from quantizer.runs.search import search_fallback
-from quantizer.runs.task_metric import TaskMetric
 from quantizer.targets import profile
 from quantizer.tasks import Predictions
 
 __all__ = ["convert"]
 
-_AMP_BATCHES = 4
 _RESAMPLES = 1000
+_PYTORCH = "PyTorch float"
 
 
 def convert(asked: ConversionRequest, console: Console) -> Path:
@@ -87,15 +84,18 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
     # Data first: reading it is fast, and a mistake in it should be reported before the model is loaded.
     data = None if asked.calibration is None else read_calibration(asked.calibration, asked.rows, asked.column)
     facts = conversion_inputs(asked, folder.name)
-    results: list[BackendResult] = []
+    made: list[tuple[EngineChoice | None, list[BackendResult]]] = []
     with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
             folder,
-            lambda target: results.extend(_Run(asked, facts, data, target, kept, console).run()),
+            lambda target: made.append(_Run(asked, facts, data, target, kept, console).run()),
             kind=CONVERSION,
             replace=asked.force,
         )
     with said_complete(folder):
+        choice, results = made[0]
+        if choice is not None:
+            print_choice(choice, console)
         print_summary(facts, results, folder, console)
     return folder
 
@@ -135,138 +135,199 @@ class _Run:
             )
         self.model, self.task = self.context.model, self.context.task
         # Errors that would otherwise come after minutes of calibration.
-        require_tools({name: self._options(name) for name in asked.backends}, html=False)
+        maker = EngineMaker(asked, facts, self.context, [], [], [], target)
+        require_tools({name: maker.options(name) for name in asked.backends}, html=False)
         check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
         self.calibration, held_out = ([], []) if data is None else data.of(self.task)
         self.batches = self.task.sample_batches(self.calibration)
         self.check_batches = [self.task.inputs.filled(held_out or self.calibration, *shape) for shape in facts.shapes]
         self.float_predictions: Predictions | None = None
+        self.calibrated: Quantizer | None = None
 
-    def run(self) -> list[BackendResult]:
-        """Carry out all stages, in order."""
-        asked = self.asked
-        quantizers = self._quantizers() if asked.quantization else dict.fromkeys(asked.backends)
+    def run(self) -> tuple[EngineChoice | None, list[BackendResult]]:
+        """Carry out all stages, in order; return the choice, if one was to be made, and what is delivered."""
+        choice = None
         # In the folder itself, so that after a kill both are removed together.
         with tempfile.TemporaryDirectory(dir=self.target) as scratch:
-            results = [self._backend(name, quantizers[name], Path(scratch)) for name in asked.backends]
+            maker = EngineMaker(
+                self.asked, self.facts, self.context, self.batches, self.check_batches, self.tuning, Path(scratch)
+            )
+            if self.asked.chooses:
+                choice, results = self._chosen(maker)
+            else:
+                results = [self._each(name, maker) for name in self.asked.backends]
         document = {
             "model": asdict(self.facts),
+            "choice": None if choice is None else asdict(choice),
             "backends": [asdict(result) for result in results],
             "stages": [asdict(stage) for stage in self.stage.done],
             "versions": collect_versions(),
             "machine": collect_machine(),
         }
         write_json(self.target / "conversion.json", document)
-        return results
+        return choice, results
 
-    def _quantizers(self) -> Mapping[str, Quantizer]:
-        """Return a quantizer for each backend, all of them from one calibration."""
-        first, *others = self.asked.backends
-        quantizer = Quantizer(backend=first, dtype=self.asked.dtype or "int8")
-        with self.stage(f"calibrate on {len(self.calibration)} {self.task.reads}s"):
-            quantizer.calibrate(self.model, self.batches)
-            quantizer.save(self.target / "quantizer")
-        return {first: quantizer, **{name: quantizer.for_backend(name) for name in others}}
+    def _quantizer(self, name: str) -> Quantizer:
+        """Return the quantizer for a backend; all are from one calibration, with the first that is asked for."""
+        if self.calibrated is None:
+            self.calibrated = Quantizer(backend=name, dtype=self.asked.dtype or "int8")
+            with self.stage(f"calibrate on {len(self.calibration)} {self.task.reads}s"):
+                self.calibrated.calibrate(self.model, self.batches)
+                self.calibrated.save(self.target / "quantizer")
+        return self.calibrated if self.calibrated.config.backend == name else self.calibrated.for_backend(name)
 
-    def _backend(self, name: str, quantizer: Quantizer | None, scratch: Path) -> BackendResult:
-        """Quantize, export, build and check for one backend, and return the results."""
+    def _each(self, name: str, maker: EngineMaker) -> BackendResult:
+        """Return the results of one backend, in a folder of its own."""
+        quantizer = self._quantizer(name) if self.asked.quantization else None
         folder = self.target / name
         folder.mkdir()
         self.console.print(f"[bold]{name}[/bold]")
-        float_dtype, quantized, facts = profile(name).torch_dtype, None, None
         if quantizer is None:
-            with self.stage("export"):
-                self._export_float(name, folder / ONNX, float_dtype)
-            built = self._built(name, folder)
+            made = maker.float_engine(name, folder / ONNX, folder / ENGINE)
         else:
-            quantized, built, checks = self._quantized(name, quantizer, folder)
-            facts = quantization_facts(quantizer, checks, str(self.asked.calibration), len(self.calibration))
+            made = maker.quantized(name, quantizer, folder)
+        latency: tuple[ShapeLatency, ...] = ()
+        if made.engine is not None:
+            models: dict[str, nn.Module | Engine] = {"PyTorch float": self.model}
+            if made.quantized is not None:
+                plain = maker.float_engine(
+                    name, maker.float_file(name), maker.scratch / f"{name}.engine", checked=False
+                ).engine
+                assert plain is not None
+                models["float engine"] = plain
+            latency = self._latency({**models, "engine": made.engine})
+        return self._result(maker, made, folder, latency, self._scored(made))
+
+    def _chosen(self, maker: EngineMaker) -> tuple[EngineChoice, list[BackendResult]]:
+        """Make the engines of all candidates, in float and quantized, and keep the fastest that is right."""
+        made: dict[str, Made] = {}
+        failed: list[Candidate] = []
+        if self.asked.quantization:
+            # What is wrong with the data is no fault of a candidate.
+            self._quantizer(self.asked.backends[0])
+        for name in self.asked.backends:
+            self.console.print(f"[bold]{name}[/bold]")
+            for quantized in (False, True)[: 2 if self.asked.quantization else 1]:
+                dtype = (self.asked.dtype or "int8") if quantized else profile(name).float_dtype
+                try:
+                    one = self._candidate(name, maker, quantized=quantized)
+                except QuantizerError as error:
+                    failed.append(Candidate(backend=name, format=dtype, verdict=f"failed: {error}"))
+                    self.stage.say(f"{name} {dtype} failed: {error}")
+                else:
+                    made[f"{name} {dtype}"] = one
+        engines = {name: one.engine for name, one in made.items() if one.engine is not None}
+        latency = self._latency({_PYTORCH: self.model, **engines}) if engines else ()
+        scores = {name: self._scored(one) for name, one in made.items() if one.quantized is not None}
+        tried = [self._record(name, one, latency, scores.get(name, ())) for name, one in made.items()]
+        choice = choose([*tried, *failed], [str(shape) for shape in latency], self.asked.missing)
+        choice = bound(choice, lambda candidate: self._inspected(made[candidate.name]))
+        best = choice.candidates[0]
+        kept, folder = made[best.name], self.target / best.backend
+        for name in self.asked.backends:
+            if (self.target / name).exists() and not (name == best.backend and kept.quantized is not None):
+                shutil.rmtree(self.target / name)
+        if kept.quantizer is None:
+            folder.mkdir()
+            maker.export_float(best.backend, folder / ONNX)
+            kept.built.path.rename(folder / ENGINE)
+        else:
+            kept.quantizer.save(self.target / "quantizer")
+        plain = f"{best.backend} {profile(best.backend).float_dtype}"
+        names = {_PYTORCH: _PYTORCH, **({plain: "float engine"} if plain in made else {}), best.name: "engine"}
+        taken = tuple(
+            replace(shape, milliseconds={told: shape.milliseconds[name] for name, told in names.items()})
+            for shape in latency
+        )
+        scored = scores[best.name] if best.name in scores else self._scored(kept)
+        return choice, [self._result(maker, kept, folder, taken, scored, choice.instructions)]
+
+    def _candidate(self, name: str, maker: EngineMaker, *, quantized: bool) -> Made:
+        """Return one engine to choose from.
+
+        Raises:
+            QuantizerError: it cannot be made, is wrong, or misses ``max_drop``; nothing of it stays.
+        """
+        if not quantized:
+            return maker.float_engine(name, maker.float_file(name), maker.scratch / f"{name}.engine")
+        folder = self.target / name
+        folder.mkdir()
+        try:
+            made = maker.quantized(name, self._quantizer(name), folder)
+            if made.budget and self.asked.max_drop is not None and made.budget[-1].drop > self.asked.max_drop:
+                raise EngineError(
+                    f"its score drops by {made.budget[-1].drop:.5f}, and --max-drop allows {self.asked.max_drop:g}"
+                )
+        except QuantizerError:
+            shutil.rmtree(folder)
+            raise
+        return made
+
+    def _record(self, name: str, made: Made, latency: Sequence[ShapeLatency], scores: Sequence[Score]) -> Candidate:
+        far = [check.float_db for check in made.checks if check.float_db is not None]
+        return Candidate(
+            backend=made.name,
+            format=name.rpartition(" ")[2],
+            milliseconds=tuple(shape.milliseconds[name] for shape in latency),
+            score_difference=scores[-1].difference if scores else None,
+            sqnr_db=min(far, default=None),
+        )
+
+    def _inspected(self, made: Made) -> Inspection:
+        batch, sequence = self.facts.shapes[len(self.facts.shapes) // 2]
+        return inspect_engine(
+            made.name, made.built.path, threads=self.asked.threads, batch=batch, sequence=sequence or batch
+        )
+
+    def _result(
+        self,
+        maker: EngineMaker,
+        made: Made,
+        folder: Path,
+        latency: tuple[ShapeLatency, ...],
+        scores: tuple[Score, ...],
+        chosen_on: str | None = None,
+    ) -> BackendResult:
+        """Return what is delivered for a backend, after writing the rest of its folder."""
+        name, facts = made.name, None
+        if made.quantizer is not None:
+            facts = quantization_facts(made.quantizer, made.budget, str(self.asked.calibration), len(self.calibration))
         self.context.processor.save_pretrained(folder / processor_folder(self.facts.task))
-        seen = self._seen(name, built, quantized, float_dtype, scratch) if runs_here(name) else {}
         result = BackendResult(
             backend=name,
             float_dtype=profile(name).float_dtype,
-            compute_capability=self._capability(name),
-            inference_precision=self._precision(name),
+            compute_capability=maker.capability(name),
+            inference_precision=maker.precision(name),
             quantization=facts,
             signature=read_signature(folder / ONNX),
             onnx_bytes=(folder / ONNX).stat().st_size,
-            engine_bytes=built.size_bytes,
-            build_seconds=built.seconds,
-            not_verified=None if seen else "not verified: built ahead of time, and there is no GPU here",
-            tolerance=str(self._tolerance(name, quantized, float_dtype)),
-            **seen,
+            engine_bytes=made.built.size_bytes,
+            build_seconds=made.built.seconds,
+            chosen_on=chosen_on,
+            not_verified=None if made.checks else "not verified: built ahead of time, and there is no GPU here",
+            tolerance=str(maker.tolerance(name, made.quantized is not None)),
+            checks=made.checks,
+            latency=latency,
+            scores=scores,
         )
         write_json(folder / CONFIG, backend_config(self.facts, result))
         print_result(result, self.console)
         return result
 
-    def _quantized(
-        self, name: str, quantizer: Quantizer, folder: Path
-    ) -> tuple[nn.Module, BuildResult, list[EngineCheck]]:
-        """Quantize, export and build, with ``max_drop`` again until the engine meets it, too.
-
-        Return the frozen proxy, the engine, and the checks of engines against ``max_drop``.
-        """
-        allowed, amp = self.asked.max_drop, None
-        budget = EngineBudget(self.context, allowed, self.tuning, checked=runs_here(name))
-        read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
-        metric = TaskMetric(read, self.task, budget.searched, [], self.stage.tell)
-        while True:
-            if allowed is not None:
-                if amp is None:
-                    amp = quantizer.amp(self.model)
-                    measure_sensitivity(self.context, quantizer, amp, self.batches[:_AMP_BATCHES])
-                search_fallback(self.context, quantizer, amp, metric, allowed)
-            with self.stage("quantize"):
-                quantized = quantizer.quantize(self.model)
-            with self.stage("export"):
-                quantizer.export(quantized, folder / ONNX, self.task.example())
-            built, chosen = self._built(name, folder), quantizer.chosen_fallback
-            checked = load_engine(name, built.path, threads=self.asked.threads) if runs_here(name) else None
-            allowed = budget.next_drop(checked, 0 if chosen is None else len(chosen.groups))
-            if allowed is None:
-                return quantized, built, budget.checks
-
-    def _built(self, name: str, folder: Path) -> BuildResult:
-        with self.stage("build the engine"):
-            return self._build(name, folder / ONNX, folder / ENGINE)
-
-    def _seen(
-        self, name: str, built: BuildResult, quantized: nn.Module | None, float_dtype: torch.dtype, scratch: Path
-    ) -> dict[str, Any]:
-        """Return the checks, latency and scores of an engine that runs here."""
-        engine = load_engine(name, built.path, threads=self.asked.threads)
-        bound = self._tolerance(name, quantized, float_dtype)
-        with self.stage("check the outputs against PyTorch"):
-            plain = reference_outputs(self.model, self.check_batches, engine.output_names)
-            expected: list[Reference] = plain
-            if quantized is not None:
-                expected = reference_outputs(quantized, self.check_batches, engine.output_names)
-            checks = check_engine(engine, expected, plain, bound)
-        models: dict[str, nn.Module | Engine] = {"PyTorch float": self.model}
-        if quantized is None:
-            models["engine"] = engine
-        else:
-            models["float engine"] = self._float_engine(name, float_dtype, scratch)
-            models["engine"] = engine
-        latency = self._latency(models)
-        return {"checks": tuple(checks), "latency": latency, "scores": self._scored(engine, quantized)}
-
     def _latency(self, models: Mapping[str, nn.Module | Engine]) -> tuple[ShapeLatency, ...]:
         with self.stage("measure latency"):
             return tuple(measure_latency(models, batch, self.asked.threads) for batch in self.check_batches)
 
-    def _scored(self, engine: Engine, quantized: nn.Module | None) -> tuple[Score, ...]:
+    def _scored(self, made: Made) -> tuple[Score, ...]:
         """Return the task's scores of the float model, the proxy and the engine on the evaluation rows."""
-        if not self.evaluation:
+        if not self.evaluation or made.engine is None:
             return ()
         if self.float_predictions is None:
             self.float_predictions = self._predict("float model", self.model)
         scores = [self._score("float", self.float_predictions)]
-        if quantized is not None:
-            scores.append(self._score("proxy", self._predict("proxy", quantized)))
-        scores.append(self._score("engine", self._predict("engine", engine)))
+        if made.quantized is not None:
+            scores.append(self._score("proxy", self._predict("proxy", made.quantized)))
+        scores.append(self._score("engine", self._predict("engine", made.engine)))
         return tuple(scores)
 
     def _predict(self, which: str, model: nn.Module | Engine) -> Predictions:
@@ -275,38 +336,3 @@ class _Run:
     def _score(self, which: str, predictions: Predictions) -> Score:
         base = self.float_predictions or predictions
         return score_record(which, self.task, base, predictions, self.evaluation, _RESAMPLES)
-
-    def _float_engine(self, name: str, float_dtype: torch.dtype, scratch: Path) -> Engine:
-        """Return the float model's engine, to compare with; its file is not kept."""
-        onnx = scratch / f"{str(float_dtype).removeprefix('torch.')}-{profile(name).opset}.onnx"
-        with self.stage("build the float engine, to compare with"):
-            if not onnx.exists():
-                self._export_float(name, onnx, float_dtype)
-            built = self._build(name, onnx, scratch / f"{name}.engine")
-        return load_engine(name, built.path, threads=self.asked.threads)
-
-    def _export_float(self, name: str, path: Path, dtype: torch.dtype) -> None:
-        export_onnx(self.model, path, self.task.example(), opset=profile(name).opset, dtype=dtype)
-
-    def _build(self, name: str, onnx: Path, engine: Path) -> BuildResult:
-        return self.stage.build(name, onnx, engine, self._options(name))
-
-    def _options(self, name: str) -> BuildOptions:
-        return BuildOptions(
-            dynamic=self.facts.dimensions,
-            compute_capability=self._capability(name),
-            inference_precision=self._precision(name),
-        )
-
-    def _capability(self, name: str) -> str | None:
-        return self.asked.compute_capability if profile(name).capabilities else None
-
-    def _precision(self, name: str) -> str | None:
-        return self.asked.inference_precision if profile(name).inference_precisions else None
-
-    def _tolerance(self, name: str, quantized: nn.Module | None, float_dtype: torch.dtype) -> Tolerance:
-        """Return the tolerance of an engine, by the precision in which it computes floats."""
-        told = self._precision(name)
-        return tolerance(
-            self.asked.tolerance, quantized is not None, float_dtype if told is None else getattr(torch, told)
-        )

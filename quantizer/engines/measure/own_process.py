@@ -1,0 +1,62 @@
+"""A measurement in a fresh process: what it crashes or holds is not this process's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantizer.engines.backends import backend as registered
+from quantizer.errors import EngineError
+
+__all__ = ["in_own_process"]
+
+
+def in_own_process(module: str, backend: str, words: Sequence[object], *, doing: str, timeout_s: float) -> Any:
+    """Run a module with arguments, and return the JSON of the last line that it prints.
+
+    Args:
+        module: the module; its first two arguments are the module that registers the backend, and the backend's name.
+        backend: a name from ``backends``.
+        words: the further arguments.
+        doing: what it does, for messages.
+        timeout_s: seconds until the process is given up.
+
+    Raises:
+        EngineError: unknown backend; the process failed, crashed, or took longer than ``timeout_s``.
+    """
+    command = [
+        sys.executable,
+        # Without it, modules of the current folder would shadow installed ones.
+        "-P",
+        "-m",
+        module,
+        type(registered(backend)).__module__,
+        backend,
+        *map(str, words),
+    ]
+    root = str(Path(__file__).resolve().parents[3])
+    search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": search},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EngineError(f"{doing} took more than {timeout_s:g} s") from error
+    if done.returncode < 0:
+        raise EngineError(f"{doing} crashed: {signal.strsignal(-done.returncode)} (signal {-done.returncode})")
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise EngineError(f"{doing} failed: {lines[-1]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,0 +1,77 @@
+"""Build of an engine and its first run in a process of their own, where they may crash or hang.
+
+``python -m quantizer.engines.measure.trial MODULE BACKEND ONNX ENGINE THREADS BATCH SEQUENCE OPTIONS`` is run by
+``tried_build``; OPTIONS is a JSON object of ``BuildOptions``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+from quantizer.engines.backends import build_engine
+from quantizer.engines.backends import load_engine
+from quantizer.engines.base import BuildOptions
+from quantizer.engines.base import BuildResult
+from quantizer.engines.measure.dummy_inputs import working_inputs
+from quantizer.engines.measure.own_process import in_own_process
+from quantizer.errors import QuantizerError
+
+__all__ = ["main", "tried_build"]
+
+
+def tried_build(
+    backend: str,
+    onnx: Path,
+    engine: Path,
+    options: BuildOptions,
+    *,
+    threads: int = 1,
+    batch: int = 1,
+    sequence: int = 16,
+    timeout_s: float = 600.0,
+) -> BuildResult:
+    """Build an engine and run it once on made-up inputs, in a fresh process.
+
+    Args:
+        backend: the backend's name.
+        onnx: the ONNX file to read.
+        engine: the engine file to write.
+        options: those of a backend on a CPU.
+        threads: threads of the CPU.
+        batch: size of the first dimension of an input, where it is dynamic.
+        sequence: size of its other dynamic dimensions.
+        timeout_s: seconds until it is given up.
+
+    Raises:
+        EngineError: the engine cannot be built or run, the process crashed, or it took longer than ``timeout_s``.
+    """
+    told = {"dynamic": dict(options.dynamic), "inference_precision": options.inference_precision}
+    words = (onnx, engine, threads, batch, sequence, json.dumps(told))
+    doing = f"building and running {engine.name} for {backend} in a process of its own"
+    result = in_own_process("quantizer.engines.measure.trial", backend, words, doing=doing, timeout_s=timeout_s)
+    return BuildResult(engine, result["size_bytes"], result["seconds"], tuple(result["warnings"]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print one line of JSON; return 1 after a message if the engine cannot be built or run."""
+    module, backend, onnx, engine, threads, batch, sequence, options = arguments
+    try:
+        # Importing the module of the backend's class registers a backend from outside the package.
+        import_module(module)
+        built = build_engine(backend, onnx, engine, BuildOptions(**json.loads(options)))
+        loaded = load_engine(backend, engine, threads=int(threads), verify=False)
+        loaded(working_inputs(loaded, int(batch), int(sequence)))
+    except (QuantizerError, ImportError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    print(json.dumps({**asdict(built), "path": str(built.path)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""Builds in a process of their own: one that crashes or hangs is told, and takes nothing else with it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantizer.engines import BuildOptions
+from quantizer.engines import backends
+from quantizer.engines.measure.trial import tried_build
+from quantizer.errors import EngineError
+
+MODULE = """
+import os
+import time
+
+from quantizer.engines import backends
+
+
+class Crashing:
+    device = "cpu"
+    name = "crashing"
+
+    def build(self, onnx_path, engine_path, options):
+        engine_path.write_bytes(b"half of it")
+        os.abort()
+
+
+class Hanging(Crashing):
+    name = "hanging"
+
+    def build(self, onnx_path, engine_path, options):
+        time.sleep(600)
+
+
+backends.add("crashing")(Crashing())
+backends.add("hanging")(Hanging())
+"""
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "bad_backends.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(backends, "_entries", dict(backends._entries))
+    importlib.import_module("bad_backends")
+    yield
+    del sys.modules["bad_backends"]
+
+
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
+def test_an_engine_is_built_and_run(name: str, qdq: Any, tmp_path: Path) -> None:
+    pytest.importorskip(name)
+    built = tried_build(name, qdq.path, tmp_path / "model.engine", BuildOptions(), batch=2, sequence=4)
+    assert built.path == tmp_path / "model.engine"
+    assert built.path.stat().st_size == built.size_bytes
+    assert built.seconds > 0
+
+
+@pytest.mark.usefixtures("outside")
+def test_it_crashes(qdq: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"model\.engine for crashing .* crashed: Aborted \(signal 6\)"):
+        tried_build("crashing", qdq.path, tmp_path / "model.engine", BuildOptions())
+
+
+@pytest.mark.usefixtures("outside")
+def test_it_hangs(qdq: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"model\.engine for hanging .* took more than 3 s"):
+        tried_build("hanging", qdq.path, tmp_path / "model.engine", BuildOptions(), timeout_s=3.0)
+
+
+def test_what_cannot_be_built(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    with pytest.raises(EngineError, match=r"failed: .*none\.onnx"):
+        tried_build("onnxruntime", tmp_path / "none.onnx", tmp_path / "model.engine", BuildOptions())
