@@ -44,10 +44,26 @@ from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import fallback_for_target
 from quantizer.sensitivity import operands_of
 from quantizer.sensitivity.session import SensitivitySession
+from quantizer.targets import AUTO
 from quantizer.views.coverage import Coverage
 from quantizer.views.sensitivity_view import Sensitivity
 
-__all__ = ["ModelSession"]
+__all__ = ["ModelSession", "for_this_cpu"]
+
+
+def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
+    """Return the configuration with a backend in the place of ``auto``: an installed one, in its variant for this CPU.
+
+    A quantizer alone measures no engines, as ``quantizer run`` and ``quantizer convert`` do.
+
+    Raises:
+        EngineError: none is installed.
+    """
+    if config.backend != AUTO:
+        return config
+    from quantizer.engines.candidates import cpu_candidates
+
+    return config.model_copy(update={"backend": cpu_candidates()[0][0]})
 
 
 class ModelSession:

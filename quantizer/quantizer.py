@@ -24,6 +24,7 @@ from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.float16.simulate import simulate
 from quantizer.model_session import ModelSession
+from quantizer.model_session import for_this_cpu
 from quantizer.plan.replace_scales import with_scales
 from quantizer.plan.saved_folder import load_state
 from quantizer.plan.saved_folder import save_state
@@ -58,7 +59,7 @@ class Quantizer(QuantizerViews):
     def __init__(
         self, source: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None, **keywords: Any
     ) -> None:
-        self.config = quantizer_config(source, **keywords)
+        self.config = for_this_cpu(quantizer_config(source, **keywords))
         self._session = ModelSession(self.config)
 
     def proxy(self, model: nn.Module) -> nn.Module:
@@ -302,7 +303,7 @@ class Quantizer(QuantizerViews):
 
         Args:
             onnx: the file that ``export`` wrote.
-            engine: the engine file to write.
+            engine: the file to write.
             dynamic: (minimum, optimum, maximum) of each dimension by name, for TensorRT; None: batch 1, 8, 32 and
                 sequence 16, 128, 512.
             compute_capability: the GPU to build for ahead of time (``sm89``), or several; TensorRT-RTX only.
@@ -325,8 +326,7 @@ class Quantizer(QuantizerViews):
         An existing folder is replaced only if ``save`` wrote it and it holds nothing else.
 
         Raises:
-            CalibrationError: nothing was calibrated yet.
-            QuantizerError: the folder cannot be written, or must not be replaced.
+            QuantizerError: nothing was calibrated yet, or the folder cannot be written or must not be replaced.
         """
         plan, decisions = self._session.decided(), self._session.decisions
         return save_state(folder, plan, decisions.products(), self._session.document(), decisions.seen())

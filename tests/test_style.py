@@ -164,14 +164,14 @@ def test_a_backend_is_named_in_its_own_files_alone() -> None:
     """One from elsewhere is treated as those of the package: what depends on a backend is in its profile or engine."""
     # Defaults, what people write for a name, and who a patch was made for.
     may = ("convert.py", "describe.py", "quantizer_section.py", "request.py", "settings.py", "transformers_models.py")
-    libraries = tuple({re.split("[-_]", name)[0] for name in profiles})
+    libraries = tuple({re.split("[-_]", name)[0] for name in profiles.names()})
     for file in FILES:
         own = _room(file) == "targets" or any(part.startswith(libraries) for part in file.relative_to(ROOT).parts)
         docstrings = {id(node.value) for node in _nodes(file) if isinstance(node, ast.Expr)}
         named = {
             node.value: node.lineno
             for node in _nodes(file)
-            if isinstance(node, ast.Constant) and node.value in list(profiles) and id(node) not in docstrings
+            if isinstance(node, ast.Constant) and node.value in profiles.names() and id(node) not in docstrings
         }
         assert own or file.name in may or not named, _at(file, *reversed(min(named.items())))
         switches = [node for node in _nodes(file) if isinstance(node, ast.Compare | ast.Subscript | ast.MatchValue)]

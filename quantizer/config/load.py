@@ -25,6 +25,7 @@ from quantizer.config.validate import check_keys
 from quantizer.config.validate import finish
 from quantizer.config.yaml_file import read_yaml
 from quantizer.errors import ConfigError
+from quantizer.targets import AUTO
 
 __all__ = ["dump_yaml", "load_run", "quantizer_config"]
 
@@ -34,7 +35,7 @@ def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunCon
 
     Relative paths in it (``data.*.path``, and ``model.source`` if it starts with ``./``, ``../`` or ``~/`` or exists)
     are resolved against the current directory, not against the folder of the file. Without ``output``, the run's folder
-    is ``runs/`` and the file's name without its ending.
+    is ``runs/`` and the file's name without its ending; without ``quantizer.backend`` it is ``auto``.
 
     Args:
         path: the file.
@@ -50,6 +51,9 @@ def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunCon
     for text in overrides:
         draft.override(text)
     draft.value.setdefault("output", f"runs/{Path(path).stem}")
+    section = draft.value.get("quantizer", {})
+    if isinstance(section, dict) and "backend" not in section:
+        draft.set(("quantizer", "backend"), AUTO, "default")
     return _with_absolute_paths(finish(draft, RunConfig))
 
 

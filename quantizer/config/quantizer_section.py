@@ -25,6 +25,7 @@ from quantizer.config.section import TextList
 from quantizer.config.section import reject
 from quantizer.config.section import tuple_from_list
 from quantizer.targets.base import TargetProfile
+from quantizer.targets.profiles import AUTO
 from quantizer.targets.profiles import profile
 from quantizer.targets.profiles import profiles
 
@@ -207,7 +208,8 @@ class QuantizerConfig(Section):
     backend: Annotated[str, AfterValidator(_BACKENDS.check), _BACKENDS] = Field(
         default="tensorrt",
         description="The engine that will run the quantized model; 'openvino-avx2' and 'onnxruntime-avx2': these on "
-        "x86 without VNNI, with weights of 7 bits.",
+        "x86 without VNNI, with weights of 7 bits; 'auto': those for this CPU, of which a run measures which is the "
+        "fastest.",
     )
     dtype: Literal["int8", "fp8"] = Field(default="int8", description="Number format of what is quantized.")
     formats: Annotated[tuple[FormatConfig, ...], BeforeValidator(tuple_from_list)] = Field(
@@ -249,8 +251,8 @@ class QuantizerConfig(Section):
 
     @property
     def target(self) -> TargetProfile:
-        """The profile of the backend, with ``fallback_dtype`` if it is set."""
-        return profile(self.backend, self.fallback_dtype)
+        """The profile of the backend, with ``fallback_dtype`` if it is set; of ``auto`` that of OpenVINO."""
+        return profile("openvino" if self.backend == AUTO else self.backend, self.fallback_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain values, with the name of the method for transformers."""

@@ -8,11 +8,9 @@ from quantizer.engines.backends import backends
 from quantizer.engines.int8_saturation import saturates
 from quantizer.errors import EngineError
 from quantizer.targets import profile
+from quantizer.targets import profiles
 
-__all__ = ["AUTO", "cpu_candidates"]
-
-AUTO = "auto"
-"""The name that stands for all of them."""
+__all__ = ["cpu_candidates"]
 
 
 def cpu_candidates() -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -24,6 +22,8 @@ def cpu_candidates() -> tuple[tuple[str, ...], tuple[str, ...]]:
         EngineError: none is installed.
     """
     names = [name for name in backends.names() if backends[name].device == "cpu"]
+    # In the order of the profiles: where nothing is measured, the first stands for all.
+    names.sort(key=list(profiles).index)
     variants = {profile(name).exact_variant for name in names}
     found, missing = [], []
     for name in (name for name in names if name not in variants):

@@ -29,7 +29,7 @@ def detect_backend(path: Path) -> str | None:
             head = stream.read(_HEAD)
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
-    for name in profiles:
+    for name in profiles.names():
         magic = profile(name).file_magic
         if magic is not None and re.match(magic, head, re.DOTALL):
             return name
@@ -41,4 +41,4 @@ def detect_backend(path: Path) -> str | None:
             "where it is an engine all the same, say of which backend with --backend"
         ) from error
     domains = {node.domain for node in read_graph(path).graph.node}
-    return next((name for name in profiles if profile(name).file_domains & domains), None)
+    return next((name for name in profiles.names() if profile(name).file_domains & domains), None)

@@ -91,7 +91,6 @@ def export_onnx(
     wanted = usual_axes(inputs) if axes is None else asked_axes(axes, inputs)
     program = _export(exported, args, keywords, opset, dynamic_shapes(inputs, wanted), names)
     ir_model = program.model
-    optimize(ir_model)
     check_dynamic(ir_model, inputs, wanted, asked=axes is not None)
     if ir_model.opset_imports[""] != opset:
         raise ExportError(f"opset={opset}: the exporter cannot write it; expected 18 or later, such as 20")
@@ -243,7 +242,7 @@ def _export(
 ) -> Any:
     with _quiet(), torch.no_grad():
         try:
-            return torch.onnx.export(
+            program = torch.onnx.export(
                 model,
                 # The exporter would take a dictionary in the last place for keywords.
                 (*args, {}) if args and isinstance(args[-1], Mapping) else args,
@@ -256,6 +255,9 @@ def _export(
                 verbose=False,
                 optimize=False,
             )
+            assert program is not None
+            optimize(program.model)
+            return program
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
             raise ExportError(
                 f"{type(model).__name__} cannot be exported: {_said(error)}; "

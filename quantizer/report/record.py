@@ -15,6 +15,8 @@ from typing import Any
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.inspection.inspection import Layer
 from quantizer.engines.inspection.inspection import PrecisionShare
+from quantizer.report.candidate_record import Candidate
+from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.cause_record import Cause
 from quantizer.report.cause_record import Cure
 from quantizer.report.record_base import Record
@@ -26,8 +28,10 @@ from quantizer.report.site_record import UnquantizedProduct
 
 __all__ = [
     "VERSION",
+    "Candidate",
     "Cause",
     "Cure",
+    "EngineChoice",
     "EngineFile",
     "UnquantizedProduct",
     "EngineCheck",
@@ -53,7 +57,7 @@ __all__ = [
     "TrainingScore",
 ]
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +331,8 @@ class RunRecord(Record):
     """The groups that fell back to float; null if none did."""
     training: TrainingRun | None = None
     """The quantization-aware training; null if there was none."""
+    choice: EngineChoice | None = None
+    """The choice of the backend by measured time; null if the configuration named one."""
     engine: EngineFile | None = None
     """The engine; null if none was built."""
     inspection: Inspection | None = None

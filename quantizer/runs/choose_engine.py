@@ -7,11 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from quantizer.engines import Inspection
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.int8_saturation import saturates
@@ -21,7 +16,7 @@ from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables import text
 
-__all__ = ["FLOAT", "bound", "choose", "print_choice"]
+__all__ = ["FLOAT", "bound", "choose"]
 
 FLOAT = "float32"
 """The format of a candidate that is not quantized."""
@@ -53,26 +48,6 @@ def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequ
         candidates=(replace(best, verdict="chosen"), *slower, *failed),
         missing=tuple(missing),
     )
-
-
-def print_choice(choice: EngineChoice, console: Console) -> None:
-    """Print what was chosen, and all candidates in a table."""
-    console.print(Text(choice.headline, style="bold"), soft_wrap=True)
-    console.print("latency in ms, median of rounds in which all take turns; outputs and score against float")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    scored = any(candidate.score_difference is not None for candidate in choice.candidates)
-    for title in ("engine", *choice.shapes, "dB", *(("score",) if scored else ())):
-        table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
-    table.add_column("verdict")
-    for candidate in choice.candidates:
-        times = [f"{value:.2f}" for value in candidate.milliseconds] or ["-"] * len(choice.shapes)
-        sqnr = "-" if candidate.sqnr_db is None else text.decibels(candidate.sqnr_db)
-        difference = candidate.score_difference
-        score = ["-" if difference is None else text.signed(difference)] if scored else []
-        table.add_row(candidate.name, *times, sqnr, *score, Text(candidate.verdict))
-    console.print(table)
-    for missing in choice.missing:
-        console.print(Text(f"not tried, as it is not installed: {missing}"), soft_wrap=True)
 
 
 def _time(candidate: Candidate) -> float:
@@ -113,7 +88,7 @@ def bound(choice: EngineChoice, inspect: Callable[[Candidate], Inspection]) -> E
     why = f"This CPU ({choice.instructions or 'of unknown instructions'})"
     why += " has no VNNI, and multiplies bytes in several steps" if saturates() else " has VNNI" if _vnni() else ""
     why = f"{why}; the time of {lost[0].name} is spent {', '.join(said)}" if said else why
-    return replace(choice, headline=f"{choice.headline}. {why}.")
+    return replace(choice, headline=f"{choice.headline}. {why}")
 
 
 def _vnni() -> bool:

@@ -1,4 +1,4 @@
-"""Measurements of a run's engines: latency, in turns, and memory, each engine in its own process."""
+"""A run's engines: options of their build, latency, in turns, and memory, each engine in its own process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 
 from quantizer.config import RunConfig
+from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import peak_memory_mib
+from quantizer.report import EngineFile
 from quantizer.report import Latency
 from quantizer.report import MemoryEntry
 from quantizer.report import latency_entries
@@ -18,9 +20,27 @@ from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import engine_inputs
 from quantizer.tasks import batch_shape
 
-__all__ = ["measure_latency", "measure_memory"]
+__all__ = ["build_options", "engine_file", "measure_latency", "measure_memory"]
 
 _LATENCY_ROUNDS = 15
+
+
+def build_options(config: RunConfig) -> BuildOptions:
+    """Return the options with which a run builds its engines."""
+    return BuildOptions(
+        dynamic={"batch": config.export.dynamic.batch, "sequence": config.export.dynamic.sequence},
+        compute_capability=config.engine.compute_capability,
+        inference_precision=config.engine.inference_precision,
+        strip_weights=config.engine.strip_weights,
+    )
+
+
+def engine_file(config: RunConfig, built: BuildResult, *, ran: bool) -> EngineFile:
+    """Return the record of the engine's file; ``ran``: it was run on this machine."""
+    verified = "ran here, and was scored" if ran else "not verified: built ahead of time, and there is no GPU here"
+    return EngineFile(
+        backend=config.quantizer.backend, path=built.path.name, build_seconds=built.seconds, verified=verified
+    )
 
 
 def measure_latency(context: RunContext, config: RunConfig, engines: Mapping[str, Engine]) -> Latency | None:

@@ -16,23 +16,23 @@ from rich.console import Console
 from torch import nn
 
 from quantizer.config import AmpConfig
+from quantizer.config import QuantizerConfig
 from quantizer.config import RunConfig
 from quantizer.config import dump_yaml
 from quantizer.config.feasibility import check_run
-from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import Inspection
 from quantizer.engines import load_engine
 from quantizer.engines import observe_engine
 from quantizer.engines import runs_here
+from quantizer.engines.candidates import cpu_candidates
 from quantizer.export import export_onnx
 from quantizer.files import checked_folder
 from quantizer.files import restore_folder
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.quantizer import Quantizer
-from quantizer.report import EngineFile
 from quantizer.report import ModelInfo
 from quantizer.report import RunRecord
 from quantizer.report import Score
@@ -41,10 +41,15 @@ from quantizer.report import collect_versions
 from quantizer.report import print_record
 from quantizer.report import write_html
 from quantizer.report import write_record
+from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.search_records import fallback_record
 from quantizer.runs.engine_budget import EngineBudget
+from quantizer.runs.measure import build_options
+from quantizer.runs.measure import engine_file
 from quantizer.runs.measure import measure_latency
 from quantizer.runs.measure import measure_memory
+from quantizer.runs.pick_backend import pick_backend
+from quantizer.runs.pick_backend import with_backend
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
@@ -64,6 +69,7 @@ from quantizer.runs.search import search_fallback
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.runs.train import TrainingResult
 from quantizer.runs.train import train
+from quantizer.targets import AUTO
 from quantizer.tasks import Batch
 from quantizer.tasks import Predictions
 from quantizer.views.histograms import noisiest
@@ -89,6 +95,11 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         QuantizerError: the target cannot do what is asked, the folder exists already or cannot be written, or a stage
             failed.
     """
+    asked = config.quantizer.backend
+    chooses = asked == AUTO and not torch.cuda.is_available()
+    if asked == AUTO:
+        # The candidates share one calibration, whichever it is for.
+        config = with_backend(config, cpu_candidates()[0][0] if chooses else QuantizerConfig().backend)
     check_run(config)
     folder = Path(config.output if output is None else output).absolute()
     restore_folder(folder)
@@ -98,7 +109,7 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
         write_folder(
             folder,
-            lambda target: record.append(_Run(config, folder.name, target, kept, console).run()),
+            lambda target: record.append(_Run(config, folder.name, target, kept, console).run(chooses)),
             kind=RUN,
             replace=force,
         )
@@ -146,12 +157,17 @@ class _Run:
         checked = config.qat is None and runs_here(config.quantizer.backend)
         self.budget = EngineBudget(self.context, max_drop, self.rows.tuning, checked=checked)
         self.model, self.task = self.context.model, self.context.task
+        self.choice: EngineChoice | None = None
 
-    def run(self) -> RunRecord:
-        """Carry out all stages, in order."""
+    def run(self, chooses: bool) -> RunRecord:
+        """Carry out all stages, in order; ``chooses``: go on with the backend whose engine is the fastest."""
         quantizer = Quantizer(self.config.quantizer)
         self._check(quantizer)
         batches = self._calibrate(quantizer)
+        if chooses:
+            picked = pick_backend(self.context, self.config, quantizer, self.rows.evaluation, self.target)
+            self.config, quantizer, self.choice = picked.config, picked.quantizer, picked.choice
+            (self.target / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
         metric = self._metric()
         proxy = self._choose(quantizer, batches, metric)
         while True:
@@ -174,7 +190,7 @@ class _Run:
     def _check(self, quantizer: Quantizer) -> None:
         """Raise errors now that would otherwise come after minutes of calibration."""
         config, rows = self.config, self.rows
-        require_tools({config.quantizer.backend: self._options()}, html="html" in config.report.formats)
+        require_tools({config.quantizer.backend: build_options(self.config)}, html="html" in config.report.formats)
         check_rows(self.task, [*rows.evaluation, *rows.tuning, *rows.head], [*rows.calibration, *rows.training])
         # Raises if the model has fewer positions than the shape for the latency.
         self.task.random_batch(1, config.report.latency_sequence)
@@ -248,7 +264,7 @@ class _Run:
     def _export_and_build(self, quantizer: Quantizer, quantized: nn.Module) -> dict[str, BuildResult]:
         """Write model.onnx and model.engine, and the float model's engine for comparison."""
         config = self.config
-        example, options = self.task.example(), self._options()
+        example, options = self.task.example(), build_options(self.config)
         paths = {"float": self.target / "float.onnx", "engine": self.target / "model.onnx"}
         with self.context.timer("export"):
             quantizer.export(quantized, paths["engine"], example, opset=config.export.opset)
@@ -258,15 +274,6 @@ class _Run:
                 name: self.context.timer.build(config.quantizer.backend, path, path.with_suffix(".engine"), options)
                 for name, path in paths.items()
             }
-
-    def _options(self) -> BuildOptions:
-        config = self.config
-        return BuildOptions(
-            dynamic={"batch": config.export.dynamic.batch, "sequence": config.export.dynamic.sequence},
-            compute_capability=config.engine.compute_capability,
-            inference_precision=config.engine.inference_precision,
-            strip_weights=config.engine.strip_weights,
-        )
 
     def _inspect(self, built: BuildResult) -> Inspection:
         """Return the precisions of the engine's layers; raise if those that were asked for are missing."""
@@ -321,7 +328,8 @@ class _Run:
             causes=causes_of(self.context, config, quantizer, self.rows.calibration),
             fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks),
             training=None if course is None else course.record(self.task),
-            engine=self._engine(built["engine"], bool(engines)),
+            choice=self.choice,
+            engine=engine_file(config, built["engine"], ran=bool(engines)),
             inspection=inspection,
             diff=quantizer.diff(self.model),
             versions=collect_versions(),
@@ -333,15 +341,6 @@ class _Run:
         rows, resamples = self.rows.evaluation, self.config.report.bootstrap
         base = predictions["float"]
         return tuple(score_record(which, self.task, base, p, rows, resamples) for which, p in predictions.items())
-
-    def _engine(self, built: BuildResult, ran: bool) -> EngineFile:
-        verified = "ran here, and was scored" if ran else "not verified: built ahead of time, and there is no GPU here"
-        return EngineFile(
-            backend=self.config.quantizer.backend,
-            path=built.path.name,
-            build_seconds=built.seconds,
-            verified=verified,
-        )
 
     def _write(self, record: RunRecord) -> None:
         if "json" in self.config.report.formats:

@@ -9,10 +9,11 @@ from quantizer.targets.base import FloatDtype
 from quantizer.targets.base import SiteKind
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import GraphRules
+from quantizer.targets.profiles import AUTO
 from quantizer.targets.profiles import profile
 from quantizer.targets.profiles import profiles
 
-__all__ = ["AttentionLimits", "FloatDtype", "GraphRules", "SiteKind", "TargetProfile", "profile", "profiles"]
+__all__ = ["AUTO", "AttentionLimits", "FloatDtype", "GraphRules", "SiteKind", "TargetProfile", "profile", "profiles"]
 
 # Importing the file of a profile registers it; messages list the names in this order.
 for _file in ("tensorrt", "tensorrt_rtx", "openvino", "onnxruntime"):

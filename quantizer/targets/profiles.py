@@ -8,9 +8,12 @@ from quantizer.common.registry import Registry
 from quantizer.targets.base import FloatDtype
 from quantizer.targets.base import TargetProfile
 
-__all__ = ["profile", "profiles"]
+__all__ = ["AUTO", "profile", "profiles"]
 
-profiles: Registry[TargetProfile] = Registry("backend")
+AUTO = "auto"
+"""In place of a backend's name: the one whose engine is the fastest here."""
+
+profiles: Registry[TargetProfile] = Registry("backend", reserved=(AUTO,))
 
 
 def profile(name: str, float_dtype: FloatDtype | None = None) -> TargetProfile:

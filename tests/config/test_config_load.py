@@ -68,8 +68,8 @@ def test_three_faults_at_once(write: Write) -> None:
     assert _problems(lambda: load_run(write(text))) == [
         "good.yaml:4: data.calibration.rows: got the text '128'; expected a whole number, at least 1, or null; "
         "YAML reads this as text: write 128, without quotes",
-        "good.yaml:7: quantizer.backend: got the text 'tensort'; expected 'tensorrt', 'tensorrt-rtx', 'openvino', "
-        "'openvino-avx2', 'onnxruntime' or 'onnxruntime-avx2'; did you mean 'tensorrt'?",
+        "good.yaml:7: quantizer.backend: got the text 'tensort'; expected 'auto', 'tensorrt', 'tensorrt-rtx', "
+        "'openvino', 'openvino-avx2', 'onnxruntime' or 'onnxruntime-avx2'; did you mean 'tensorrt'?",
         "good.yaml:8: amp.batchs: unknown key; expected one of measure, granularity, batches; did you mean 'batches'?",
     ]
 
@@ -467,7 +467,7 @@ def test_an_override_of_an_alias_changes_one_place(write: Write) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("quantizer.backend=x", "quantizer.backend: got the text 'x'; expected 'tensorrt'"),
+        ("quantizer.backend=x", "quantizer.backend: got the text 'x'; expected 'auto', 'tensorrt'"),
         ("quantizer.bakend=openvino", "quantizer.bakend: unknown key; .*did you mean 'backend'"),
         ("quantizr.backend=openvino", "quantizr: unknown key; .*did you mean 'quantizer'"),
         ("quantizer.backend.x=1", "quantizer.backend is the text 'openvino'; expected a section"),
@@ -569,7 +569,7 @@ def test_keywords_replace_whole_fields(write: Write) -> None:
 def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
     path = write("backend: tensort\nsites: {linear: 1}\n")
     assert _problems(lambda: quantizer_config(path, exclude={"name": []}, bakend="x")) == [
-        "good.yaml:1: backend: got the text 'tensort'; expected 'tensorrt', 'tensorrt-rtx', 'openvino', "
+        "good.yaml:1: backend: got the text 'tensort'; expected 'auto', 'tensorrt', 'tensorrt-rtx', 'openvino', "
         "'openvino-avx2', 'onnxruntime' or 'onnxruntime-avx2'; did you mean 'tensorrt'?",
         "good.yaml:2: sites.linear: got the whole number 1; expected true or false",
         "keyword 'exclude': exclude.name: unknown key; expected one of module_types, names, sites; "
@@ -588,7 +588,7 @@ def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
         ({"quantizer": None}, "mapping: quantizer: got null; expected a section"),
         ({"exclude": {3: "x"}}, r"mapping: exclude\[3\]: the key is the whole number 3; expected a name"),
         ({"exclude": {"names": {"a"}}}, "mapping: exclude.names: got a set; expected a list"),
-        ({"backend": b"openvino"}, "mapping: backend: got a bytes; expected 'tensorrt'"),
+        ({"backend": b"openvino"}, "mapping: backend: got a bytes; expected 'auto', 'tensorrt'"),
         (3, "quantizer configuration: got the whole number 3; expected a YAML file, a mapping or a QuantizerConfig"),
         (b"x.yaml", "quantizer configuration: got a bytes; expected a YAML file"),
     ],

@@ -30,8 +30,8 @@ from quantizer.engines import load_engine
 from quantizer.errors import ExportError
 from quantizer.export import export_onnx
 from quantizer.plan.site_plan import Plan
-from quantizer.runs.convert.compare_outputs import QUANTIZED_DB
-from quantizer.runs.convert.compare_outputs import TWICE_DB
+from quantizer.runs.compare_outputs import QUANTIZED_DB
+from quantizer.runs.compare_outputs import TWICE_DB
 from tests.helpers import Snapshot
 from tests.helpers import assert_same
 

@@ -20,6 +20,8 @@ from quantizer.report import Stage
 from quantizer.report import latency_entries
 from quantizer.report import memory_entries
 from quantizer.report import size_entries
+from quantizer.report.candidate_record import Candidate
+from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.record import Evaluation
 from quantizer.report.record import Histogram
 from quantizer.report.record import RangeCandidate
@@ -46,6 +48,29 @@ def bare_record(**changes: object) -> RunRecord:
         "model": ModelInfo(source="model", task="embedding-classification", parameters=0),
     }
     return RunRecord(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def sample_choice() -> EngineChoice:
+    """A choice between four engines, of which one failed."""
+    return EngineChoice(
+        headline="openvino int8 is the fastest, 2.84x as fast as the fastest engine in float, openvino float32",
+        instructions="avx2, avx512_vnni",
+        shapes=("8 x 128",),
+        candidates=(
+            Candidate(
+                backend="openvino",
+                format="int8",
+                milliseconds=(39.7,),
+                score_difference=-0.0013,
+                sqnr_db=23.5,
+                verdict="chosen",
+            ),
+            Candidate(backend="openvino", format="float32", milliseconds=(112.6,), verdict="2.84x the time"),
+            Candidate(backend="onnxruntime", format="float32", milliseconds=(126.1,), verdict="3.18x the time"),
+            Candidate(backend="onnxruntime", format="int8", verdict="failed: <it> crashed"),
+        ),
+        missing=("other: pip install 'quantizer[other]'",),
+    )
 
 
 def sample_record() -> RunRecord:
@@ -82,6 +107,7 @@ def sample_record() -> RunRecord:
         sensitivity=ranking,
         measure="gradient",
         fallback=sample_search((ranking[0].group,)),
+        choice=sample_choice(),
         engine=EngineFile(
             backend="openvino", path="engine/model.xml", build_seconds=1.42, verified="48 of 48 sites run in INT8"
         ),

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 from report_samples import bare_record
+from report_samples import sample_choice
 from report_samples import sample_histogram
 from report_samples import sample_record
 from rich.console import Console
@@ -34,6 +35,7 @@ from quantizer.report import text_table
 from quantizer.report import verdict
 from quantizer.report import write_html
 from quantizer.report import write_record
+from quantizer.report.charts.candidates_plot import candidates_svg
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.page.page_content import diff_files
 from quantizer.report.record import Cause
@@ -343,3 +345,25 @@ def test_the_first_lines_name_what_costs_most() -> None:
     header = page[page.index("<header>") : page.index("</header>")]
     assert "1. layer.3: 24.7 dB alone" in header
     assert "cure: activations: {smooth: 0.7}, measured gain 4.9 dB" in header
+
+
+def test_the_page_shows_how_the_engine_was_chosen() -> None:
+    page = html_from_record(sample_record())
+    header = page[page.index("<header>") : page.index("</header>")]
+    assert "Openvino int8 is the fastest, 2.84× as fast as the fastest engine in float" in header  # noqa: RUF001
+    section = page[page.index('<section id="choice">') : page.index('<section id="engine">')]
+    assert "failed: &lt;it&gt; crashed" in section
+    assert "Not tried, as it is not installed: other: pip install" in section
+    # Three ran, and the chosen one has a ring.
+    assert section.count("<title>") == 3
+    assert section.count('r="9"') == 1
+    assert '<section id="choice">' not in html_from_record(bare_record())
+
+
+def test_the_picture_of_a_choice() -> None:
+    choice = sample_choice()
+    assert ">3.18x<" in candidates_svg(choice)
+    alone = dataclasses.replace(choice, candidates=choice.candidates[:1])
+    assert ">1.00x<" in candidates_svg(alone)
+    none = dataclasses.replace(choice, candidates=choice.candidates[3:])
+    assert "No engine ran." in candidates_svg(none)

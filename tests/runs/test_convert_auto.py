@@ -30,7 +30,7 @@ from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
 
 SIZES = ("--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32")
-OPENVINO, ONNXRUNTIME = sorted(cpu_candidates()[0], reverse=True)
+OPENVINO, ONNXRUNTIME = cpu_candidates()[0]
 TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
@@ -132,7 +132,7 @@ def test_all_fail(convert: Callable[..., tuple[int, str]], monkeypatch: pytest.M
     monkeypatch.setattr(Quantizer, "export", lambda _, __, path, ___: path)
     code, said = convert(TIMES)
     assert code == 1
-    assert f"no engine is right and runs here: {ONNXRUNTIME} float32: failed: building it crashed; " in said
+    assert f"no engine is right and runs here: {OPENVINO} float32: failed: building it crashed; " in said
     assert not list(Path.cwd().iterdir())
 
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from quantizer.engines import TensorSpec
 from quantizer.errors import EngineError
-from quantizer.runs.convert.compare_outputs import NOTHING_DB
-from quantizer.runs.convert.compare_outputs import OutputCheck
-from quantizer.runs.convert.compare_outputs import Reference
-from quantizer.runs.convert.compare_outputs import Tolerance
-from quantizer.runs.convert.compare_outputs import check_engine
-from quantizer.runs.convert.compare_outputs import reference_outputs
+from quantizer.runs.compare_outputs import NOTHING_DB
+from quantizer.runs.compare_outputs import OutputCheck
+from quantizer.runs.compare_outputs import Reference
+from quantizer.runs.compare_outputs import Tolerance
+from quantizer.runs.compare_outputs import check_engine
+from quantizer.runs.compare_outputs import reference_outputs
 
 
 class _Engine:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from quantizer.errors import MissingDependencyError
+from quantizer.report.charts.candidates_plot import candidates_svg
 from quantizer.report.charts.heat_map import sensitivity_heatmap
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.charts.pareto_plot import pareto_svg
@@ -37,6 +38,8 @@ from quantizer.report.record import Site
 from quantizer.report.record import SizeEntry
 from quantizer.report.tables import text
 from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.report.tables.choice_table import choice_table
+from quantizer.report.tables.choice_table import missing_lines
 from quantizer.report.tables.engine_table import engine_facts
 from quantizer.report.tables.engine_table import engine_table
 from quantizer.report.tables.engine_table import layers_table
@@ -99,6 +102,10 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "created": record.created.replace("T", " "),
         "parameters": text.count(record.model.parameters),
         "verdict": text.typeset(verdict(record)),
+        "choice": text.typeset(record.choice.headline) if record.choice else "",
+        "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
+        "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
+        "choice_missing": missing_lines(record.choice) if record.choice else [],
         "causes": [text.typeset(line) for line in cause_lines(record.causes)],
         "tiles": tiles(record),
         "latency": text.typeset(_latency_note(record)),

@@ -15,6 +15,7 @@ from quantizer.report.ratios import reference_entry
 from quantizer.report.record import RunRecord
 from quantizer.report.tables import text
 from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.report.tables.choice_table import print_choice
 from quantizer.report.tables.engine_table import print_inspection
 from quantizer.report.tables.headline import quantized_score
 
@@ -34,6 +35,8 @@ def print_summary(folder: Path | str, console: Console) -> None:
 def print_record(record: RunRecord, folder: Path | str, console: Console) -> None:
     """Print score, speed and size of float, proxy and engine, the engine's precisions, and the paths of the files."""
     folder = Path(folder)
+    if record.choice is not None:
+        print_choice(record.choice, console)
     for line in cause_lines(record.causes):
         console.print(Text(line))
     console.print(_table(record))

@@ -17,11 +17,11 @@ from quantizer.engines.measure.trial import tried_build
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import EngineCheck
-from quantizer.runs.convert.compare_outputs import OutputCheck
-from quantizer.runs.convert.compare_outputs import Tolerance
-from quantizer.runs.convert.compare_outputs import check_engine
-from quantizer.runs.convert.compare_outputs import reference_outputs
-from quantizer.runs.convert.compare_outputs import tolerance
+from quantizer.runs.compare_outputs import OutputCheck
+from quantizer.runs.compare_outputs import Tolerance
+from quantizer.runs.compare_outputs import check_engine
+from quantizer.runs.compare_outputs import reference_outputs
+from quantizer.runs.compare_outputs import tolerance
 from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.inputs import ConversionInputs

@@ -10,7 +10,6 @@ from dataclasses import field
 from pathlib import Path
 
 from quantizer.engines import backends
-from quantizer.engines.candidates import AUTO
 from quantizer.engines.candidates import cpu_candidates
 from quantizer.errors import ConfigError
 from quantizer.errors import EngineError
@@ -18,6 +17,7 @@ from quantizer.errors import QuantizerError
 from quantizer.files import checked_folder
 from quantizer.files import restore_folder
 from quantizer.runs.convert.data import DataSource
+from quantizer.targets import AUTO
 from quantizer.targets import profile
 from quantizer.targets import profiles
 from quantizer.targets.feasibility import Problem
@@ -135,7 +135,7 @@ class ConversionRequest:
             yield f"--backend {' '.join(self.backends) or '(none)'}: expected at least one, each of them once"
         if self.task is not None and self.task not in convertible_tasks():
             yield f"--task {self.task}: unknown; expected one of {', '.join(convertible_tasks())}"
-        ahead_of_time = [name for name in profiles if profile(name).capabilities]
+        ahead_of_time = [name for name in profiles.names() if profile(name).capabilities]
         chosen = [name for name in ahead_of_time if name in self.backends]
         if self.compute_capability is not None and not chosen:
             names = " or ".join(ahead_of_time)

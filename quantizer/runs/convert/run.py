@@ -30,9 +30,9 @@ from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.tables.choice_table import print_choice
 from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import choose
-from quantizer.runs.choose_engine import print_choice
 from quantizer.runs.convert.data import Samples
 from quantizer.runs.convert.data import read_calibration
 from quantizer.runs.convert.data import read_labelled

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantizer.report.tables import text
-from quantizer.runs.convert.compare_outputs import OutputCheck
+from quantizer.runs.compare_outputs import OutputCheck
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.measure import ShapeLatency
 from quantizer.runs.convert.result import BackendResult

@@ -1,0 +1,65 @@
+"""A choice of an engine as a table, for a terminal and for the page."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.tables import text
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.tables import html_table
+
+__all__ = ["choice_table", "missing_lines", "print_choice"]
+
+
+def print_choice(choice: EngineChoice, console: Console) -> None:
+    """Print what was chosen, and all candidates in a table."""
+    console.print(Text(choice.headline, style="bold"), soft_wrap=True)
+    console.print("latency in ms, median of rounds in which all take turns; outputs and score against float")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    scored = any(candidate.score_difference is not None for candidate in choice.candidates)
+    for title in ("engine", *choice.shapes, "dB", *(("score",) if scored else ())):
+        table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
+    table.add_column("verdict")
+    for candidate in choice.candidates:
+        times = [f"{value:.2f}" for value in candidate.milliseconds] or ["-"] * len(choice.shapes)
+        sqnr = "-" if candidate.sqnr_db is None else text.decibels(candidate.sqnr_db)
+        difference = candidate.score_difference
+        score = ["-" if difference is None else text.signed(difference)] if scored else []
+        table.add_row(candidate.name, *times, sqnr, *score, Text(candidate.verdict))
+    console.print(table)
+    for line in missing_lines(choice):
+        console.print(Text(line), soft_wrap=True)
+
+
+def choice_table(choice: EngineChoice) -> str:
+    """Return a table with a numbered row for each candidate: latency at each shape, SQNR, score, and the verdict."""
+    scored = any(candidate.score_difference is not None for candidate in choice.candidates)
+    columns: list[Column | str] = [
+        "",
+        "Engine",
+        *(Column(title=f"{shape}, ms", numeric=True, show=lambda value: f"{value:.2f}") for shape in choice.shapes),
+        Column(title="SQNR, dB", numeric=True, show=text.decibels),
+        *((Column(title="Score to float", numeric=True, show=text.signed),) if scored else ()),
+        "Verdict",
+    ]
+    rows = [
+        (
+            row,
+            candidate.name,
+            *(candidate.milliseconds or (None,) * len(choice.shapes)),
+            candidate.sqnr_db,
+            *((candidate.score_difference,) if scored else ()),
+            candidate.verdict,
+        )
+        for row, candidate in enumerate(choice.candidates, start=1)
+    ]
+    return html_table(columns, rows, label="Candidates", style=False)
+
+
+def missing_lines(choice: EngineChoice) -> list[str]:
+    """Return a sentence for each candidate that is not installed."""
+    return [f"not tried, as it is not installed: {missing}" for missing in choice.missing]

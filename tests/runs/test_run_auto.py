@@ -1,0 +1,95 @@
+"""A run for whatever is fastest: the backend is chosen after calibration, by the time of its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "onnxruntime", "jinja2"):
+    pytest.importorskip(_package, reason="a run needs quantizer[hf,onnx,openvino,onnxruntime,report]")
+
+from tiny_run import tiny_run  # noqa: E402
+
+import quantizer.runs.measure as run_measure  # noqa: E402
+import quantizer.runs.pick_backend as pick  # noqa: E402
+from quantizer import Quantizer  # noqa: E402
+from quantizer.cli.main import main  # noqa: E402
+from quantizer.config import load_run  # noqa: E402
+from quantizer.engines import BuildResult  # noqa: E402
+from quantizer.engines import PeakMemory  # noqa: E402
+from quantizer.engines.candidates import cpu_candidates  # noqa: E402
+from quantizer.errors import EngineError  # noqa: E402
+from quantizer.report import read_record  # noqa: E402
+
+OPENVINO, ONNXRUNTIME = cpu_candidates()[0]
+TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
+
+pytestmark = [
+    pytest.mark.usefixtures("exact_byte_products"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt"),
+]
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    settings = tiny_run(tmp_path)
+    settings["quantizer"].pop("backend", None)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**settings, "output": "done"}))
+    monkeypatch.setattr(run_measure, "peak_memory_mib", lambda *_, **__: PeakMemory(peak_mib=3.0, baseline_mib=1.0))
+    return tmp_path
+
+
+def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(calls: Mapping[str, Any], **_: int) -> dict[str, list[float]]:
+        for call in calls.values():
+            call()
+        return {name: [times[name]] for name in calls}
+
+    monkeypatch.setattr(pick, "interleaved_latency", taken)
+
+
+def test_the_run_goes_on_with_the_fastest(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load_run("tiny.yaml").quantizer.backend == "auto"
+    _taking(TIMES, monkeypatch)
+    assert main(["run", "tiny.yaml"]) == 0
+    record = read_record(at / "done" / "report.json")
+    assert record.choice is not None
+    assert [one.name for one in record.choice.candidates] == sorted(TIMES, key=lambda name: TIMES[name])
+    assert all(one.sqnr_db for one in record.choice.candidates)
+    assert record.engine is not None
+    assert record.engine.backend == ONNXRUNTIME
+    assert record.scores[-1].which == "engine"
+    assert load_run("done/config.yaml").quantizer.backend == ONNXRUNTIME
+    assert Quantizer.load("done/quantizer").config.backend == ONNXRUNTIME
+    assert record.choice.headline in capsys.readouterr().out
+    assert record.choice.headline.split(",")[0][1:] in (at / "done" / "report.html").read_text()
+
+
+def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    built = pick.tried_build
+
+    def crash(name: str, onnx: Path, *more: Any, **options: Any) -> BuildResult:
+        if "int8" in onnx.name:
+            raise EngineError("building it crashed")
+        return built(name, onnx, *more, **options)
+
+    monkeypatch.setattr(pick, "tried_build", crash)
+    _taking(TIMES, monkeypatch)
+    assert main(["run", "tiny.yaml"]) == 1
+    said = capsys.readouterr().err
+    assert "no quantized engine is right and runs here: " in said
+    assert f"{ONNXRUNTIME} int8: failed: building it crashed" in said
+    assert not (at / "done").exists()
+
+
+def test_in_a_notebook_it_is_an_engine_for_this_cpu() -> None:
+    assert Quantizer(backend="auto").config.backend == OPENVINO
