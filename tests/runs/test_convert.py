@@ -137,7 +137,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @pytest.mark.promise(
     "quantizes for both engines from that one calibration, builds them, holds their outputs to PyTorch's at "
-    "three shapes, times them, and writes `converted/my-model`."
+    "three shapes, times them, and writes `converted/my-model` with a folder for each."
 )
 def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
     assert {path.name for path in place.done.iterdir()} == {
@@ -171,7 +171,7 @@ def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
 
 @pytest.mark.promise(
     "quantizes for both engines from that one calibration, builds them, holds their outputs to PyTorch's at "
-    "three shapes, times them, and writes `converted/my-model`."
+    "three shapes, times them, and writes `converted/my-model` with a folder for each."
 )
 def test_the_record_has_latency_and_scores_of_each_backend(place: Place) -> None:
     record = _read(place.done / "conversion.json")

@@ -72,6 +72,8 @@ def _read(path: str) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.promise("times all of them in turns, and writes the fastest to `converted/my-model`")
+@pytest.mark.promise("`conversion.json` has the table as `choice`")
 def test_the_fastest_is_kept(convert: Callable[..., tuple[int, str]], place: Path) -> None:
     code, said = convert(TIMES, "--evaluation", f"text-csv:{place / 'evaluation.csv'}")
     assert code == 0, said
@@ -93,6 +95,11 @@ def test_the_fastest_is_kept(convert: Callable[..., tuple[int, str]], place: Pat
     assert Quantizer.load("out/quantizer").config.backend == ONNXRUNTIME
 
 
+@pytest.mark.promise(
+    "Where nothing in INT8 is faster than float, the first line says so and what bounds it, and the engine in float is "
+    "delivered."
+)
+@pytest.mark.promise("`load_converted` warns on another kind of CPU.")
 def test_float_is_delivered_where_it_is_faster(
     convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pick, "interleaved_latency", taken)
 
 
+@pytest.mark.promise("the run goes on with the fastest; its first line and the report say which that is")
 def test_the_run_goes_on_with_the_fastest(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,8 +18,8 @@ __all__ = ["choice_table", "missing_lines", "print_choice"]
 def print_choice(choice: EngineChoice, console: Console) -> None:
     """Print what was chosen, and all candidates in a table."""
     console.print(Text(choice.headline, style="bold"), soft_wrap=True)
-    console.print("latency in ms, median of rounds in which all take turns; outputs and score against float")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    console.print("latency in ms, medians of rounds that take turns; outputs and score against float", soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     scored = any(candidate.score_difference is not None for candidate in choice.candidates)
     for title in ("engine", *choice.shapes, "dB", *(("score",) if scored else ())):
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
