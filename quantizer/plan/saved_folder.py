@@ -1,6 +1,8 @@
 """The folder of a saved plan: a YAML file for people, and safetensors files for tensors.
 
-- ``quantizer.yaml``: format, config, fallback, every site with its reason, every product counted.
+- ``quantizer.yaml``: format, config, fallback, every site with its reason, every product counted. The name of a group
+  holds those of its members, so that N sites of one group would take N^2: long ones are in a list, ``long_groups``, and
+  operands have their places in it.
 - ``ranges.safetensors``: amax, scale and smooth of every operand, float32, under ``SITE/OPERAND/amax`` and so on, and
   the shift of a site's bias under ``SITE/bias_shift``; the codes of weights whose rounding was chosen, int8 or uint8
   (two of 4 bits each).
@@ -65,7 +67,10 @@ _DOCUMENT_FIELDS = {
     "dropped": list[str],
     "sites": list[Any],
     "products": list[Any],
+    "long_groups": list[str],
 }
+_LONG_GROUP = 200
+"""The characters from which on the name of a group is written once."""
 _OPERAND_FIELDS = tuple(name for name in OperandPlan.__slots__ if name not in _TENSOR_FIELDS)
 _SITE_FIELDS = tuple(name for name in SitePlan.__slots__ if name not in ("operands", "bias_shift"))
 
@@ -190,10 +195,11 @@ def _plain(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the document with all plain values, and the tensors by name."""
     tensors: dict[str, Tensor] = {}
+    long_groups: dict[str, int] = {}
     sites = []
     for entry in plan.values():
         site: dict[str, Any] = {name: getattr(entry, name) for name in _SITE_FIELDS}
-        site["operands"] = [_fields(operand) for operand in entry.operands]
+        site["operands"] = [_fields(operand, long_groups) for operand in entry.operands]
         sites.append(site)
         if entry.bias_shift is not None:
             tensors[f"{entry.name}/bias_shift"] = entry.bias_shift.contiguous().clone()
@@ -206,7 +212,8 @@ def _plain(
                 held = file_of_codes(value, operand.dtype) if name == "codes" else value.contiguous().clone()
                 tensors[f"{entry.name}/{operand.name}/{name}"] = held
     plain = [product.plain() for product in products]
-    return {**document, "sites": sites, "products": plain}, tensors
+    named = {"long_groups": list(long_groups)} if long_groups else {}
+    return {**document, **named, "sites": sites, "products": plain}, tensors
 
 
 def _check_format(document: Any, place: object) -> None:
@@ -230,7 +237,7 @@ def _from_plain(
     """
     try:
         _check_fields(document)
-        sites = decoded(tuple[SitePlan, ...], document.pop("sites"), "sites")
+        sites = decoded(tuple[SitePlan, ...], _with_groups(document), "sites")
         products = tuple(
             CountedProduct.from_plain(values, f"products[{number}]")
             for number, values in enumerate(document.pop("products", ()))
@@ -243,6 +250,23 @@ def _from_plain(
     except ValueError as error:
         raise QuantizerError(f"{place} is damaged: {error}") from error
     return plan, products
+
+
+def _with_groups(document: dict[str, Any]) -> Any:
+    """Return the sites of a document with the names of their groups, and remove both from it.
+
+    Raises:
+        ValueError: a group is no place in the list of long ones.
+    """
+    names, sites = document.pop("long_groups", []), document.pop("sites")
+    for site in sites:
+        for operand in (site.get("operands") or ()) if isinstance(site, dict) else ():
+            place = operand.get("group") if isinstance(operand, dict) else None
+            if type(place) is int:
+                if not 0 <= place < len(names):
+                    raise ValueError(f"group {place} of {site.get('name')!r} is none of {len(names)} long_groups")
+                operand["group"] = names[place]
+    return sites
 
 
 def _check_fields(document: Mapping[str, Any]) -> None:
@@ -271,8 +295,11 @@ def _with_tensors(site: SitePlan, tensors: Mapping[str, Tensor]) -> SitePlan:
     return replace(site, operands=tuple(found), bias_shift=tensors.get(f"{site.name}/bias_shift"))
 
 
-def _fields(operand: OperandPlan) -> dict[str, Any]:
+def _fields(operand: OperandPlan, long_groups: dict[str, int]) -> dict[str, Any]:
+    """Return the plain values of an operand; a long name of a group is put into ``long_groups``, by place."""
     fields = {name: getattr(operand, name) for name in _OPERAND_FIELDS}
+    if operand.group is not None and len(operand.group) > _LONG_GROUP:
+        fields["group"] = long_groups.setdefault(operand.group, len(long_groups))
     if operand.view is not None:
         fields["view"] = {
             "shape": list(operand.view.shape),

@@ -1,0 +1,71 @@
+"""A saved plan of many sites in one group: the group's long name is written once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.errors import QuantizerError
+from quantizer.plan.saved_folder import state_bytes
+from quantizer.plan.saved_folder import state_of_bytes
+
+
+class _Wide(nn.Module):
+    """Many linears that read one tensor, which makes one group of them."""
+
+    def __init__(self, linears: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(16, 16) for _ in range(linears))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([linear(x) for linear in self.linears]).sum(0)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, Quantizer]:
+    torch.manual_seed(0)
+    model = _Wide(100).eval()
+    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer.calibrate(model, [torch.randn(4, 16)], progress=False)
+    return quantizer.save(tmp_path_factory.mktemp("wide") / "saved"), model, quantizer
+
+
+def test_a_long_name_is_written_once(saved: tuple[Path, nn.Module, Quantizer]) -> None:
+    folder, model, quantizer = saved
+    text = (folder / "quantizer.yaml").read_text()
+    (name,) = {operand.group for site in quantizer.plan.values() for operand in site.operands}
+    assert name is not None
+    assert len(name) > 200
+    assert "".join(text.split()).count(name) == 1
+    loaded = Quantizer.load(folder)
+    assert {key: site.operands[0].group for key, site in loaded.plan.items()} == dict.fromkeys(quantizer.plan, name)
+    x = torch.randn(4, 16)
+    assert torch.equal(loaded.quantize(model)(x), quantizer.quantize(model)(x))
+
+
+def test_it_is_in_bytes_too(saved: tuple[Path, nn.Module, Quantizer]) -> None:
+    _, _, quantizer = saved
+    document = {"config": {}, "fallback": None}
+    plan, _, _ = state_of_bytes(state_bytes(quantizer.plan, (), document), "bytes")
+    assert plan.keys() == quantizer.plan.keys()
+    assert all(
+        [one.group for one in plan[key].operands] == [one.group for one in site.operands]
+        for key, site in quantizer.plan.items()
+    )
+
+
+def test_a_place_that_is_none(saved: tuple[Path, nn.Module, Quantizer], tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(saved[0], folder)
+    document = yaml.safe_load((folder / "quantizer.yaml").read_text())
+    document["sites"][0]["operands"][0]["group"] = 7
+    (folder / "quantizer.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(QuantizerError, match=r"is damaged: group 7 of 'linears\.0\..*' is none of 1 long_groups"):
+        Quantizer.load(folder)
