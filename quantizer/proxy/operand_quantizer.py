@@ -166,7 +166,9 @@ class OperandQuantizer(nn.Module):
     def dequantized(self) -> Tensor:
         """Return the stored weight in its own float type, multiplied by its factor."""
         assert self.stored is not None
-        return self._values_of(self.stored).to(self.stored_dtype)
+        values = self._values_of(self.stored)
+        # An export would keep a conversion to the same type until its end, for each weight.
+        return values if values.dtype == self.stored_dtype else values.to(self.stored_dtype)
 
     def as_parameter(self) -> Tensor:
         """Return the stored weight as the model's own parameter: in its own float type, without the factor."""

@@ -125,6 +125,11 @@ class Histogram(Record):
     candidates: tuple[RangeCandidate, ...]
     """The candidate ranges, the largest first."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.counts, default=-1) < 0 or max(self.counts) == 0:
+            raise ValueError(f"histogram of {self.name}: expected counts of 0 or more, and not all of them 0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnquantizedProduct(Record):

@@ -223,3 +223,12 @@ def test_the_version_of_torch_names_its_build(monkeypatch: pytest.MonkeyPatch) -
     # A CUDA wheel from PyPI is "2.13.0" to the index and "2.13.0+cu130" to itself.
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     assert collect_versions(["torch"]) == {"torch": "2.13.0+cu130"}
+
+
+@pytest.mark.parametrize("counts", [[], [0, 0], [3, -1]], ids=["none", "zeros", "negative"])
+def test_a_histogram_without_values_is_refused(tmp_path: Path, counts: list[int]) -> None:
+    values = mapping_from_record(sample_record())
+    values["histograms"][0]["counts"] = counts
+    (tmp_path / "report.json").write_text(json.dumps(values))
+    with pytest.raises(QuantizerError, match=r"histogram of .*: expected counts of 0 or more, and not all of them 0"):
+        read_record(tmp_path / "report.json")

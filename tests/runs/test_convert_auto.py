@@ -73,6 +73,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.promise("times all of them in turns, and writes the fastest to `converted/my-model`")
+@pytest.mark.promise("compares their outputs with PyTorch's, times them in turns, and keeps the fastest.")
 @pytest.mark.promise("`conversion.json` has the table as `choice`")
 def test_the_fastest_is_kept(convert: Callable[..., tuple[int, str]], place: Path) -> None:
     code, said = convert(TIMES, "--evaluation", f"text-csv:{place / 'evaluation.csv'}")
