@@ -80,6 +80,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/check_peers.py
 	$(BIN)/python benchmarks/export_architectures.py
 	$(BIN)/python benchmarks/export_speed.py
+	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/training_speed.py
 	$(BIN)/python benchmarks/training_accuracy.py
 

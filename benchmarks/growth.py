@@ -1,0 +1,101 @@
+"""What grows with a model: the export with its layers, calibration and the saved folder with the sites of one group.
+
+    python benchmarks/growth.py [layers | sites]...
+
+layers: BERT of 2, 8, 32 and 96 layers, 128 wide, random weights: processor seconds of an export, without imports.
+
+sites: 750, 1,500 and 3,000 linears that read one tensor, and so are one group: a calibration pass in float passes, the
+folder's YAML in MiB, processor seconds of saving and loading.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from common import heading
+from torch import Tensor
+from torch import nn
+
+from quantizer import Quantizer
+
+_LAYERS = (2, 8, 32, 96)
+_SITES = (750, 1500, 3000)
+_PASSES = 5
+
+
+def layer_rows() -> None:
+    print(heading("Export by layers: BERT, 128 wide, for OpenVINO, one thread"))
+    print("| layers | seconds |\n|---|---|")
+    _export(1)
+    for layers in _LAYERS:
+        print(f"| {layers} | {_export(layers):.1f} |", flush=True)
+
+
+def _export(layers: int) -> float:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 1000}
+    model = transformers.BertModel(transformers.BertConfig(num_hidden_layers=layers, **sizes)).eval()
+    ids = torch.randint(0, 1000, (2, 32))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer.calibrate(model, [batch], progress=False)
+    frozen = quantizer.quantize(model)
+    with tempfile.TemporaryDirectory() as folder:
+        return _seconds(lambda: quantizer.export(frozen, Path(folder) / "model.onnx", batch))
+
+
+class _Wide(nn.Module):
+    """Linears that read one tensor."""
+
+    def __init__(self, linears: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(16, 16) for _ in range(linears))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([linear(x) for linear in self.linears]).sum(0)
+
+
+def site_rows() -> None:
+    print(heading("Sites of one group: linears that read one tensor, one thread"))
+    print("| linears | calibration pass, float passes | YAML MiB | save s | load s |\n|---|---|---|---|---|")
+    for sites in _SITES:
+        torch.manual_seed(0)
+        model, x = _Wide(sites).eval(), torch.randn(4, 16)
+        quantizer = Quantizer(preset="fast", backend="openvino")
+        proxy = quantizer.calib(model)
+        observing, plain = _median(proxy, x), _median(model, x)
+        with tempfile.TemporaryDirectory() as folder:
+            saved = Path(folder) / "saved"
+            saving = _seconds(partial(quantizer.save, saved))
+            size = (saved / "quantizer.yaml").stat().st_size / 2**20
+            loading = _seconds(partial(Quantizer.load, saved))
+        print(f"| {sites} | {observing / plain:.1f} | {size:.1f} | {saving:.1f} | {loading:.1f} |", flush=True)
+
+
+def _median(model: nn.Module, x: Tensor) -> float:
+    """Return the median seconds of a pass; the first, which imports and allocates, does not count."""
+    with torch.no_grad():
+        return statistics.median([_seconds(lambda: model(x)) for _ in range(_PASSES + 1)][1:])
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+_TABLES = {"layers": layer_rows, "sites": site_rows}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for table in sys.argv[1:] or _TABLES:
+        _TABLES[table]()
