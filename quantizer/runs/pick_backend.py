@@ -142,16 +142,18 @@ def _built(
         QuantizerError: it cannot be built or run, or computes something else than PyTorch.
     """
     name, opset, example = candidate.backend, config.export.opset, context.task.example()
-    path = folder / f"{candidate.name}.onnx".replace(" ", "-")
-    if quantizer is None:
-        export_onnx(model, path, example, opset=opset, dtype=torch.float32)
-    else:
+    # One file of the float model is for all.
+    path = folder / ("float.onnx" if quantizer is None else f"{name}.onnx")
+    if quantizer is not None:
         quantizer.export(model, path, example, opset=opset)
+    elif not path.exists():
+        export_onnx(model, path, example, opset=opset, dtype=torch.float32)
     threads, report = config.engine.threads, config.report
     precision = config.engine.inference_precision if profile(name).inference_precisions else None
     options = replace(build_options(config), inference_precision=precision)
     size = {"batch": report.latency_batch, "sequence": report.latency_sequence}
-    built = tried_build(name, path, path.with_suffix(".engine"), options, threads=threads, **size)
+    engine_path = folder / f"{candidate.name}.engine".replace(" ", "-")
+    built = tried_build(name, path, engine_path, options, threads=threads, **size)
     engine = load_engine(name, built.path, threads=threads)
     plain = reference_outputs(context.model, [batch], engine.output_names)
     expected = plain if quantizer is None else reference_outputs(model, [batch], engine.output_names)

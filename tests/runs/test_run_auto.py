@@ -78,10 +78,10 @@ def test_the_run_goes_on_with_the_fastest(
 def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     built = pick.tried_build
 
-    def crash(name: str, onnx: Path, *more: Any, **options: Any) -> BuildResult:
-        if "int8" in onnx.name:
+    def crash(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
+        if "int8" in engine.name:
             raise EngineError("building it crashed")
-        return built(name, onnx, *more, **options)
+        return built(name, onnx, engine, *more, **options)
 
     monkeypatch.setattr(pick, "tried_build", crash)
     _taking(TIMES, monkeypatch)
