@@ -17,6 +17,9 @@ from quantizer.targets.base import TargetProfile
 
 __all__ = ["read_subject"]
 
+_LARGE = 1 << 16
+"""The bytes from which on an initializer is kept out of what ONNX's own tools read."""
+
 
 def read_subject(path: Path, target: TargetProfile) -> Subject:
     """Read a file for the rules.
@@ -31,9 +34,10 @@ def read_subject(path: Path, target: TargetProfile) -> Subject:
         except ImportError as error:
             raise MissingDependencyError(package, "onnx") from error
     proto = _proto(path)
-    model = _model(path, proto)
+    light, large = _without_weights(proto)
+    model = _model(path, light, large)
     refused = tuple(_refused_data(model, path.parent))
-    return Subject(model, target, "" if refused else _said_by_checker(path, proto), refused)
+    return Subject(model, target, "" if refused else _said_by_checker(path, proto, light), refused)
 
 
 def _proto(path: Path) -> Any:
@@ -63,8 +67,48 @@ def _proto(path: Path) -> Any:
     return proto
 
 
-def _model(path: Path, proto: Any) -> Any:
-    """Return the graph with functions inlined, and with the types and shapes that ONNX infers."""
+def _without_weights(proto: Any) -> tuple[Any, list[Any]]:
+    """Return a copy of a model in which large initializers are inputs, and those initializers.
+
+    ONNX's shape inference and checker take a model as bytes and make another one of them: with the weights in it that
+    is four times the file. They need no more of a weight than its type and shape; its data is held to these before.
+    """
+    import onnx
+
+    light, large = onnx.ModelProto(), []
+    _copy_fields(proto, light, "graph")
+    _copy_fields(proto.graph, light.graph, "initializer")
+    inputs = {value.name for value in light.graph.input}
+    for tensor in proto.graph.initializer:
+        if tensor.ByteSize() < _LARGE or tensor.data_location == tensor.EXTERNAL or tensor.name in inputs:
+            light.graph.initializer.add().CopyFrom(tensor)
+            continue
+        large.append(tensor)
+        light.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    return light, large
+
+
+def _copy_fields(source: Any, target: Any, left_out: str) -> None:
+    """Copy the fields of a message but one."""
+    for field, value in source.ListFields():
+        if field.name == left_out:
+            continue
+        if hasattr(value, "extend"):
+            getattr(target, field.name).extend(value)
+        elif field.message_type is not None:
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
+
+
+def _model(path: Path, proto: Any, large: list[Any]) -> Any:
+    """Return the graph with functions inlined, and with the types and shapes that ONNX infers.
+
+    Args:
+        path: the file, for messages.
+        proto: the model without its large initializers, which are inputs.
+        large: these initializers.
+    """
     import onnx
     import onnx_ir
     from onnx import inliner
@@ -75,17 +119,25 @@ def _model(path: Path, proto: Any) -> Any:
     with suppress(onnx.shape_inference.InferenceError, UnicodeDecodeError):
         proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     try:
-        return onnx_ir.from_proto(proto)
+        model = onnx_ir.from_proto(proto)
+        values = {value.name: value for value in model.graph.inputs}
+        for tensor in large:
+            value = values[tensor.name]
+            model.graph.inputs.remove(value)
+            # It reads from the message, and copies nothing.
+            value.const_value = onnx_ir.from_proto(tensor)
+            model.graph.register_initializer(value)
+        return model
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         raise ExportError(f"{path} holds a graph that does not fit together: {_first_line(error)}") from error
 
 
-def _said_by_checker(path: Path, proto: Any) -> str:
+def _said_by_checker(path: Path, proto: Any, light: Any) -> str:
     import onnx
 
     try:
         # Given the path, the checker tests external data as well; given the model, the file is not read twice.
-        onnx.checker.check_model(path if _has_external_data(proto) else proto)
+        onnx.checker.check_model(path if _has_external_data(proto) else light)
     except onnx.checker.ValidationError as error:
         return _first_line(error)
     except UnicodeDecodeError:

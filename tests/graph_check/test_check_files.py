@@ -17,6 +17,8 @@ from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
 from quantizer.graph_check import Finding
 from quantizer.graph_check import check_file
+from quantizer.graph_check import read
+from quantizer.targets import profile
 
 
 @pytest.fixture
@@ -185,3 +187,30 @@ def test_nodes_of_branches_and_functions_are_seen(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
     (finding,) = check_file(tmp_path / "m.onnx", "tensorrt")
     assert finding.rule == "zero-point"
+
+
+def test_weights_are_kept_out_of_what_onnx_reads(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    check = onnx.checker.check_model
+
+    def checked(proto: Any) -> None:
+        given.append(len(proto.graph.initializer))
+        check(proto)
+
+    monkeypatch.setattr(onnx.checker, "check_model", checked)
+    whole = read.read_subject(file, profile("tensorrt"))
+    monkeypatch.setattr(read, "_LARGE", 0)
+    light = read.read_subject(file, profile("tensorrt"))
+    assert given[0] > 0
+    assert given[1] == 0
+    # What the rules see is the same: constants with their values, inputs, and inferred shapes.
+    held, expected = light.model.graph, whole.model.graph
+    assert [value.name for value in held.inputs] == [value.name for value in expected.inputs]
+    assert held.initializers.keys() == expected.initializers.keys()
+    for name, value in expected.initializers.items():
+        assert (held.initializers[name].const_value.numpy() == value.const_value.numpy()).all()
+    shapes = [
+        [[str(value.shape), value.dtype] for node in graph for value in node.outputs] for graph in (held, expected)
+    ]
+    assert shapes[0] == shapes[1]
+    assert light.refused_by_checker == whole.refused_by_checker == ""
