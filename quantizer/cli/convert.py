@@ -53,9 +53,9 @@ processor/, and config.json; it is complete when the command ends well, and abse
             "--backend",
             nargs="+",
             default=["auto"],
-            help="auto: the fastest that runs on this CPU and is right, quantized or float (default); openvino, "
-            "onnxruntime, or these with -avx2 for CPUs without VNNI, tensorrt, tensorrt-rtx: a folder for each, all "
-            "from one calibration",
+            help="auto: the fastest that runs on this CPU and is right, quantized or float, of all (default) or of "
+            "those named beside it; openvino, onnxruntime, or these with -avx2 for CPUs without VNNI, tensorrt, "
+            "tensorrt-rtx: a folder for each, all from one calibration",
         )
         target.add_argument("--dtype", help="int8 or fp8 (default: int8)")
         for option, kind in (("--batch-size", "rows in a batch"), ("--seq-len", "tokens in a row of text")):

@@ -401,7 +401,10 @@ BAD = {
     "beyond positions": (("--seq-len", "16", "64", "512"), "the model has 64 positions; lower the last number"),
     "one token": (("--seq-len", "1", "8", "16"), "--seq-len 1 ...: expected 2 or more"),
     "backend": (("--backend", "tensort"), "--backend tensort: unknown; expected auto, or some of onnxruntime, "),
-    "auto and another": (("--backend", "auto", "openvino"), "--backend auto openvino: auto stands alone"),
+    "auto and a GPU": (
+        ("--backend", "auto", "tensorrt-rtx"),
+        "--backend auto tensorrt-rtx: auto times engines on this",
+    ),
     "format for no CPU": ((*DATA, "--backend", "auto", "--dtype", "fp8"), "--dtype fp8: onnxruntime does not compute"),
     "backend twice": (("--backend", "openvino", "openvino"), "expected at least one, each of them once"),
     "task": (("--task", "poetry"), "--task poetry: unknown; expected one of image-classification, sentence-sim"),

@@ -25,9 +25,11 @@ from quantizer.engines import BuildResult  # noqa: E402
 from quantizer.engines import candidates  # noqa: E402
 from quantizer.engines.candidates import cpu_candidates  # noqa: E402
 from quantizer.errors import EngineError  # noqa: E402
+from quantizer.report.record import EngineCheck  # noqa: E402
 from quantizer.runs.convert import folder as folders  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
+from quantizer.runs.engine_budget import EngineBudget  # noqa: E402
 
 SIZES = ("--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32")
 OPENVINO, ONNXRUNTIME = cpu_candidates()[0]
@@ -76,7 +78,8 @@ def _read(path: str) -> dict[str, Any]:
 @pytest.mark.promise("compares their outputs with PyTorch's, times them in turns, and keeps the fastest.")
 @pytest.mark.promise("`conversion.json` has the table as `choice`")
 def test_the_fastest_is_kept(convert: Callable[..., tuple[int, str]], place: Path) -> None:
-    code, said = convert(TIMES, "--evaluation", f"text-csv:{place / 'evaluation.csv'}")
+    budget = ("--max-drop", "0.5", "--tuning", f"text-csv:{place / 'calibration.csv'}")
+    code, said = convert(TIMES, "--evaluation", f"text-csv:{place / 'evaluation.csv'}", *budget)
     assert code == 0, said
     gain = f"{ONNXRUNTIME} int8 is the fastest, 2.00x as fast as the fastest engine in float, {OPENVINO} float32"
     assert gain in said
@@ -93,7 +96,10 @@ def test_the_fastest_is_kept(convert: Callable[..., tuple[int, str]], place: Pat
     (entry,) = document["backends"]
     assert list(entry["latency"][0]["milliseconds"]) == ["PyTorch float", "float engine", "engine"]
     assert [score["which"] for score in entry["scores"]] == ["float", "proxy", "engine"]
-    assert Quantizer.load("out/quantizer").config.backend == ONNXRUNTIME
+    assert entry["quantization"]["budget"][0]["drop"] <= 0.5
+    saved = Quantizer.load("out/quantizer")
+    assert saved.config.backend == ONNXRUNTIME
+    assert saved.chosen_fallback is None
 
 
 @pytest.mark.promise(
@@ -160,3 +166,22 @@ def test_the_variant_for_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(cpu_candidates()[0]) == {"openvino-avx2", "onnxruntime-avx2"}
     monkeypatch.setattr(candidates, "saturates", lambda: False)
     assert set(cpu_candidates()[0]) == {"openvino", "onnxruntime"}
+
+
+@pytest.mark.promise("one that misses `--max-drop` is not chosen.")
+def test_a_budget_that_is_missed(
+    convert: Callable[..., tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misses(self: EngineBudget, engine: object, groups: int) -> None:
+        self.checks.append(EngineCheck(allowed=0.01, groups=groups, drop=0.2, rows=4))
+
+    monkeypatch.setattr(EngineBudget, "next_drop", misses)
+    budget = ("--max-drop", "0.01", "--tuning", f"text-csv:{place / 'calibration.csv'}")
+    # Named beside auto, it is the only one that is tried.
+    code, said = convert(TIMES, "--backend", "auto", ONNXRUNTIME, *budget)
+    assert code == 0, said
+    choice = _read("out/conversion.json")["choice"]
+    assert [(one["backend"], one["format"], one["verdict"]) for one in choice["candidates"]] == [
+        (ONNXRUNTIME, "float32", "chosen"),
+        (ONNXRUNTIME, "int8", "failed: its score drops by 0.20000, and --max-drop allows 0.01"),
+    ]

@@ -49,8 +49,8 @@ class ConversionRequest:
         model: a local folder, a hub name, or ``package:NAME/FOLDER``.
         output: the folder to write.
         task: a registered task; None: derived from the checkpoint.
-        backends: the backends to build engines for, each in a folder of its own; ``auto`` alone: those for this CPU,
-            of which the engine that is fastest here is kept, in float if nothing in INT8 is faster.
+        backends: the backends to build engines for, each in a folder of its own; ``auto``: of those for this CPU, or
+            of those named beside it, the engine that is fastest here is kept, in float if nothing in INT8 is faster.
         quantization: whether to quantize; otherwise the float model is converted.
         dtype: the number format of quantized operands; None: int8.
         calibration: the calibration data; needed by ``quantization``.
@@ -107,17 +107,22 @@ class ConversionRequest:
             raise ConfigError(problems)
 
     def _resolve(self) -> Iterator[str]:
-        """Put the backends for this CPU in the place of ``auto``: those that take the options, if any does."""
+        """Put the backends for this CPU in the place of ``auto``: those beside it, or those that take the options."""
         if AUTO not in self.backends:
             return
-        if len(self.backends) > 1:
-            yield f"--backend {' '.join(self.backends)}: {AUTO} stands alone; leave it out, or the others"
-            return
-        try:
-            names, missing = cpu_candidates()
-        except EngineError as error:
-            yield f"--backend {AUTO}: {error}"
-            names, missing = (), ()
+        names = tuple(name for name in self.backends if name != AUTO)
+        missing: tuple[str, ...] = ()
+        for name in names:
+            if name in backends.names() and backends[name].device != "cpu":
+                yield (
+                    f"--backend {AUTO} {name}: {AUTO} times engines on this CPU, and {name}'s run elsewhere; "
+                    "leave it out"
+                )
+        if not names:
+            try:
+                names, missing = cpu_candidates()
+            except EngineError as error:
+                yield f"--backend {AUTO}: {error}"
         fit = [
             name
             for name in names

@@ -188,7 +188,7 @@ class _Run:
             made = maker.quantized(name, quantizer, folder)
         latency: tuple[ShapeLatency, ...] = ()
         if made.engine is not None:
-            models: dict[str, nn.Module | Engine] = {"PyTorch float": self.model}
+            models: dict[str, nn.Module | Engine] = {_PYTORCH: self.model}
             if made.quantized is not None:
                 plain = maker.float_engine(
                     name, maker.float_file(name), maker.scratch / f"{name}.engine", checked=False
@@ -231,8 +231,6 @@ class _Run:
             folder.mkdir()
             maker.export_float(best.backend, folder / ONNX)
             kept.built.path.rename(folder / ENGINE)
-        else:
-            kept.quantizer.save(self.target / "quantizer")
         plain = f"{best.backend} {profile(best.backend).float_dtype}"
         names = {_PYTORCH: _PYTORCH, **({plain: "float engine"} if plain in made else {}), best.name: "engine"}
         taken = tuple(
@@ -240,7 +238,12 @@ class _Run:
             for shape in latency
         )
         scored = scores[best.name] if best.name in scores else self._scored(kept)
-        return choice, [self._result(maker, kept, folder, taken, scored, choice.instructions)]
+        result = self._result(maker, kept, folder, taken, scored, choice.instructions)
+        if kept.quantizer is not None:
+            # As it was calibrated, before any group was put back.
+            kept.quantizer.clear_fallback()
+            kept.quantizer.save(self.target / "quantizer")
+        return choice, [result]
 
     def _candidate(self, name: str, maker: EngineMaker, *, quantized: bool) -> Made:
         """Return one engine to choose from.
