@@ -31,6 +31,7 @@ from quantizer.engines.measure.benchmark import peak_memory_mib
 from quantizer.engines.onnxruntime import engine as _onnxruntime
 from quantizer.engines.openvino import engine as _openvino
 from quantizer.engines.tensorrt import engine as _tensorrt
+from quantizer.engines.torch_engine import backend as _torch
 
 __all__ = [
     "Array",
@@ -61,6 +62,6 @@ __all__ = [
 ]
 
 # Importing a backend's file registers it.
-del _onnxruntime, _openvino, _tensorrt
+del _onnxruntime, _openvino, _tensorrt, _torch
 
 __getattr__ = old_names(__name__, {"backend_of": "detect_backend"})

@@ -109,6 +109,8 @@ class BuildOptions:
             in the engine's folder at both times.
         timing_cache: file in which TensorRT keeps its measured kernel times on this GPU: read if it exists, written
             after the build. TensorRT-RTX has no such times.
+        compiled: with torch, whether Inductor compiles the graph, which takes a C++ compiler and about a minute; None:
+            where there is one and the result is faster.
         progress: called with the progress of the build.
 
     Raises:
@@ -120,6 +122,7 @@ class BuildOptions:
     inference_precision: str | None = None
     strip_weights: bool = False
     timing_cache: Path | None = None
+    compiled: bool | None = None
     progress: Progress | None = None
 
     def __post_init__(self) -> None:

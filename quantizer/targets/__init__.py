@@ -16,5 +16,5 @@ from quantizer.targets.profiles import profiles
 __all__ = ["AUTO", "AttentionLimits", "FloatDtype", "GraphRules", "SiteKind", "TargetProfile", "profile", "profiles"]
 
 # Importing the file of a profile registers it; messages list the names in this order.
-for _file in ("tensorrt", "tensorrt_rtx", "openvino", "onnxruntime"):
+for _file in ("tensorrt", "tensorrt_rtx", "openvino", "onnxruntime", "torch"):
     import_module(f"{__name__}.{_file}")

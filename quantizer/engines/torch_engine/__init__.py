@@ -1,0 +1,1 @@
+"""Engines of PyTorch, for CPUs: oneDNN's integer operators, eager or compiled by Inductor."""

@@ -1,0 +1,101 @@
+"""The compiled road: Inductor's ahead-of-time compiler, which fuses all that lies between the integer kernels.
+
+The prepacking stays in the graph as an operator on a constant. With freezing, Inductor computes it while it compiles,
+and the kernels' own layout of the weights becomes part of the library that it builds.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantizer.engines.base import TensorSpec
+from quantizer.engines.measure.dummy_inputs import made_up_inputs
+from quantizer.engines.torch_engine.lowering.node_shapes import prepacking_without_data
+from quantizer.errors import EngineError
+
+__all__ = ["CompiledGraph", "compile_graph", "missing_compiler"]
+
+_SETTINGS = {"freezing": True, "cpp.dynamic_threads": True}
+
+
+def missing_compiler() -> str | None:
+    """Return why nothing can be compiled here; None if a C++ compiler is found."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no C++ compiler is found (g++ or clang++ in PATH, or the one that CXX names)"
+    return None
+
+
+def compile_graph(module: fx.GraphModule, specs: Sequence[TensorSpec], batch: int, sequence: int) -> bytes:
+    """Return the package of a lowered graph: an archive with a shared library that holds the weights.
+
+    Args:
+        module: the graph.
+        specs: its inputs; their dynamic axes stay dynamic.
+        batch: size of the first dimension of an input, where it is dynamic, to compile with.
+        sequence: size of its other dynamic dimensions.
+
+    Raises:
+        EngineError: torch cannot export or compile it.
+    """
+    dynamic = torch.export.Dim.DYNAMIC
+    axes = tuple({axis: dynamic for axis, size in enumerate(spec.shape) if size is None} for spec in specs)
+    arrays = made_up_inputs(specs, batch, sequence)
+    inputs = tuple(torch.from_numpy(arrays[spec.name]) for spec in specs)
+    with tempfile.TemporaryDirectory(prefix="quantizer-") as folder, torch.no_grad(), prepacking_without_data():
+        path = Path(folder) / "compiled.pt2"
+        try:
+            program = torch.export.export(module, inputs, dynamic_shapes=axes)
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_SETTINGS)
+        except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            # What the compiler stumbles over comes as any of these.
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise EngineError(f"Inductor could not compile the graph: {lines[0]}") from error
+        return path.read_bytes()
+
+
+class CompiledGraph:
+    """Package that ``compile_graph`` returned, ready to run. Nothing in it is unpickled.
+
+    Args:
+        package: the package.
+
+    Raises:
+        EngineError: it is damaged, or was built by another torch or for another processor.
+    """
+
+    def __init__(self, package: bytes) -> None:
+        self._package = package
+        with tempfile.TemporaryDirectory(prefix="quantizer-") as folder:
+            path = Path(folder) / "compiled.pt2"
+            path.write_bytes(package)
+            try:
+                # torch's own loading function unpickles what it finds beside the library; the runner does not.
+                self._runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+            except RuntimeError as error:
+                first = str(error).partition("\n")[0]
+                raise EngineError(f"torch {torch.__version__} cannot load the compiled graph: {first}") from error
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """Run it once."""
+        return self._runner.run(list(inputs))
+
+    def calls(self, *names: str) -> int:
+        """Return how often the library's source, which the package holds, calls kernels of oneDNN of these names."""
+        with zipfile.ZipFile(io.BytesIO(self._package)) as archive:
+            sources = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".wrapper.cpp")]
+        pattern = rf"\baoti_torch_cpu__(?:{'|'.join(names)})(?:_binary)?(?:_tensor)?\("
+        return sum(len(re.findall(pattern, source)) for source in sources)

@@ -1,0 +1,216 @@
+"""A lowered graph as an engine: built on one of two roads, loaded, run on arrays."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantizer.engines.base import Array
+from quantizer.engines.base import Progress
+from quantizer.engines.base import TensorSpec
+from quantizer.engines.base import checked_inputs
+from quantizer.engines.engine_file import checked_engine
+from quantizer.engines.engine_file import read_engine
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.measure.benchmark import interleaved_latency
+from quantizer.engines.measure.dummy_inputs import working_inputs
+from quantizer.engines.torch_engine.compiled import CompiledGraph
+from quantizer.engines.torch_engine.compiled import compile_graph
+from quantizer.engines.torch_engine.compiled import missing_compiler
+from quantizer.engines.torch_engine.eager import prepare_eager
+from quantizer.engines.torch_engine.graph_file import GraphFile
+from quantizer.engines.torch_engine.graph_file import unpack
+from quantizer.engines.torch_engine.inspect import inspect_graph
+from quantizer.engines.torch_engine.lowering.lower import lower
+from quantizer.engines.torch_engine.onnx_import.importer import Imported
+from quantizer.engines.torch_engine.onnx_import.importer import import_onnx
+from quantizer.errors import EngineError
+
+__all__ = ["TorchEngine", "built_file", "checked_library", "inspected", "loaded", "read_file"]
+
+_ROUNDS = 7
+
+
+class TorchEngine:
+    """Graph that is ready to run on the CPU.
+
+    Args:
+        run: takes the inputs as tensors by position, and returns the outputs.
+        inputs: what it takes.
+        outputs: names of what it returns.
+        threads: threads of the CPU.
+        constants: tensors that it holds and may return as they are.
+    """
+
+    name = "torch"
+    device = "cpu"
+
+    def __init__(
+        self,
+        run: Callable[..., Sequence[torch.Tensor]],
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[str],
+        threads: int,
+        constants: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.inputs = tuple(inputs)
+        self.input_names = tuple(spec.name for spec in inputs)
+        self.output_names = tuple(outputs)
+        self._run = run
+        self._threads = threads
+        self._constants = {tensor.untyped_storage().data_ptr() for tensor in constants}
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        """Run it once; the returned arrays belong to the caller."""
+        arrays = checked_inputs(self.name, self.inputs, inputs)
+        tensors = [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays.values()]
+        try:
+            with torch.inference_mode(), _threads(self._threads):
+                made = self._run(*tensors)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise EngineError(f"torch could not run the engine: {error}") from error
+        taken = self._constants | {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        results = {}
+        for name, tensor in zip(self.output_names, made, strict=True):
+            place = tensor.untyped_storage().data_ptr()
+            results[name] = tensor.clone().numpy() if place in taken else tensor.numpy()
+            taken.add(place)
+        return results
+
+
+def checked_library(backend: str, compiled: bool | None) -> None:
+    """Raise where torch lacks oneDNN, or nothing can be compiled and ``compiled`` asks for it.
+
+    Raises:
+        EngineError: as said; the message names ``backend``.
+    """
+    if not torch._C._has_mkldnn:
+        raise EngineError(
+            f"torch {torch.__version__} was built without oneDNN, whose integer kernels backend {backend} needs: "
+            "install one of PyTorch's own packages, or take another backend"
+        )
+    if compiled and (why := missing_compiler()) is not None:
+        raise EngineError(f"compiled: {why}; install one, or leave it out for the eager road")
+
+
+def built_file(path: Path, compiled: bool | None, report: Progress) -> tuple[GraphFile, tuple[str, ...]]:
+    """Return what an engine file of an ONNX file holds, and warnings.
+
+    Args:
+        path: the ONNX file.
+        compiled: which road; None: the faster one.
+        report: called with the progress.
+
+    Raises:
+        EngineError: the file has what the engine lacks, or it cannot be compiled and ``compiled`` asks for it.
+    """
+    report(0.0, "lower")
+    imported = import_onnx(path)
+    sizes = _lowered(imported, path)
+    eager = GraphFile(imported.module, imported.inputs, imported.outputs, None, str(torch.__version__))
+    report(0.2, "compile")
+    return _faster(eager, sizes, compiled)
+
+
+def _lowered(imported: Imported, path: Path) -> tuple[int, int]:
+    try:
+        return lower(imported)
+    except EngineError as error:
+        raise EngineError(f"the torch engine cannot take {path}: {error}") from error
+
+
+def read_file(path: Path, *, verify: bool = True) -> GraphFile:
+    """Return the graph of an engine file, or of an ``.onnx`` file, lowered.
+
+    Raises:
+        EngineError: the file is missing, damaged or of something else.
+    """
+    if path.suffix.lower() == ".onnx":
+        imported = import_onnx(path)
+        _lowered(imported, path)
+        return GraphFile(imported.module, imported.inputs, imported.outputs, None, str(torch.__version__))
+    content, _ = read_engine(checked_engine(path), verify=verify)
+    try:
+        return unpack(content)
+    except EngineError as error:
+        raise EngineError(
+            f"{path} is not an engine of backend torch, or is damaged: {error}; build it again"
+        ) from error
+
+
+def inspected(name: str, path: Path, threads: int, batch: int, sequence: int) -> Inspection:
+    """Run a file with made-up inputs and return its layers; arguments as those of ``Backend.inspect``.
+
+    Raises:
+        EngineError: as ``read_file``, or it does not run.
+    """
+    file = read_file(path)
+    compiled = None if file.compiled is None else CompiledGraph(file.compiled)
+    inputs = working_inputs(loaded(file, threads), batch, sequence)
+    tensors = [torch.from_numpy(inputs[spec.name]) for spec in file.inputs]
+    with torch.inference_mode(), _threads(threads):
+        return inspect_graph(name, file, compiled, tensors, batch, sequence, threads)
+
+
+def loaded(file: GraphFile, threads: int) -> TorchEngine:
+    """Return the engine of a file's graph.
+
+    Raises:
+        EngineError: it was compiled by another release of torch, or cannot be loaded here.
+    """
+    if file.compiled is None:
+        module = prepare_eager(deepcopy(file.module))
+        return TorchEngine(module, file.inputs, file.outputs, threads, list(module.buffers()))
+    if file.torch_version != str(torch.__version__):
+        raise EngineError(
+            f"the engine was compiled by torch {file.torch_version}, and this is torch {torch.__version__}: "
+            "build it again from its ONNX file"
+        )
+    return TorchEngine(CompiledGraph(file.compiled), file.inputs, file.outputs, threads)
+
+
+def _faster(eager: GraphFile, sizes: tuple[int, int], wanted: bool | None) -> tuple[GraphFile, tuple[str, ...]]:
+    """Return the file of the road that is wanted, or of the faster one, and why there was no choice."""
+    if wanted is False:
+        return eager, ()
+    why = missing_compiler()
+    if why is not None:
+        return eager, (f"the engine is eager: {why}; compiled it would be faster",)
+    try:
+        package = compile_graph(eager.module, eager.inputs, *sizes)
+    except EngineError as error:
+        if wanted:
+            raise
+        return eager, (f"the engine is eager: {error}",)
+    compiled = GraphFile(eager.module, eager.inputs, eager.outputs, package, eager.torch_version)
+    if wanted:
+        return compiled, ()
+    engines = {"eager": loaded(eager, 1), "compiled": loaded(compiled, 1)}
+    inputs = working_inputs(engines["eager"], *sizes)
+    calls = {name: partial(engine, inputs) for name, engine in engines.items()}
+    medians = {name: statistics.median(seconds) for name, seconds in interleaved_latency(calls, _ROUNDS).items()}
+    return (compiled if medians["compiled"] < medians["eager"] else eager), ()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch compute on ``count`` threads inside the block."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,194 @@
+"""Layers of a lowered graph, with shapes from the graph and times from a run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantizer.engines.inspection.from_layers import RUNS
+from quantizer.engines.inspection.from_layers import WARMUP
+from quantizer.engines.inspection.from_layers import inspection_from_layers
+from quantizer.engines.inspection.from_layers import run_note
+from quantizer.engines.inspection.inspection import Inspection
+from quantizer.engines.inspection.inspection import Layer
+from quantizer.engines.inspection.multiply_adds import attention_work
+from quantizer.engines.inspection.multiply_adds import convolution_work
+from quantizer.engines.inspection.multiply_adds import matmul_work
+from quantizer.engines.torch_engine.compiled import CompiledGraph
+from quantizer.engines.torch_engine.eager import prepare_eager
+from quantizer.engines.torch_engine.graph_file import GraphFile
+from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION
+from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
+from quantizer.engines.torch_engine.lowering.matching import LINEAR
+from quantizer.engines.torch_engine.lowering.matching import LINEAR_ADD
+from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
+from quantizer.engines.torch_engine.lowering.matching import aten
+from quantizer.engines.torch_engine.lowering.matching import decomposed
+from quantizer.engines.torch_engine.lowering.matching import is_call
+from quantizer.engines.torch_engine.lowering.node_shapes import node_values
+
+__all__ = ["inspect_graph"]
+
+_INTEGER = (LINEAR, LINEAR_ADD, CONVOLUTION)
+_PACKS = (LINEAR_PREPACK, CONVOLUTION_PREPACK)
+_ROLES: dict[Any, str] = {
+    **dict.fromkeys((*_INTEGER, aten.matmul.default, aten.convolution.default, aten.einsum.default), "product"),
+    aten.scaled_dot_product_attention.default: "attention",
+    aten.softmax.int: "softmax",
+    aten.add.Tensor: "addition",
+    aten.to.dtype: "cast",
+    **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default, aten.batch_norm.default), "normalization"),
+    **dict.fromkeys((aten.reshape.default, aten.permute.default, aten.transpose.int, aten.slice.Tensor), "move"),
+    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dims, aten.expand.default, aten.select.int), "move"),
+    **dict.fromkeys((aten.cat.default, aten.flatten.using_ints, aten.split_with_sizes.default), "move"),
+    **dict.fromkeys(
+        (
+            decomposed.quantize_per_tensor.default,
+            decomposed.dequantize_per_tensor.default,
+            decomposed.quantize_per_channel.default,
+            decomposed.dequantize_per_channel.default,
+        ),
+        "quantizer",
+    ),
+}
+_PRECISIONS = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+    torch.int8: "int8",
+    torch.uint8: "int8",
+}
+
+
+def inspect_graph(
+    name: str,
+    file: GraphFile,
+    compiled: CompiledGraph | None,
+    inputs: Sequence[torch.Tensor],
+    batch: int,
+    sequence: int,
+    threads: int,
+) -> Inspection:
+    """Return the layers of an engine.
+
+    Args:
+        name: of the backend.
+        file: the graph.
+        compiled: the library that runs in place of the graph, if there is one.
+        inputs: with which it runs.
+        batch: size of the first dimension of the inputs, for the note.
+        sequence: of the others.
+        threads: for the note.
+    """
+    values = node_values(file.module, file.inputs, batch, sequence)
+    asked = [node for node in file.module.graph.nodes if is_call(node, *_INTEGER)]
+    if compiled is None:
+        layers = _layers(file.module, values, _times(file.module, inputs))
+        return inspection_from_layers(name, layers, verified=True, note=run_note(batch, sequence, threads))
+    compiled(*inputs)
+    called = compiled.calls("qlinear_pointwise", "qconv_pointwise", "qconv2d_pointwise")
+    note = (
+        f"compiled, and run at {batch} x {sequence}: its library calls {called} of {len(asked)} integer kernels; what "
+        "lies between them is fused into kernels of its own, so that no layer has a time"
+    )
+    return inspection_from_layers(name, _layers(file.module, values, {}), verified=called == len(asked), note=note)
+
+
+def _layers(module: fx.GraphModule, values: dict[fx.Node, torch.Tensor], times: dict[str, float]) -> list[Layer]:
+    nodes = [node for node in module.graph.nodes if is_layer(node, values)]
+    names = _names(nodes)
+    return [
+        Layer(
+            name=names[node],
+            type=str(node.target).removesuffix(".default"),
+            role=_ROLES.get(node.target, ""),
+            precision=_precision(node, values),
+            writes=_word(values[node].dtype),
+            nodes=tuple(part for part in node.meta.get("onnx", "").split(", ") if part),
+            readers=tuple(names[reader] for reader in node.users if reader in names),
+            multiply_adds=_work(node, values),
+            time_us=times.get(node.name),
+        )
+        for node in nodes
+    ]
+
+
+def is_layer(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> bool:
+    """Return whether a node computes at run time: no constant, and no prepacking of one."""
+    return node.op == "call_function" and node in values and not is_call(node, *_PACKS)
+
+
+def _names(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """Return a name for each node: that of its ONNX node, if no other node has it."""
+    counts = Counter(node.meta.get("onnx") for node in nodes)
+    return {
+        node: str(node.meta["onnx"]) if node.meta.get("onnx") and counts[node.meta["onnx"]] == 1 else node.name
+        for node in nodes
+    }
+
+
+def _word(dtype: torch.dtype) -> str:
+    return _PRECISIONS.get(dtype, "index")
+
+
+def _precision(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> str:
+    if is_call(node, *_INTEGER):
+        return "int8"
+    read = [values[source].dtype for source in node.all_input_nodes if source in values]
+    return _word(next((dtype for dtype in read if dtype.is_floating_point), values[node].dtype))
+
+
+def _work(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> int | None:
+    shapes = [values[source].shape for source in node.all_input_nodes if source in values]
+    made = values[node].shape
+    if is_call(node, LINEAR, LINEAR_ADD):
+        return made.numel() * shapes[0][-1]
+    if is_call(node, aten.matmul.default):
+        return matmul_work(shapes[0], made)
+    if is_call(node, CONVOLUTION):
+        return convolution_work(_shape(node.args[3], values), made[1], made)
+    if is_call(node, aten.convolution.default):
+        transposed = bool(node.args[6])
+        return convolution_work(shapes[1], shapes[0][1] if transposed else made[1], shapes[0] if transposed else made)
+    if is_call(node, aten.scaled_dot_product_attention.default):
+        query, key, value = shapes[:3]
+        return attention_work(query, key, value, made)
+    return None
+
+
+def _shape(value: Any, values: dict[fx.Node, torch.Tensor]) -> torch.Size:
+    return values[value].shape
+
+
+class _Timer(fx.Interpreter):
+    """Interpreter that times each node.
+
+    Attributes:
+        seconds: of every run, by the node's name.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.seconds: dict[str, list[float]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        started = time.perf_counter()
+        made = super().run_node(n)
+        self.seconds.setdefault(n.name, []).append(time.perf_counter() - started)
+        return made
+
+
+def _times(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Return the median time of each node in microseconds."""
+    timer = _Timer(prepare_eager(deepcopy(module)))
+    for _ in range(WARMUP + RUNS):
+        timer.run(*inputs)
+    return {name: statistics.median(seconds[WARMUP:]) * 1e6 for name, seconds in timer.seconds.items()}

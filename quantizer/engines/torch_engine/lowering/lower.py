@@ -1,0 +1,69 @@
+"""All passes in their order: a Q/DQ graph becomes one of integer kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantizer.engines.torch_engine.lowering.fuse_attention import fuse_attention
+from quantizer.engines.torch_engine.lowering.matching import constant
+from quantizer.engines.torch_engine.lowering.matching import dequantize
+from quantizer.engines.torch_engine.lowering.matching import dequantize_vector
+from quantizer.engines.torch_engine.lowering.matching import is_call
+from quantizer.engines.torch_engine.lowering.matching import new_constant
+from quantizer.engines.torch_engine.lowering.matching import replace
+from quantizer.engines.torch_engine.lowering.merge_linears import merge_linears
+from quantizer.engines.torch_engine.lowering.node_shapes import node_shapes
+from quantizer.engines.torch_engine.lowering.node_shapes import runnable_sizes
+from quantizer.engines.torch_engine.lowering.post_operations import fuse_activations
+from quantizer.engines.torch_engine.lowering.post_operations import fuse_quantizers
+from quantizer.engines.torch_engine.lowering.post_operations import fuse_residual_adds
+from quantizer.engines.torch_engine.lowering.quantized_convolution import lower_convolutions
+from quantizer.engines.torch_engine.lowering.quantized_linear import lower_linears
+from quantizer.engines.torch_engine.onnx_import.importer import Imported
+
+__all__ = ["lower"]
+
+
+def lower(imported: Imported) -> tuple[int, int]:
+    """Lower a graph in place; return a batch and a sequence with which it runs.
+
+    Raises:
+        EngineError: it runs with no sizes.
+    """
+    module = imported.module
+    sizes = runnable_sizes(module, imported.inputs)
+    fuse_attention(module)
+    lower_linears(module)
+    lower_convolutions(module)
+    _unpack_constants(module)
+    merge_linears(module)
+    fuse_residual_adds(module, node_shapes(module, imported.inputs, *sizes))
+    fuse_activations(module)
+    fuse_quantizers(module)
+    module.graph.eliminate_dead_code()
+    _drop_unread_constants(module)
+    module.recompile()
+    return sizes
+
+
+def _unpack_constants(module: fx.GraphModule) -> None:
+    """Replace dequantized constants that no integer kernel reads, such as tables of embeddings, by floats."""
+    module.graph.eliminate_dead_code()
+    for node in list(module.graph.nodes):
+        operands = [constant(module, value) for value in node.all_input_nodes]
+        if is_call(node, dequantize, dequantize_vector) and all(operand is not None for operand in operands):
+            places = dict(zip(node.all_input_nodes, operands, strict=True))
+            values = [places[value] if isinstance(value, fx.Node) else value for value in node.args]
+            unpack: Any = node.target
+            with module.graph.inserting_before(node), torch.no_grad():
+                made = new_constant(module, "floats", unpack(*values))
+            replace(node, made)
+
+
+def _drop_unread_constants(module: fx.GraphModule) -> None:
+    read = {node.target for node in module.graph.nodes if node.op == "get_attr"}
+    for name in [name for name, _ in module.named_buffers() if name not in read]:
+        delattr(module, name)

@@ -1,0 +1,111 @@
+"""Passes that move what follows an integer product into its kernel: an activation, the residual add, the quantizer.
+
+The kernel applies them to its accumulators, in the order add, activation, quantizer; the product is written once, and
+where its reader is quantized as the codes that the reader takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION
+from quantizer.engines.torch_engine.lowering.matching import LINEAR
+from quantizer.engines.torch_engine.lowering.matching import LINEAR_ADD
+from quantizer.engines.torch_engine.lowering.matching import aten
+from quantizer.engines.torch_engine.lowering.matching import is_call
+from quantizer.engines.torch_engine.lowering.matching import only_reader
+from quantizer.engines.torch_engine.lowering.matching import quantize
+from quantizer.engines.torch_engine.lowering.matching import replace
+
+__all__ = ["fuse_activations", "fuse_quantizers", "fuse_residual_adds"]
+
+_OUTPUT: dict[Any, int] = {LINEAR: 7, CONVOLUTION: 11, LINEAR_ADD: 8}
+"""Place of the output's scale among the arguments; zero point and type follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """An activation as the kernels name it."""
+
+    name: str
+    scalars: tuple[float, ...] = ()
+    algorithm: str = ""
+
+
+def fuse_activations(module: fx.GraphModule) -> int:
+    """Fuse the activation that alone reads an integer product; return how many were."""
+    found = 0
+    for node in list(module.graph.nodes):
+        reader = only_reader(node) if is_call(node, LINEAR, CONVOLUTION) and _is_plain(node) else None
+        activation = None if reader is None else _activation(node, reader)
+        if reader is not None and activation is not None:
+            start = _OUTPUT[node.target] + 3
+            node.args = (*node.args[:start], activation.name, list(activation.scalars), activation.algorithm)
+            reader.replace_all_uses_with(node)
+            module.graph.erase_node(reader)
+            found += 1
+    return found
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Return whether a product writes floats, with nothing fused."""
+    start = _OUTPUT[node.target]
+    return node.args[start + 2] is torch.float32 and node.args[start + 3] == "none"
+
+
+def _activation(node: fx.Node, reader: fx.Node) -> _Activation | None:
+    if is_call(reader, aten.relu.default):
+        return _Activation("relu")
+    if node.target is LINEAR:
+        if is_call(reader, aten.gelu.default):
+            return _Activation("gelu", algorithm=str(reader.kwargs.get("approximate", "none")))
+        return None
+    if is_call(reader, aten.clamp.default) and len(reader.args) == 3 and None not in reader.args:
+        bounds: tuple[Any, ...] = reader.args[1:]
+        return _Activation("hardtanh", tuple(map(float, bounds)))
+    return _Activation("hardswish") if is_call(reader, aten.hardswish.default) else None
+
+
+def fuse_residual_adds(module: fx.GraphModule, shapes: Mapping[fx.Node, tuple[int, ...]]) -> int:
+    """Fuse the add of floats that alone reads a linear; return how many were.
+
+    Args:
+        shapes: the shape of each node's result in a run; only equal shapes are added, without broadcasting.
+    """
+    found = 0
+    for node in list(module.graph.nodes):
+        reader = only_reader(node) if is_call(node, LINEAR) and _is_plain(node) else None
+        if not is_call(reader, aten.add.Tensor) or len(reader.args) != 2:
+            continue
+        other = reader.args[1] if reader.args[0] is node else reader.args[0]
+        if not isinstance(other, fx.Node) or other not in shapes or shapes[other] != shapes[reader]:
+            continue
+        with module.graph.inserting_before(reader):
+            arguments = (*node.args[:6], other, *node.args[6:10], 1.0, 0, "add", 1.0, "none", [], "")
+            made = module.graph.call_function(LINEAR_ADD, arguments)
+            made.meta["onnx"] = node.meta.get("onnx", "")
+        replace(reader, made)
+        module.graph.erase_node(node)
+        found += 1
+    return found
+
+
+def fuse_quantizers(module: fx.GraphModule) -> int:
+    """Let an integer product write the codes that its only reader would make of its floats; return how many do."""
+    found = 0
+    for node in list(module.graph.nodes):
+        if not is_call(node, LINEAR, CONVOLUTION):
+            continue
+        start, reader = _OUTPUT[node.target], only_reader(node)
+        if node.args[start + 2] is torch.float32 and is_call(reader, quantize):
+            written = (*reader.args[1:3], reader.args[5])
+            node.args = (*node.args[:start], *written, *node.args[start + 3 :])
+            reader.replace_all_uses_with(node)
+            module.graph.erase_node(reader)
+            found += 1
+    return found

@@ -1,0 +1,55 @@
+"""Pass that computes a convolution on dequantized operands with oneDNN's integer kernel.
+
+As ``quantized_linear.py``, with one scale for each output channel of the weight. Transposed convolutions and those of
+other than one or two spatial axes stay float.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION
+from quantizer.engines.torch_engine.lowering.matching import CONVOLUTION_PREPACK
+from quantizer.engines.torch_engine.lowering.matching import aten
+from quantizer.engines.torch_engine.lowering.matching import constant
+from quantizer.engines.torch_engine.lowering.matching import dequantize
+from quantizer.engines.torch_engine.lowering.matching import is_call
+from quantizer.engines.torch_engine.lowering.matching import new_constant
+from quantizer.engines.torch_engine.lowering.matching import quantized_weight
+from quantizer.engines.torch_engine.lowering.matching import replace
+
+__all__ = ["lower_convolutions"]
+
+
+def lower_convolutions(module: fx.GraphModule) -> int:
+    """Replace every convolution with two dequantized operands; return how many there were."""
+    found = 0
+    for node in list(module.graph.nodes):
+        if is_call(node, aten.convolution.default) and is_call(node.args[0], dequantize) and not node.args[6]:
+            stride: Any = node.args[3]
+            weight = quantized_weight(module, node.args[1], axis=0, rank=2 + len(stride))
+            if weight is not None and len(stride) < 3:
+                _lower(module, node, *weight)
+                found += 1
+    return found
+
+
+def _lower(module: fx.GraphModule, node: fx.Node, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    activation, bias = node.args[0], constant(module, node.args[2])
+    assert isinstance(activation, fx.Node)
+    source, scale, zero = activation.args[:3]
+    window = (*node.args[3:6], node.args[8])
+    with module.graph.inserting_before(node):
+        stored = new_constant(module, "weight", codes)
+        steps = new_constant(module, "scales", scales)
+        packed = module.graph.call_function(CONVOLUTION_PREPACK, (stored, steps, scale, zero, *window, None))
+        points = new_constant(module, "zero_points", torch.zeros(len(scales), dtype=torch.int64))
+        added = None if bias is None else new_constant(module, "bias", bias.float())
+        made = module.graph.call_function(
+            CONVOLUTION,
+            (source, scale, zero, packed, steps, points, added, *window, 1.0, 0, torch.float32, "none", [], ""),
+        )
+    replace(node, made)

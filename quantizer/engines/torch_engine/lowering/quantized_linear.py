@@ -1,0 +1,77 @@
+"""Pass that computes a linear on dequantized operands with oneDNN's integer kernel.
+
+Legend: a [.., K] codes of the activation with scale s and zero point z; w [K, N] codes of the weight with one scale t_n
+a column; b [N] the bias.
+
+    DQ(a) @ DQ(w) + b = s (a - z) @ w t + b
+
+The kernel accumulates in 32 bits and subtracts z by the sums of the columns of w.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantizer.engines.torch_engine.lowering.matching import LINEAR
+from quantizer.engines.torch_engine.lowering.matching import LINEAR_PREPACK
+from quantizer.engines.torch_engine.lowering.matching import aten
+from quantizer.engines.torch_engine.lowering.matching import constant
+from quantizer.engines.torch_engine.lowering.matching import dequantize
+from quantizer.engines.torch_engine.lowering.matching import is_call
+from quantizer.engines.torch_engine.lowering.matching import new_constant
+from quantizer.engines.torch_engine.lowering.matching import only_reader
+from quantizer.engines.torch_engine.lowering.matching import quantized_weight
+from quantizer.engines.torch_engine.lowering.matching import replace
+
+__all__ = ["lower_linears"]
+
+
+def lower_linears(module: fx.GraphModule) -> int:
+    """Replace every linear with two dequantized operands; return how many there were."""
+    found = 0
+    for node in list(module.graph.nodes):
+        if is_call(node, aten.matmul.default) and is_call(node.args[0], dequantize):
+            weight = quantized_weight(module, node.args[1], axis=1, rank=2)
+            if weight is not None:
+                _lower(module, node, *weight)
+                found += 1
+    return found
+
+
+def _lower(module: fx.GraphModule, product: fx.Node, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    reader, bias = only_reader(product), None
+    last = product
+    if is_call(reader, aten.add.Tensor):
+        other = reader.args[1] if reader.args[0] is product else reader.args[0]
+        bias = constant(module, other)
+        if bias is not None and bias.shape == scales.shape:
+            last = reader
+        else:
+            bias = None
+    activation = product.args[0]
+    assert isinstance(activation, fx.Node)
+    with module.graph.inserting_before(last):
+        # The kernel's own layout is made of [N, K].
+        stored = new_constant(module, "weight", codes.t().contiguous())
+        packed = module.graph.call_function(LINEAR_PREPACK, (stored, None))
+        arguments: tuple[Any, ...] = (
+            activation.args[0],
+            activation.args[1],
+            activation.args[2],
+            packed,
+            new_constant(module, "scales", scales),
+            new_constant(module, "zero_points", torch.zeros(len(scales), dtype=torch.int64)),
+            None if bias is None else new_constant(module, "bias", bias.float()),
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
+        made = module.graph.call_function(LINEAR, arguments)
+        made.meta["onnx"] = product.meta.get("onnx", "")
+    replace(last, made)

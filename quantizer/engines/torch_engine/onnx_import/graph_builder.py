@@ -1,0 +1,164 @@
+"""A ``torch.fx`` graph while it is built from an ONNX graph: its values, its constants, and the registry of operators.
+
+A value of the ONNX graph is one of three things here:
+
+- a node of the new graph, which makes a tensor;
+- a ``Constant``: an array of the file, which becomes a buffer of the module where a node reads it as a tensor;
+- ``Sizes``: whole numbers in a list or alone, each a number or a node that makes one. ONNX computes shapes with
+  tensors; in torch they are numbers, so that dynamic axes stay symbolic where the graph is compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import fx
+
+from quantizer.common.registry import Registry
+from quantizer.errors import EngineError
+
+__all__ = ["Constant", "GraphBuilder", "OnnxNode", "Sizes", "Value", "as_tensor", "operators"]
+
+_MOST_SIZES = 64
+_NO_LETTERS = re.compile(r"\W+")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Whole numbers that a graph computes from shapes: ``items``, a list or (``alone``) one number of rank 0."""
+
+    items: tuple[Any, ...]
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Array of the file, and its name there."""
+
+    name: str
+    array: np.ndarray[Any, Any]
+
+
+Value: TypeAlias = fx.Node | Constant | Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxNode:
+    """Node of the ONNX graph, with the values that it reads.
+
+    Attributes:
+        inputs: None for an optional input that is left out.
+        attributes: by name, as Python values; tensors as arrays.
+        outputs: the names of its outputs, empty for one that nothing reads.
+        ranks: of its inputs, in order; None where a rank is not known.
+    """
+
+    name: str
+    operator: str
+    inputs: tuple[Value | None, ...]
+    attributes: Mapping[str, Any]
+    outputs: tuple[str, ...]
+    ranks: tuple[int | None, ...]
+
+    def input(self, place: int) -> Value | None:
+        """Return an input; None where it is left out."""
+        return self.inputs[place] if place < len(self.inputs) else None
+
+    def fault(self, why: str) -> EngineError:
+        """Return the error of a node that cannot be imported."""
+        return EngineError(f"node {self.name!r} ({self.operator}): {why}")
+
+
+Translation: TypeAlias = Callable[["GraphBuilder", OnnxNode], Value | tuple[Value, ...]]
+
+operators: Registry[Translation] = Registry("ONNX operator")
+
+
+@dataclass
+class GraphBuilder:
+    """The graph so far.
+
+    Attributes:
+        graph: the nodes.
+        root: the module that holds the constants as buffers.
+        origin: the ONNX node that is being imported; its name is kept in the ``meta`` of every new node.
+    """
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    root: torch.nn.Module = field(default_factory=torch.nn.Module)
+    origin: str = ""
+    _buffers: dict[str, fx.Node] = field(default_factory=dict)
+
+    def call(self, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+        """Add a call of an operator."""
+        node = self.graph.call_function(target, arguments, keywords)
+        node.meta["onnx"] = self.origin
+        return node
+
+    def tensor(self, value: Value | None) -> fx.Node:
+        """Return the node that makes a value as a tensor."""
+        if isinstance(value, fx.Node):
+            return value
+        if isinstance(value, Constant):
+            if value.name not in self._buffers:
+                self._buffers[value.name] = self.buffer(value.name, as_tensor(value.array))
+            return self._buffers[value.name]
+        if value is None:
+            raise EngineError(f"node {self.origin!r}: a required input is left out")
+        if all(isinstance(item, int) for item in value.items):
+            return self.buffer("sizes", torch.tensor(value.items[0] if value.alone else value.items))
+        parts = [self.call(torch.ops.aten.scalar_tensor.default, item, dtype=torch.int64) for item in value.items]
+        return parts[0] if value.alone else self.call(torch.ops.aten.stack.default, parts)
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """Add a constant and return the node that reads it."""
+        plain = f"c{len(list(self.root.buffers()))}_{_NO_LETTERS.sub('_', name)}"
+        self.root.register_buffer(plain, tensor)
+        node = self.graph.get_attr(plain)
+        node.meta["onnx"] = name
+        return node
+
+    def sizes(self, value: Value | None) -> tuple[Any, ...] | None:
+        """Return the whole numbers of a value that is known without running; None for anything else."""
+        if isinstance(value, Sizes):
+            return value.items
+        if isinstance(value, Constant) and value.array.dtype.kind == "i" and value.array.ndim < 2:
+            return tuple(value.array.reshape(-1).tolist()) if value.array.size <= _MOST_SIZES else None
+        return None
+
+    def needed_sizes(self, node: OnnxNode, place: int) -> list[Any]:
+        """Return the whole numbers of an input.
+
+        Raises:
+            EngineError: they are computed from data.
+        """
+        found = self.sizes(node.input(place))
+        if found is None:
+            raise node.fault(f"input {place} is computed from data; the torch engine needs it as constants or sizes")
+        return list(found)
+
+    def constant_number(self, node: OnnxNode, place: int, missing: float) -> float:
+        """Return the number of an input; ``missing`` where it is left out.
+
+        Raises:
+            EngineError: it is computed.
+        """
+        value = node.input(place)
+        if value is None:
+            return missing
+        if not isinstance(value, Constant) or value.array.size != 1:
+            raise node.fault(f"input {place} is computed; the torch engine needs it as a constant")
+        return float(value.array.item())
+
+
+def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return an array of a file as a tensor of its own memory."""
+    return torch.from_numpy(np.array(array, order="C"))

@@ -1,0 +1,198 @@
+"""Operators that compute each element by itself."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
+from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
+from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Sizes
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
+from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
+
+__all__ = ["TYPES"]
+
+aten = torch.ops.aten
+
+TYPES = {
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    10: torch.float16,
+    11: torch.float64,
+    16: torch.bfloat16,
+}
+"""Types by ONNX's number."""
+
+_UNARY = {
+    "Abs": aten.abs.default,
+    "Ceil": aten.ceil.default,
+    "Cos": aten.cos.default,
+    "Erf": aten.erf.default,
+    "Exp": aten.exp.default,
+    "Floor": aten.floor.default,
+    "HardSwish": aten.hardswish.default,
+    "IsNaN": aten.isnan.default,
+    "Log": aten.log.default,
+    "Neg": aten.neg.default,
+    "Not": aten.logical_not.default,
+    "Reciprocal": aten.reciprocal.default,
+    "Relu": aten.relu.default,
+    "Round": aten.round.default,
+    "Sigmoid": aten.sigmoid.default,
+    "Sign": aten.sign.default,
+    "Sin": aten.sin.default,
+    "Softplus": aten.softplus.default,
+    "Sqrt": aten.sqrt.default,
+    "Tanh": aten.tanh.default,
+}
+_BINARY = {
+    "Add": aten.add.Tensor,
+    "And": aten.logical_and.default,
+    "Equal": aten.eq.Tensor,
+    "Greater": aten.gt.Tensor,
+    "GreaterOrEqual": aten.ge.Tensor,
+    "Less": aten.lt.Tensor,
+    "LessOrEqual": aten.le.Tensor,
+    "Max": aten.maximum.default,
+    "Min": aten.minimum.default,
+    "Mod": aten.remainder.Tensor,
+    "Mul": aten.mul.Tensor,
+    "Or": aten.logical_or.default,
+    "Pow": aten.pow.Tensor_Tensor,
+    "Sub": aten.sub.Tensor,
+    "Xor": aten.logical_xor.default,
+}
+_OF_SIZES = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": operator.floordiv}
+
+
+def _unary(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
+    return lambda build, node: build.call(target, build.tensor(node.inputs[0]))
+
+
+def _binary(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
+    def translate(build: GraphBuilder, node: OnnxNode) -> Value:
+        of_sizes = _sizes(build, node)
+        if of_sizes is not None:
+            return of_sizes
+        made = build.tensor(node.inputs[0])
+        for other in node.inputs[1:]:
+            made = build.call(target, made, build.tensor(other))
+        return made
+
+    return translate
+
+
+def _sizes(build: GraphBuilder, node: OnnxNode) -> Sizes | None:
+    """Return the result where it is made of sizes, item by item; None where it is made of tensors."""
+    compute = _OF_SIZES.get(node.operator)
+    if compute is None or len(node.inputs) != 2 or not any(isinstance(value, Sizes) for value in node.inputs):
+        return None
+    left, right = (build.sizes(value) for value in node.inputs)
+    if left is None or right is None:
+        return None
+    count = max(len(left), len(right))
+    pairs = zip(left * (count // len(left)), right * (count // len(right)), strict=True)
+    items = tuple(
+        compute(a, b) if isinstance(a, int) and isinstance(b, int) else build.call(compute, a, b) for a, b in pairs
+    )
+    return Sizes(items, all(_alone(value) for value in node.inputs))
+
+
+def _alone(value: Value | None) -> bool:
+    return value.alone if isinstance(value, Sizes) else isinstance(value, Constant) and value.array.ndim == 0
+
+
+for _name, _target in _UNARY.items():
+    operators.add(_name)(_unary(_target))
+for _name, _target in _BINARY.items():
+    operators.add(_name)(_binary(_target))
+
+
+@operators.add("Div")
+def _div(build: GraphBuilder, node: OnnxNode) -> Value:
+    of_sizes = _sizes(build, node)
+    if of_sizes is not None:
+        return of_sizes
+    left, right = (build.tensor(value) for value in node.inputs)
+    whole = any(isinstance(value, Constant) and value.array.dtype.kind in "iu" for value in node.inputs)
+    # ONNX divides whole numbers to a whole number, rounded towards zero.
+    return (
+        build.call(aten.div.Tensor_mode, left, right, rounding_mode="trunc")
+        if whole
+        else build.call(aten.div.Tensor, left, right)
+    )
+
+
+@operators.add("Gelu")
+def _gelu(build: GraphBuilder, node: OnnxNode) -> Value:
+    form = node.attributes.get("approximate", "none")
+    return build.call(aten.gelu.default, build.tensor(node.inputs[0]), approximate=form)
+
+
+@operators.add("LeakyRelu")
+def _leaky_relu(build: GraphBuilder, node: OnnxNode) -> Value:
+    return build.call(aten.leaky_relu.default, build.tensor(node.inputs[0]), node.attributes.get("alpha", 0.01))
+
+
+@operators.add("Elu")
+def _elu(build: GraphBuilder, node: OnnxNode) -> Value:
+    return build.call(aten.elu.default, build.tensor(node.inputs[0]), node.attributes.get("alpha", 1.0))
+
+
+@operators.add("HardSigmoid")
+def _hard_sigmoid(build: GraphBuilder, node: OnnxNode) -> Value:
+    slope, shift = node.attributes.get("alpha", 0.2), node.attributes.get("beta", 0.5)
+    line = build.call(aten.add.Scalar, build.call(aten.mul.Scalar, build.tensor(node.inputs[0]), slope), shift)
+    return build.call(aten.clamp.default, line, 0.0, 1.0)
+
+
+@operators.add("Clip")
+def _clip(build: GraphBuilder, node: OnnxNode) -> Value:
+    bounds = [node.input(1), node.input(2)]
+    limits = [None if bound is None else build.tensor(bound) for bound in bounds]
+    if all(bound is None or isinstance(bound, Constant) for bound in bounds):
+        numbers = [bound.array.item() if isinstance(bound, Constant) else None for bound in bounds]
+        return build.call(aten.clamp.default, build.tensor(node.inputs[0]), *numbers)
+    return build.call(aten.clamp.Tensor, build.tensor(node.inputs[0]), *limits)
+
+
+@operators.add("Cast")
+def _cast(build: GraphBuilder, node: OnnxNode) -> Value:
+    given, wanted = node.inputs[0], node.attributes["to"]
+    if wanted not in TYPES:
+        raise node.fault(f"torch has no type for ONNX's type {wanted}")
+    if isinstance(given, Sizes) and TYPES[wanted] in (torch.int32, torch.int64):
+        return given
+    return build.call(aten.to.dtype, build.tensor(given), TYPES[wanted])
+
+
+@operators.add("Where")
+def _where(build: GraphBuilder, node: OnnxNode) -> Value:
+    return build.call(aten.where.self, *(build.tensor(value) for value in node.inputs))
+
+
+@operators.add("Identity")
+def _identity(build: GraphBuilder, node: OnnxNode) -> Value:
+    return node.inputs[0] if node.inputs[0] is not None else build.tensor(None)
+
+
+@operators.add("Dropout")
+def _dropout(build: GraphBuilder, node: OnnxNode) -> Value:
+    return build.tensor(node.inputs[0])
+
+
+@operators.add("PRelu")
+def _prelu(build: GraphBuilder, node: OnnxNode) -> Value:
+    given, slope = (build.tensor(value) for value in node.inputs)
+    zero = build.call(aten.clamp.default, given, 0.0, None)
+    below = build.call(aten.clamp.default, given, None, 0.0)
+    return build.call(aten.add.Tensor, zero, build.call(aten.mul.Tensor, below, slope))

@@ -1,0 +1,135 @@
+"""Operators that pick elements by index, and that make indices."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
+from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
+from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Sizes
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
+from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+@operators.add("Gather")
+def _gather(build: GraphBuilder, node: OnnxNode) -> Value:
+    given, places = node.inputs[0], build.sizes(node.inputs[1])
+    axis = node.attributes.get("axis", 0)
+    constant = isinstance(node.inputs[1], Constant)
+    if isinstance(given, Sizes) and constant and places is not None:
+        alone = isinstance(node.inputs[1], Constant) and node.inputs[1].array.ndim == 0
+        return Sizes(tuple(given.items[place] for place in places), alone)
+    data = build.tensor(given)
+    if isinstance(node.inputs[1], Constant) and node.inputs[1].array.ndim == 0:
+        return build.call(aten.select.int, data, axis, int(node.inputs[1].array))
+    indices = build.tensor(node.inputs[1])
+    if axis == 0 and node.ranks[0] == 2:
+        return build.call(aten.embedding.default, data, indices)
+    if axis < 0:
+        if node.ranks[0] is None:
+            raise node.fault("the rank of its input is not known; export the model again")
+        axis += node.ranks[0]
+    return build.call(aten.index.Tensor, data, [None] * axis + [indices])
+
+
+@operators.add("GatherElements")
+def _gather_elements(build: GraphBuilder, node: OnnxNode) -> Value:
+    axis = node.attributes.get("axis", 0)
+    return build.call(aten.gather.default, build.tensor(node.inputs[0]), axis, build.tensor(node.inputs[1]))
+
+
+@operators.add("GatherND")
+def _gather_nd(build: GraphBuilder, node: OnnxNode) -> Value:
+    if node.attributes.get("batch_dims", 0):
+        raise node.fault("batch_dims other than 0 are not supported by the torch engine")
+    data, indices, rank = build.tensor(node.inputs[0]), build.tensor(node.inputs[1]), node.ranks[0]
+    # The last axis of the indices is as long as the index of one element; nothing else tells its length.
+    count = _last_size(node.inputs[1], rank)
+    if count is None:
+        raise node.fault("the length of its indices is not known; export the model again")
+    picks = [build.call(aten.select.int, indices, -1, place) for place in range(count)]
+    return build.call(aten.index.Tensor, data, picks)
+
+
+def _last_size(value: Value | None, rank: int | None) -> int | None:
+    if isinstance(value, Constant):
+        return int(value.array.shape[-1])
+    if isinstance(value, torch.fx.Node) and value.target is aten.cat.default:
+        # What the exporter writes: indices of one axis each, side by side.
+        parts = value.args[0]
+        return len(parts) if isinstance(parts, list | tuple) else None
+    return rank
+
+
+@operators.add("Slice")
+def _slice(build: GraphBuilder, node: OnnxNode) -> Value:
+    starts, ends = build.needed_sizes(node, 1), build.needed_sizes(node, 2)
+    axes = list(range(len(starts))) if node.input(3) is None else build.needed_sizes(node, 3)
+    steps = [1] * len(starts) if node.input(4) is None else build.needed_sizes(node, 4)
+    given = node.inputs[0]
+    if isinstance(given, Sizes) and all(isinstance(item, int) for item in (*starts, *ends, *steps)):
+        return Sizes(given.items[starts[0] : ends[0] : steps[0]])
+    made = build.tensor(given)
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        if isinstance(step, int) and step < 0:
+            if step != -1:
+                raise node.fault(f"a step of {step} is not supported by the torch engine; steps of -1 and above are")
+            made = build.call(aten.flip.default, made, [axis])
+            continue
+        made = build.call(aten.slice.Tensor, made, axis, start, end, step)
+    return made
+
+
+@operators.add("Range")
+def _range(build: GraphBuilder, node: OnnxNode) -> Value:
+    bounds = [build.sizes(value) for value in node.inputs]
+    if any(bound is None for bound in bounds):
+        raise node.fault("its bounds are computed from data; the torch engine needs constants or sizes")
+    start, end, step = (bound[0] for bound in bounds if bound is not None)
+    return build.call(aten.arange.start_step, start, end, step)
+
+
+@operators.add("OneHot")
+def _one_hot(build: GraphBuilder, node: OnnxNode) -> Value:
+    depth = build.needed_sizes(node, 1)[0]
+    off_on = build.tensor(node.inputs[2])
+    hits = build.call(
+        aten.eq.Tensor,
+        build.call(aten.unsqueeze.default, build.tensor(node.inputs[0]), node.attributes.get("axis", -1)),
+        build.call(aten.arange.default, depth),
+    )
+    if node.attributes.get("axis", -1) != -1:
+        raise node.fault("an axis other than the last is not supported by the torch engine")
+    return build.call(
+        aten.where.self,
+        hits,
+        build.call(aten.select.int, off_on, 0, 1),
+        build.call(aten.select.int, off_on, 0, 0),
+    )
+
+
+@operators.add("Trilu")
+def _trilu(build: GraphBuilder, node: OnnxNode) -> Value:
+    diagonal = 0 if node.input(1) is None else build.needed_sizes(node, 1)[0]
+    target = aten.triu.default if node.attributes.get("upper", 1) else aten.tril.default
+    return build.call(target, build.tensor(node.inputs[0]), diagonal)
+
+
+@operators.add("TopK")
+def _top_k(build: GraphBuilder, node: OnnxNode) -> tuple[Value, ...]:
+    found = build.call(
+        aten.topk.default,
+        build.tensor(node.inputs[0]),
+        build.needed_sizes(node, 1)[0],
+        node.attributes.get("axis", -1),
+        bool(node.attributes.get("largest", 1)),
+        bool(node.attributes.get("sorted", 1)),
+    )
+    return build.call(operator.getitem, found, 0), build.call(operator.getitem, found, 1)

@@ -1,0 +1,71 @@
+"""Normalizations and softmax."""
+
+from __future__ import annotations
+
+import torch
+
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Constant
+from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
+from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
+from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+@operators.add("LayerNormalization")
+def _layer_norm(build: GraphBuilder, node: OnnxNode) -> Value:
+    weight = node.inputs[1]
+    if not isinstance(weight, Constant):
+        raise node.fault("a weight that is computed is not supported by the torch engine")
+    given, bias = build.tensor(node.inputs[0]), node.input(2)
+    return build.call(
+        aten.layer_norm.default,
+        given,
+        list(weight.array.shape),
+        build.tensor(weight),
+        None if bias is None else build.tensor(bias),
+        node.attributes.get("epsilon", 1e-5),
+    )
+
+
+@operators.add("RMSNormalization")
+def _rms_norm(build: GraphBuilder, node: OnnxNode) -> Value:
+    weight = node.inputs[1]
+    if not isinstance(weight, Constant):
+        raise node.fault("a weight that is computed is not supported by the torch engine")
+    shape, epsilon = list(weight.array.shape), node.attributes.get("epsilon", 1e-5)
+    return build.call(aten.rms_norm.default, build.tensor(node.inputs[0]), shape, build.tensor(weight), epsilon)
+
+
+@operators.add("BatchNormalization")
+def _batch_norm(build: GraphBuilder, node: OnnxNode) -> Value:
+    given, weight, bias, mean, variance = (build.tensor(value) for value in node.inputs[:5])
+    epsilon = node.attributes.get("epsilon", 1e-5)
+    return build.call(aten.batch_norm.default, given, weight, bias, mean, variance, False, 0.0, epsilon, False)
+
+
+@operators.add("GroupNormalization")
+def _group_norm(build: GraphBuilder, node: OnnxNode) -> Value:
+    given, weight, bias = (build.tensor(value) for value in node.inputs)
+    groups, epsilon = node.attributes["num_groups"], node.attributes.get("epsilon", 1e-5)
+    return build.call(aten.group_norm.default, given, groups, weight, bias, epsilon)
+
+
+@operators.add("InstanceNormalization")
+def _instance_norm(build: GraphBuilder, node: OnnxNode) -> Value:
+    given, weight, bias = (build.tensor(value) for value in node.inputs)
+    epsilon = node.attributes.get("epsilon", 1e-5)
+    return build.call(aten.instance_norm.default, given, weight, bias, None, None, True, 0.0, epsilon, False)
+
+
+@operators.add("Softmax")
+def _softmax(build: GraphBuilder, node: OnnxNode) -> Value:
+    return build.call(aten.softmax.int, build.tensor(node.inputs[0]), node.attributes.get("axis", -1))
+
+
+@operators.add("LogSoftmax")
+def _log_softmax(build: GraphBuilder, node: OnnxNode) -> Value:
+    return build.call(aten.log_softmax.int, build.tensor(node.inputs[0]), node.attributes.get("axis", -1))

@@ -1,0 +1,93 @@
+"""Operators that reduce axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quantizer.engines.torch_engine.onnx_import.graph_builder import GraphBuilder
+from quantizer.engines.torch_engine.onnx_import.graph_builder import OnnxNode
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Sizes
+from quantizer.engines.torch_engine.onnx_import.graph_builder import Value
+from quantizer.engines.torch_engine.onnx_import.graph_builder import operators
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+_REDUCTIONS = {
+    "ReduceMax": aten.amax.default,
+    "ReduceMean": aten.mean.dim,
+    "ReduceMin": aten.amin.default,
+    "ReduceSum": aten.sum.dim_IntList,
+}
+
+
+def _axes(build: GraphBuilder, node: OnnxNode) -> list[int] | None:
+    if node.input(1) is not None:
+        return build.needed_sizes(node, 1)
+    return node.attributes.get("axes")
+
+
+def _reduction(target: Any) -> Callable[[GraphBuilder, OnnxNode], Value]:
+    def translate(build: GraphBuilder, node: OnnxNode) -> Value:
+        axes = _axes(build, node)
+        given = build.tensor(node.inputs[0])
+        if not axes and node.attributes.get("noop_with_empty_axes", 0):
+            return given
+        return build.call(target, given, list(axes or ()), bool(node.attributes.get("keepdims", 1)))
+
+    return translate
+
+
+for _name, _target in _REDUCTIONS.items():
+    operators.add(_name)(_reduction(_target))
+
+
+@operators.add("ReduceL2")
+def _reduce_l2(build: GraphBuilder, node: OnnxNode) -> Value:
+    axes, kept = _axes(build, node), bool(node.attributes.get("keepdims", 1))
+    return build.call(aten.linalg_vector_norm.default, build.tensor(node.inputs[0]), 2, axes, kept)
+
+
+@operators.add("ReduceProd")
+def _reduce_prod(build: GraphBuilder, node: OnnxNode) -> Value:
+    given, axes = node.inputs[0], _axes(build, node)
+    if isinstance(given, Sizes):
+        return _product_of_sizes(build, given, bool(node.attributes.get("keepdims", 1)))
+    if axes is None or len(axes) != 1:
+        raise node.fault("a product over several axes is not supported by the torch engine")
+    return build.call(aten.prod.dim_int, build.tensor(given), axes[0], bool(node.attributes.get("keepdims", 1)))
+
+
+def _product_of_sizes(build: GraphBuilder, given: Sizes, kept: bool) -> Sizes:
+    import operator
+
+    product: Any = 1
+    for item in given.items:
+        whole = isinstance(product, int) and isinstance(item, int)
+        product = product * item if whole else build.call(operator.mul, product, item)
+    return Sizes((product,), alone=not kept)
+
+
+@operators.add("ArgMax")
+def _argmax(build: GraphBuilder, node: OnnxNode) -> Value:
+    axis, kept = node.attributes.get("axis", 0), bool(node.attributes.get("keepdims", 1))
+    return build.call(aten.argmax.default, build.tensor(node.inputs[0]), axis, kept)
+
+
+@operators.add("CumSum")
+def _cumsum(build: GraphBuilder, node: OnnxNode) -> Value:
+    if node.attributes.get("exclusive", 0) or node.attributes.get("reverse", 0):
+        raise node.fault("an exclusive or reversed sum is not supported by the torch engine")
+    return build.call(aten.cumsum.default, build.tensor(node.inputs[0]), build.needed_sizes(node, 1)[0])
+
+
+@operators.add("GlobalAveragePool")
+def _global_average_pool(build: GraphBuilder, node: OnnxNode) -> Value:
+    rank = node.ranks[0]
+    if rank is None:
+        raise node.fault("the rank of its input is not known; export the model again")
+    return build.call(aten.mean.dim, build.tensor(node.inputs[0]), list(range(2, rank)), True)
