@@ -29,7 +29,7 @@ def fuse_attention(module: fx.GraphModule) -> int:
     found = 0
     for node in list(module.graph.nodes):
         product = only_reader(node) if is_call(node, aten.softmax.int) else None
-        if is_call(product, aten.matmul.default) and product.args[0] is node:
+        if is_call(product, aten.matmul.default) and product.all_input_nodes[0] is node:
             found += _fuse(module, product, node)
     return found
 

@@ -9,8 +9,9 @@ from quantizer.engines.torch_engine.onnx_import.operators import normalization a
 from quantizer.engines.torch_engine.onnx_import.operators import products as _products
 from quantizer.engines.torch_engine.onnx_import.operators import quantizers as _quantizers
 from quantizer.engines.torch_engine.onnx_import.operators import reductions as _reductions
+from quantizer.engines.torch_engine.onnx_import.operators import resize as _resize
 from quantizer.engines.torch_engine.onnx_import.operators import sizes as _sizes
 
 __all__: list[str] = []
 
-del _elementwise, _indexing, _layout, _normalization, _products, _quantizers, _reductions, _sizes
+del _elementwise, _indexing, _layout, _normalization, _products, _quantizers, _reductions, _resize, _sizes
