@@ -112,6 +112,7 @@ class ReasonCode(_Template):
     # Fallback.
     RANKED = "put back by fallback({asked}): rank {rank}"
     FALLBACK = "put back by fallback({asked})"
+    SLOWER = "slower in low precision than in float: {low} us, float {float}, {where}"
     IN_FLOAT32 = "{why}, in float32: calibration saw {largest} here, and float16 ends at {end}"
 
     OTHER = "{text}"

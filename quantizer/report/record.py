@@ -19,6 +19,7 @@ from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.cause_record import Cause
 from quantizer.report.cause_record import Cure
+from quantizer.report.placement_record import Placement
 from quantizer.report.record_base import Record
 from quantizer.report.site_record import Histogram
 from quantizer.report.site_record import Operand
@@ -57,7 +58,7 @@ __all__ = [
     "TrainingScore",
 ]
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,8 +313,7 @@ class RunRecord(Record):
     coverage: tuple[Site, ...] = ()
     """All sites, quantized or not."""
     covered_share: float | None = None
-    """Share in low precision of the multiply-adds of all matrix products and convolutions that torch executed in
-    calibration, in sites and outside of them: 0 to 1; null if none were counted."""
+    """Share in low precision of all multiply-adds that torch executed in calibration, in sites or not; null: none."""
     escaped: tuple[UnquantizedProduct, ...] = ()
     """The products that do not run in low precision, the largest first, each with its reason."""
     histograms: tuple[Histogram, ...] = ()
@@ -333,6 +333,8 @@ class RunRecord(Record):
     """The quantization-aware training; null if there was none."""
     choice: EngineChoice | None = None
     """The choice of the backend by measured time; null if the configuration named one."""
+    placement: Placement | None = None
+    """What quantizing each group is worth in time; null where no engine was timed."""
     engine: EngineFile | None = None
     """The engine; null if none was built."""
     inspection: Inspection | None = None

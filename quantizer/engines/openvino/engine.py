@@ -33,6 +33,7 @@ from quantizer.engines.engine_file import checked_output
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
 from quantizer.engines.error_hints import explain_error
+from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.from_layers import run_note
 from quantizer.engines.inspection.inspection import Inspection
@@ -130,16 +131,16 @@ class OpenVINOBackend:
         return OpenVINOEngine(*_loaded(path, threads, verify=verify))
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file, with performance counters on."""
         compiled, dimensions = _loaded(path, threads, {"PERF_COUNT": True})
         inputs = made_up_inputs(OpenVINOEngine(compiled, dimensions).inputs, batch, sequence)
         try:
-            layers = observed_layers(compiled, inputs)
+            layers = observed_layers(compiled, inputs, runs)
         except RuntimeError as error:
             raise EngineError(f"OpenVINO could not run {path} on made-up inputs: {_reason(error)}") from error
-        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
+        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads, runs))
 
     def _check_options(self, options: BuildOptions) -> None:
         if options.compute_capability is not None:

@@ -1,0 +1,1 @@
+"""What quantizing a group is worth in time, and plans that are fast enough."""
