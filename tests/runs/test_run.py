@@ -22,6 +22,7 @@ import yaml
 import quantizer.runs.measure as run_measure
 import quantizer.runs.run as pipeline
 import quantizer.runs.run_context as stages
+import quantizer.runs.run_engines as run_engines
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
@@ -99,7 +100,7 @@ def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return copied("model.onnx")(None, *arguments[1:])
 
     monkeypatch.setattr(Quantizer, "export", exported)
-    monkeypatch.setattr(pipeline, "export_onnx", copied("float.onnx"))
+    monkeypatch.setattr(run_engines, "export_onnx", copied("float.onnx"))
     monkeypatch.setattr(run_measure, "peak_memory_mib", lambda *_, **__: PeakMemory(peak_mib=3.0, baseline_mib=1.0))
     return tmp_path
 
@@ -113,7 +114,8 @@ def test_the_folder_is_complete(place: Place) -> None:
     files = {path.name for path in (place.done / "quantizer").iterdir()}
     assert files == {".quantizer.json", "observed.safetensors", "quantizer.yaml", "ranges.safetensors"}
     left = {path.name for path in place.folder.iterdir()}
-    assert left == {"model", "vocab.txt", "calibration.csv", "evaluation.csv", "tiny.yaml", "done"}
+    # A run that repeats this one finds the times of its engines.
+    assert left == {"model", "vocab.txt", "calibration.csv", "evaluation.csv", "tiny.yaml", "done", "done.times.json"}
     assert oct(place.done.stat().st_mode)[-3:] == "755"
 
 

@@ -68,7 +68,7 @@ class GroupPlacer:
             faster = self.cache.faster(low.onnx, plain.onnx, self.timing, lambda: self._faster(quantizer, prices, low))
             what = f"{len(slower)} groups are slower in {quantizer.config.dtype} than in float"
             timer.say(f"{what}, and go back" if faster else f"{what}, but the engine is not faster without them")
-        return prices if faster else replace(prices, least_loss=math.inf)
+        return prices if faster else replace(prices, least_loss_us=math.inf)
 
     def _faster(self, quantizer: Quantizer, prices: Prices, low: EngineFiles) -> bool:
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:

@@ -44,7 +44,7 @@ class Prices:
         float_us: the time of the engine of the float model.
         where: the backend, the shape and how the times were found, in words.
         estimated: whether no engine was timed, so that all times are of a model of the target.
-        least_loss: a group counts as slower from this share of ``low_us`` on; what is less may be noise.
+        least_loss_us: a group counts as slower from such a loss on; what is less may be noise.
     """
 
     groups: Mapping[str, GroupPrice]
@@ -52,7 +52,7 @@ class Prices:
     float_us: float
     where: str
     estimated: bool = False
-    least_loss: float = 0.002
+    least_loss_us: float = 30.0
 
     def time_us(self, back: Collection[str]) -> float:
         """Return the time that is predicted with these groups in float.
@@ -72,11 +72,10 @@ class Prices:
 
     def slower(self) -> dict[str, str]:
         """Return the groups that low precision makes slower, by more than noise, with the reason in words."""
-        least = self.least_loss * self.low_us
         return {
             name: ReasonCode.SLOWER.text(low=f"{price.low_us:.0f}", float=f"{price.float_us:.0f}", where=self.where)
             for name, price in self.groups.items()
-            if price.gain_us < -least and price.float_us > 0
+            if price.gain_us < -self.least_loss_us and price.float_us > 0
         }
 
     def gains(self, parts: Mapping[str, Collection[str]]) -> dict[str, float]:
