@@ -18,7 +18,7 @@ from typing import Self
 
 __all__ = ["ReasonCode", "RuleKind", "counted"]
 
-_WITH_SPACES = frozenset({"asked", "sizes", "text", "value", "why"})
+_WITH_SPACES = frozenset({"asked", "sizes", "text", "value", "where", "why"})
 """The fields of templates that may have several words; all other fields are single words."""
 
 # Because of the group, split() returns the numbers too: text at even places, numbers at odd places.

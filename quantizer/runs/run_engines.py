@@ -75,16 +75,17 @@ class RunEngines:
         """
         chosen = quantizer.chosen_fallback
         back = None if trained else frozenset(() if chosen is None else chosen.reasons())
-        config, example, timer = self._config, self._context.task.example(), self._context.timer
-        missing = {}
+        missing = {} if "float" in self._built else {"float": self.files(FLOAT_STEM)}
+        if "engine" not in self._built or back is None or back != self._back:
+            missing["engine"] = self.files(QUANTIZED_STEM)
+        if not missing:
+            return dict(self._built)
+        opset, example, timer = self._config.export.opset, self._context.task.example(), self._context.timer
         with timer("export"):
-            if "float" not in self._built:
-                missing["float"] = self.files(FLOAT_STEM)
-                path = missing["float"].onnx
-                export_onnx(self._context.model, path, example, opset=config.export.opset, dtype=torch.float32)
-            if "engine" not in self._built or back is None or back != self._back:
-                missing["engine"] = self.files(QUANTIZED_STEM)
-                quantizer.export(quantized, missing["engine"].onnx, example, opset=config.export.opset)
+            if "float" in missing:
+                export_onnx(self._context.model, missing["float"].onnx, example, opset=opset, dtype=torch.float32)
+            if "engine" in missing:
+                quantizer.export(quantized, missing["engine"].onnx, example, opset=opset)
         with timer("build the engines"):
             for name, files in missing.items():
                 self._built[name] = self.build_file(files.onnx, files.engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Mapping
 from dataclasses import asdict
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from torch import nn
 from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
 from quantizer.engines import Engine
-from quantizer.engines import Inspection
 from quantizer.engines import inspect_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
@@ -37,8 +37,8 @@ from quantizer.sensitivity.prices.group_prices import prices_from_places
 __all__ = ["EngineFiles", "TimeCache", "Timing", "is_faster", "price_groups"]
 
 _ROUNDS = 15
-_RUNS = 20
-"""Runs of which a layer's time is the median: with fewer, groups of microseconds seem to lose by noise."""
+_RUNS = 10
+"""Runs of which a layer's time is the median."""
 
 _LEAST_GAIN = 1.02
 """A plan with groups put back for the time is taken from this gain on, measured as a whole."""
@@ -68,11 +68,19 @@ class Timing:
     def load(self, path: Path) -> Engine:
         return load_engine(self.backend, path, threads=self.threads, verify=False)
 
-    def inspection(self, path: Path) -> Inspection:
-        """Return an engine's layers with their times."""
-        return inspect_engine(
-            self.backend, path, threads=self.threads, batch=self.batch, sequence=self.sequence, runs=_RUNS
-        )
+    def of_places(self, engines: Mapping[str, EngineFiles], places: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return the time of each place in each engine, in microseconds, the lower of two measurements.
+
+        The engines take turns. What else runs on the machine makes layers slower, and seldom the same ones twice.
+        """
+        size = {"threads": self.threads, "batch": self.batch, "sequence": self.sequence}
+        found: dict[str, dict[str, float]] = {}
+        for _ in range(2):
+            for name, files in engines.items():
+                seen = inspect_engine(self.backend, files.engine, **size, runs=_RUNS)
+                times = place_times(seen, places, product_names(files.onnx))
+                found[name] = {place: min(time, found.get(name, times)[place]) for place, time in times.items()}
+        return found
 
     def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:
         """Return the median latency of each engine in microseconds, all in turns, on made-up inputs."""
@@ -170,13 +178,8 @@ def price_groups(
 
     def take() -> _Times:
         latency = timing.latencies({"low": low.engine, "plain": plain.engine})
-        places = set(hosts.values())
-        times = _Times(
-            low_us=latency["low"],
-            float_us=latency["plain"],
-            low=place_times(timing.inspection(low.engine), places, product_names(low.onnx)),
-            plain=place_times(timing.inspection(plain.engine), places, product_names(plain.onnx)),
-        )
+        spent = timing.of_places({"low": low, "plain": plain}, set(hosts.values()))
+        times = _Times(low_us=latency["low"], float_us=latency["plain"], low=spent["low"], plain=spent["plain"])
         if not sum(times.low.values()) or not sum(times.plain.values()):
             raise EngineError(f"an engine of {timing.backend} tells no times of its layers")
         return times
