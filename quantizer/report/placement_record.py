@@ -49,7 +49,7 @@ class SpeedCheck(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Placement(Record):
-    """What quantizing each group is worth in time, and the plan that was taken."""
+    """The times of all groups of a plan, and the plan that was taken."""
 
     where: str
     """The backend, the shape and the threads of the times."""

@@ -19,13 +19,18 @@ from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.cause_record import Cause
 from quantizer.report.cause_record import Cure
+from quantizer.report.placement_record import GroupTime
 from quantizer.report.placement_record import Placement
+from quantizer.report.placement_record import PlacementPoint
+from quantizer.report.placement_record import SpeedCheck
 from quantizer.report.record_base import Record
 from quantizer.report.site_record import Histogram
 from quantizer.report.site_record import Operand
 from quantizer.report.site_record import RangeCandidate
 from quantizer.report.site_record import Site
 from quantizer.report.site_record import UnquantizedProduct
+from quantizer.report.training_record import TrainingRun
+from quantizer.report.training_record import TrainingScore
 
 __all__ = [
     "VERSION",
@@ -38,6 +43,7 @@ __all__ = [
     "EngineCheck",
     "Evaluation",
     "Fallback",
+    "GroupTime",
     "Histogram",
     "Inspection",
     "Latency",
@@ -46,6 +52,8 @@ __all__ = [
     "MemoryEntry",
     "ModelInfo",
     "Operand",
+    "Placement",
+    "PlacementPoint",
     "PrecisionShare",
     "RangeCandidate",
     "RunRecord",
@@ -53,6 +61,7 @@ __all__ = [
     "SensitivityRow",
     "Site",
     "SizeEntry",
+    "SpeedCheck",
     "Stage",
     "TrainingRun",
     "TrainingScore",
@@ -228,40 +237,6 @@ class Fallback(Record):
     """How much worse than the float score the score may be; null if there was no search."""
     checks: tuple[EngineCheck, ...] = ()
     """The engines that were checked against ``max_drop``, the last of them delivered; empty if none was."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingScore(Record):
-    """A score on the tuning rows before or during training."""
-
-    step: int
-    """The number of steps before this score; 0 is the score of PTQ."""
-    score: float
-    """The metric."""
-    best: bool = False
-    """Whether the model of this score was kept."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingRun(Record):
-    """The quantization-aware training."""
-
-    metric: str
-    """Name of the metric."""
-    higher_is_better: bool
-    """Whether a higher value is better."""
-    planned: int
-    """The number of steps that were planned."""
-    losses: tuple[float, ...]
-    """The loss of each step: the distance of the outputs of its batch from those of the float model."""
-    learning_rates: tuple[float, ...]
-    """The learning rate of each step."""
-    scores: tuple[TrainingScore, ...]
-    """The scores on the tuning rows, in order."""
-    float_score: float
-    """The float model's score on the tuning rows."""
-    stopped: str | None = None
-    """Why training ended before the planned steps; null if it did not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ class RunEngines:
 
     @property
     def timing(self) -> Timing:
-        """How the engines are timed."""
+        """Conditions in which the engines are timed."""
         report = self._config.report
         return Timing(
             backend=self._config.quantizer.backend,

@@ -74,7 +74,7 @@ def test_slower_groups_go_back_where_the_engine_is_faster(
     assert len(reasons) == 3 * back
 
 
-@pytest.mark.promise("`fallback: {min_speedup: 2.0}` gives the most accurate plan that is still that fast")
+@pytest.mark.promise("puts back what costs most accuracy while the engine stays twice as fast as in float.")
 def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
 

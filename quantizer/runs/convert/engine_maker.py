@@ -145,14 +145,17 @@ class EngineMaker:
         plain = self.plain_engine(made.name)
         batch, sequence = self.facts.shapes[len(self.facts.shapes) // 2]
         placer = GroupPlacer(
-            context=self.context,
+            model=self.context.model,
+            example=self.context.task.example(),
             timing=Timing(backend=made.name, batch=batch, sequence=sequence or batch, threads=self.asked.threads),
             cache=TimeCache(self.context.resume.times),
             build=partial(self._built, made.name),
             folder=self.scratch,
+            say=self.stage.say,
         )
         low, high = (EngineFiles(onnx=one.onnx, engine=one.built.path) for one in (made, plain))
-        return placer.prices(quantizer, made.quantized, low, high)
+        with self.stage("time the groups"):
+            return placer.prices(quantizer, made.quantized, low, high)
 
     def plain_engine(self, name: str) -> Made:
         """Return the engine of the float model of a backend, in a file that is not kept; it is built once."""

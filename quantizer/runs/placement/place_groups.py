@@ -18,7 +18,6 @@ from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.placement.price_groups import is_faster
 from quantizer.runs.placement.price_groups import price_groups
-from quantizer.runs.run_context import RunContext
 from quantizer.sensitivity.prices.group_prices import Prices
 
 __all__ = ["GroupPlacer"]
@@ -29,20 +28,24 @@ class GroupPlacer:
     """Prices the groups of a quantizer's plan in the engines of its backend.
 
     Attributes:
-        context: the model and its task.
+        model: the float model.
+        example: one batch, to export with.
         timing: how engines are timed.
         cache: times that were measured before.
         build: builds an engine of the backend from an ONNX file.
-        opset: the ONNX opset; None: the target's.
         folder: where engines may lie while they are timed.
+        opset: the ONNX opset; None: the target's.
+        say: called with what was found, in words.
     """
 
-    context: RunContext
+    model: nn.Module
+    example: Any
     timing: Timing
     cache: TimeCache
     build: Callable[[Path, Path], Any]
     folder: Path
     opset: int | None = None
+    say: Callable[[str], None] = lambda words: None
 
     def prices(self, quantizer: Quantizer, quantized: nn.Module, low: EngineFiles, plain: EngineFiles) -> Prices:
         """Return the prices of all groups of a plan; those by which a group is slower hold for the plan as a whole.
@@ -59,15 +62,13 @@ class GroupPlacer:
         Raises:
             EngineError: an engine cannot be built or run, or its library tells no times of layers.
         """
-        timer = self.context.timer
-        with timer("time the groups"):
-            prices = price_groups(quantizer.plan, quantized, low, plain, self.timing, self.cache)
-            slower = prices.slower()
-            if not slower:
-                return prices
-            faster = self.cache.faster(low.onnx, plain.onnx, self.timing, lambda: self._faster(quantizer, prices, low))
-            what = f"{len(slower)} groups are slower in {quantizer.config.dtype} than in float"
-            timer.say(f"{what}, and go back" if faster else f"{what}, but the engine is not faster without them")
+        prices = price_groups(quantizer.plan, quantized, low, plain, self.timing, self.cache)
+        slower = prices.slower()
+        if not slower:
+            return prices
+        faster = self.cache.faster(low.onnx, plain.onnx, self.timing, lambda: self._faster(quantizer, prices, low))
+        what = f"{len(slower)} groups are slower in {quantizer.config.dtype} than in float"
+        self.say(f"{what}, and go back" if faster else f"{what}, but the engine is not faster without them")
         return prices if faster else replace(prices, least_loss_us=math.inf)
 
     def _faster(self, quantizer: Quantizer, prices: Prices, low: EngineFiles) -> bool:
@@ -75,8 +76,8 @@ class GroupPlacer:
             placed = EngineFiles(onnx=Path(scratch) / "placed.onnx", engine=Path(scratch) / "placed.engine")
             quantizer.fallback(None, prices=prices)
             try:
-                quantized = quantizer.quantize(self.context.model)
-                quantizer.export(quantized, placed.onnx, self.context.task.example(), opset=self.opset)
+                quantized = quantizer.quantize(self.model)
+                quantizer.export(quantized, placed.onnx, self.example, opset=self.opset)
             finally:
                 quantizer.clear_fallback()
             self.build(placed.onnx, placed.engine)

@@ -54,7 +54,7 @@ class EngineFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How engines are timed: their backend, the shape of the inputs, and the threads."""
+    """Conditions in which engines are timed: their backend, the shape of the inputs, and the threads."""
 
     backend: str
     batch: int

@@ -51,15 +51,18 @@ class RunPlacement:
             quantized = quantizer.quantize(self._context.model)
         engines.build(quantizer, quantized)
         placer = GroupPlacer(
-            context=self._context,
+            model=self._context.model,
+            example=self._context.task.example(),
             timing=engines.timing,
             cache=self._times,
             build=engines.build_file,
             folder=self._folder,
             opset=self._config.export.opset,
+            say=self._context.timer.say,
         )
         low, plain = engines.files(QUANTIZED_STEM), engines.files(FLOAT_STEM)
-        self.prices = placer.prices(quantizer, quantized, low, plain)
+        with self._context.timer("time the groups"):
+            self.prices = placer.prices(quantizer, quantized, low, plain)
         if self.prices.slower():
             quantizer.fallback(None, prices=self.prices)
 

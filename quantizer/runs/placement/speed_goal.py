@@ -31,7 +31,7 @@ def missed_speed(placement: Placement | None) -> str | None:
 
 
 class SpeedGoal:
-    """How many times as fast as in float an engine has to be, and what predictions must promise for it.
+    """Goal for how many times as fast as in float an engine is, and what predictions must promise for it.
 
     Attributes:
         asked: the goal; None: there is none.

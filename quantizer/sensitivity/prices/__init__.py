@@ -1,1 +1,1 @@
-"""What quantizing a group is worth in time, and plans that are fast enough."""
+"""Times of groups in low precision and in float, and plans that are fast enough."""

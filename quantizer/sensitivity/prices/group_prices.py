@@ -30,7 +30,7 @@ class GroupPrice:
 
     @property
     def gain_us(self) -> float:
-        """What low precision wins; below 0 it loses."""
+        """Microseconds that low precision wins; below 0 it loses."""
         return self.float_us - self.low_us
 
 
