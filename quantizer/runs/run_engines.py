@@ -47,7 +47,7 @@ class RunEngines:
 
     @property
     def runs_here(self) -> bool:
-        """Whether this machine has the device of the engines."""
+        """True if this machine has the device of the engines."""
         return runs_here(self._config.quantizer.backend)
 
     @property
