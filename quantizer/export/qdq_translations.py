@@ -3,6 +3,8 @@
 The types are in the graph: scale, input and output of a Q/DQ pair share one float type. ``QuantizeLinear`` always has a
 zero point, because its type is the type of the codes; ``DequantizeLinear`` has one if the format does.
 
+An activation whose range is taken at run time has a ``DynamicQuantizeLinear`` in place of the ``QuantizeLinear``.
+
 torch holds INT4 codes as int8: a Cast converts between the two. ``StoreWeights`` evaluates the Casts of weights.
 """
 
@@ -67,9 +69,17 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         wide, _ = spelling.in_one_type(scale, scale)
         return spelling.like(scale, spelling.op.DequantizeLinear(codes, wide, zero_point, **where), wide)
 
+    def fake_quantize_dynamic(x: Any) -> Any:
+        import onnx_ir
+
+        # Its scale is float32, so that its input and the result of DequantizeLinear are.
+        wide = x if x.dtype == onnx_ir.DataType.FLOAT else spelling.op.Cast(x, to=onnx_ir.DataType.FLOAT)
+        return spelling.like(x, spelling.op.DequantizeLinear(*spelling.op.DynamicQuantizeLinear(wide)), wide)
+
     operators = torch.ops.quantizer
     return {
         operators.fake_quantize.default: fake_quantize,
+        operators.fake_quantize_dynamic.default: fake_quantize_dynamic,
         operators.quantize.default: quantize,
         operators.dequantize.default: dequantize,
     }

@@ -16,6 +16,7 @@ from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.observe.range_group import Migration
 from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.operations.catalogue import Operand
 from quantizer.plan.operand_formats import Formats
@@ -155,19 +156,8 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
     calibrator, migration = group.calibrator, group.migration
     if calibrator.count == 0:
         return OperandPlan(name=name, role="activation", quantized=False, reason=ReasonCode.NO_VALUE.text())
-    if wanted.activations is None:
-        low, high = calibrator.minimum, calibrator.maximum
-        return OperandPlan(
-            name=name,
-            role="activation",
-            quantized=False,
-            reason=ReasonCode.WEIGHTS_ALONE.text(),
-            minimum=low,
-            maximum=high,
-            smooth=migration.factors if migration is not None else None,
-            smooth_axis=migration.axis if migration is not None else None,
-            smoothing=migration.text if migration is not None else None,
-        )
+    if wanted.activations is None or wanted.dynamic:
+        return _without_scale(name, seen, group, wanted.activations)
     dtype = wanted.activations
     # The output of a softmax is at most 1, and attention in FP8 uses exactly that range.
     fixed = dtype.is_float and seen.softmax
@@ -206,6 +196,25 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         smooth=migration.factors if migration is not None else None,
         smooth_axis=migration.axis if migration is not None else None,
         smoothing=migration.text if migration is not None else seen.left,
+    )
+
+
+def _without_scale(name: str, seen: OperandRecord, group: RangeGroup, dtype: QType | None) -> OperandPlan:
+    """Return the plan of an activation whose range is taken at run time in a format, or (None) that stays float."""
+    migration = group.migration
+    return OperandPlan(
+        name=name,
+        role="activation",
+        quantized=dtype is not None,
+        reason=ReasonCode.WEIGHTS_ALONE.text() if dtype is None else None,
+        dtype=INT8.name if dtype is None else dtype.name,
+        dynamic=dtype is not None,
+        minimum=group.calibrator.minimum,
+        maximum=group.calibrator.maximum,
+        range_group=None if dtype is None else group.operands[0],
+        smooth=migration.factors if migration is not None else None,
+        smooth_axis=migration.axis if migration is not None else None,
+        smoothing=migration.text if migration is not None else None if dtype is None else seen.left,
     )
 
 

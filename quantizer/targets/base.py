@@ -62,6 +62,8 @@ class TargetProfile:
             those that feed a product with a weight, or all.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
             for, because the kernels take one at no cost.
+        dynamic_ranges: the kinds of site for which it has kernels that take the range of an activation at run time, in
+            UINT8.
         graph_rules: the rules for its Q/DQ files.
         library: the module that its engine imports to load a file; imported before memory is measured, so that the
             memory of the library itself does not count.
@@ -90,6 +92,7 @@ class TargetProfile:
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
     zero_points: frozenset[SiteKind] = frozenset()
+    dynamic_ranges: frozenset[SiteKind] = frozenset()
     graph_rules: GraphRules = field(default_factory=GraphRules)
     library: str | None = None
     packages: tuple[str, ...] = ()

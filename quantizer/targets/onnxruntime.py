@@ -18,6 +18,8 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         # Its fused integer kernels need U8 activations; with S8 half of the products stay float after DequantizeLinear.
         unsigned_activations="all",
         zero_points=frozenset({"linear", "conv"}),
+        # DynamicQuantizeMatMul and MatMulIntegerToFloat. What it has for convolutions gains nothing.
+        dynamic_ranges=frozenset({"linear"}),
         activation_dtypes=frozenset({"int8", "uint8"}),
         weight_dtypes=frozenset({"int8", "int4"}),
         # Quantized attention matmuls and adds gained no speed.
