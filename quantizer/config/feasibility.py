@@ -83,5 +83,7 @@ def rule_formats(config: QuantizerConfig) -> list[Format]:
 def _activations(config: QuantizerConfig, wanted: str | None, dynamic: bool) -> QType | None:
     """Return the format of activations, by the name that a rule gives it; None: they stay float."""
     if dynamic:
-        return UINT8
+        kernels = config.target.dynamic
+        # Without kernels the format is refused, whatever its codes.
+        return UINT8 if kernels is None else qtype(kernels.dtype)
     return None if wanted == "float" else qtype(wanted or config.dtype)

@@ -67,7 +67,7 @@ class ActivationsConfig(Section):
     ranges: Literal["static", "dynamic"] = Field(
         default="static",
         description="'dynamic': the range of a tensor is that of its values at each run, where the backend has kernels "
-        "for it (linears of ONNX Runtime), and all else stays float; 'static': it comes from calibration.",
+        "for it (linears, on CPUs), and all else stays float; 'static': it comes from calibration.",
     )
     calibrator: Annotated[str, AfterValidator(_CALIBRATORS.check), _CALIBRATORS] = Field(
         default="percentile",

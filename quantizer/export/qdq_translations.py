@@ -69,9 +69,12 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         wide, _ = spelling.in_one_type(scale, scale)
         return spelling.like(scale, spelling.op.DequantizeLinear(codes, wide, zero_point, **where), wide)
 
-    def fake_quantize_dynamic(x: Any) -> Any:
+    def fake_quantize_dynamic(x: Any, dtype: str = "uint8", block_size: int | None = None) -> Any:
         import onnx_ir
 
+        if block_size is not None:
+            # The engine rounds by itself: what it reads is a weight alone in codes.
+            return spelling.op.Identity(x)
         # Its scale is float32, so that its input and the result of DequantizeLinear are.
         wide = x if x.dtype == onnx_ir.DataType.FLOAT else spelling.op.Cast(x, to=onnx_ir.DataType.FLOAT)
         return spelling.like(x, spelling.op.DequantizeLinear(*spelling.op.DynamicQuantizeLinear(wide)), wide)

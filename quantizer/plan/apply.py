@@ -68,7 +68,7 @@ def _apply_site_plan(site: Site, entry: SitePlan) -> None:
         if planned.quantized:
             quantizer = site.quantizer_of(planned.name)
             if planned.dynamic:
-                quantizer.set_dynamic(planned.dtype)
+                quantizer.set_dynamic(planned.dtype, planned.block_size)
             else:
                 assert planned.scale is not None
                 quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
@@ -216,7 +216,8 @@ def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
     if not planned.quantized:
         return not quantizer.enabled
     if quantizer.dynamic or planned.dynamic:
-        return quantizer.dynamic == planned.dynamic and quantizer.dtype == planned.dtype
+        same = quantizer.dtype == planned.dtype and quantizer.block_size == planned.block_size
+        return quantizer.dynamic == planned.dynamic and same
     scale = quantizer.scale
     if scale is None or planned.scale is None or quantizer.dtype != planned.dtype:
         return False

@@ -116,8 +116,10 @@ def _refusal(
         return record.left, None
     if kind not in settings.profile.site_kinds:
         return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
-    if wanted.dynamic and kind not in (*settings.profile.dynamic_ranges, "embedding"):
-        return ReasonCode.NO_DYNAMIC.text(target=settings.profile.name), settings.profile.rule
+    if wanted.dynamic and kind != "embedding":
+        without = settings.profile.dynamic_reason(kind, record.depth or 0)
+        if without is not None:
+            return without, settings.profile.rule
     if kind not in ("residual_add", "embedding"):
         # A dimension that varies with the data is not checked: it may be large in use.
         depth, width = (size or settings.profile.min_gemm_dim or 1 for size in (record.depth, record.width))

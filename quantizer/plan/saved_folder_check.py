@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quantizer.numerics.qtype import QTYPES
-from quantizer.numerics.qtype import UINT8
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.plan.weight_codes import code_faults
@@ -100,8 +99,8 @@ def _of_tensors(operand: OperandPlan) -> Iterator[str]:
         if tensor is not None and tensor.dtype != torch.float32:
             yield f"{name}: expected a tensor of float32, got {tensor.dtype}"
     scale, amax, smooth = operand.scale, operand.amax, operand.smooth
-    if operand.dynamic and (operand.role == "weight" or scale is not None or operand.dtype != UINT8.name):
-        yield f"dynamic: expected an activation in {UINT8.name} without a scale"
+    if operand.dynamic and (operand.role == "weight" or scale is not None or QTYPES[operand.dtype].is_float):
+        yield "dynamic: expected an activation in integers without a scale"
     if operand.quantized and not operand.dynamic and (scale is None or amax is None):
         yield "scale: there is no range of it, and it is quantized"
     if (smooth is None) != (operand.smooth_axis is None) or (smooth is not None and smooth.dim() != 1):

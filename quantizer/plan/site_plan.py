@@ -38,7 +38,7 @@ class OperandPlan:
         dtype: the format of the operand, if it is quantized.
         dynamic: whether an activation is rounded with the range of its values at each run, so that it has no scale.
         axis: the axis of a weight's output channels (None: per tensor), or with ``block_size`` of its input channels.
-        block_size: the number of input channels that share a scale.
+        block_size: the number of input channels that share a scale; where ``dynamic``, of neighbours in a row.
         zero_point: the code of 0.0 in an asymmetric format (None: 0).
         minimum: the lowest value, like the range after ``smooth``.
         maximum: the highest value, likewise.

@@ -39,7 +39,7 @@ class OperandQuantizer(nn.Module):
         enabled: whether the quantizer changes the operand; if False, the operand passes through.
         scale: float [] (per tensor), [C] (along ``axis``) or in blocks of ``block_size`` along it; None until a range
             is set, and where ``dynamic``.
-        dynamic: whether the range is that of the values of each call, in UINT8.
+        dynamic: whether the range is that of the values of each call.
         zero_point: uint8 [], the code of 0.0 in an asymmetric format; None: 0.
         factor: float [K] along ``factor_axis``, by which the operand is multiplied before it is rounded; None: 1.
         codes: the weight's codes, of its shape, if they were chosen; None: those of rounding to nearest.
@@ -114,9 +114,9 @@ class OperandQuantizer(nn.Module):
         self.block_size = block_size
         self.enabled = True
 
-    def set_dynamic(self, dtype: str) -> None:
-        """Take the range of each call from its values, in ``dtype``, and switch on."""
-        self.dtype, self.axis, self.block_size = dtype, None, None
+    def set_dynamic(self, dtype: str, block_size: int | None) -> None:
+        """Take the range of each call from its values, as ``numerics.dynamic_range`` does, and switch on."""
+        self.dtype, self.axis, self.block_size = dtype, None, block_size
         self.dynamic = self.enabled = True
 
     def set_factor(self, factor: Tensor, axis: int) -> None:
@@ -234,7 +234,7 @@ class OperandQuantizer(nn.Module):
     def _rounded(self, x: Tensor) -> Tensor:
         x = self._multiplied(x)
         if self.dynamic:
-            dynamic: Tensor = fake_quantize_dynamic(x)
+            dynamic: Tensor = fake_quantize_dynamic(x, self.dtype, self.block_size)
             return dynamic
         if self.scale is None:
             return x

@@ -47,10 +47,15 @@ def impossible(default: Format, formats: Sequence[Format], target: TargetProfile
 def _impossible(wanted: Format, target: TargetProfile, place: str) -> list[str]:
     """Return a message for the activations and for the weights of a format if a target lacks theirs."""
     problems = []
-    if wanted.dynamic and not target.dynamic_ranges:
+    if wanted.dynamic and target.dynamic is None:
         place = f"quantizer.{place}" if wanted.rule else "quantizer.activations.ranges"
-        having = " or ".join(name for name in profiles.names() if profiles[name].dynamic_ranges)
+        having = " or ".join(name for name in profiles.names() if profiles[name].dynamic)
         return [f"{place}: {target.name} has no kernels for ranges at run time; take {having}, or static ranges"]
+    if wanted.dynamic and wanted.weights.is_packed and not target.reads_dynamic:
+        problems.append(
+            f"quantizer.{place}: {target.name} has kernels for ranges at run time with weights in int8 alone, got "
+            f"{wanted.weights.name}; take int8, or activations: float"
+        )
     for what, dtype, known in (
         ("activations", wanted.activations, target.activation_dtypes),
         ("weights", wanted.weights, target.weight_dtypes),

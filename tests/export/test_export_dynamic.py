@@ -84,3 +84,48 @@ def test_the_engine_computes_what_the_proxy_computes(tmp_path: Path) -> None:
     assert {layer.precision for layer in products} == {"int8"}
     # Biases are part of the products.
     assert "Add" not in {node.op_type for node in onnx.load(built).graph.node}
+
+
+def wide() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64), nn.GELU(), nn.Linear(64, 128), nn.Linear(128, 48)).eval()
+    return model, torch.randn(10, 256) * torch.linspace(0.1, 4, 256)
+
+
+@needs_exact_byte_products
+def test_openvino_rounds_in_blocks_by_itself(tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="needs quantizer[openvino]")
+    model, x = wide()
+    quantizer = Quantizer(backend="openvino", preset="fast", activations={"ranges": "dynamic"})
+    quantizer.calibrate(model, [x], progress=False)
+    frozen = quantizer.quantize(model)
+    path = quantizer.export(frozen, tmp_path / "m.onnx", x)
+    kinds = Counter(node.op_type for node in onnx.load(path).graph.node)
+    # The weights of 256 and of 128 input channels, and nothing about activations.
+    assert (kinds["DequantizeLinear"], kinds["QuantizeLinear"], kinds["Identity"]) == (2, 0, 0)
+    assert check_file(path, "openvino") == []
+    with torch.no_grad():
+        expected, plain = frozen(x).double().numpy(), model(x).double().numpy()
+    built = build_engine("openvino", path, tmp_path / "m.engine", BuildOptions()).path
+    for source in (path, built):
+        engine = load_engine("openvino", source)
+        (got,) = engine({engine.input_names[0]: x.numpy()}).values()
+        noise, rounding = (np.square(got - other).sum() / np.square(other).sum() for other in (expected, plain))
+        assert -10 * np.log10(noise) > 60
+        # It does round.
+        assert -10 * np.log10(rounding) < 50
+
+
+@needs_exact_byte_products
+def test_small_blocks_of_weights_keep_the_kernels_of_openvino(tmp_path: Path) -> None:
+    ov = pytest.importorskip("openvino", reason="needs quantizer[openvino]")
+    model, x = wide()
+    rule = {"activations": "float", "weights": "int4", "block_size": 32}
+    quantizer = Quantizer(backend="openvino", preset="fast", formats=[rule])
+    quantizer.calibrate(model, [x], progress=False)
+    path = quantizer.export(quantizer.quantize(model), tmp_path / "m.onnx", x)
+    settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+    usual = ov.Core().compile_model(path, "CPU", settings)(x.numpy())[0]
+    engine = load_engine("openvino", path)
+    (got,) = engine({engine.input_names[0]: x.numpy()}).values()
+    np.testing.assert_array_equal(got, usual)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantizer.numerics.dynamic_range import block_scales
 from quantizer.numerics.dynamic_range import dynamic_range
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
 
@@ -43,9 +44,25 @@ def test_it_is_that_of_onnx_runtime(name: str, reference: Any) -> None:
     for seed in range(20):
         x: Tensor = VALUES[name](torch.Generator().manual_seed(seed))
         values, scale, zero_point = reference.run(None, {"x": x.numpy()})
-        ours = dynamic_range(x)
+        ours = dynamic_range(x, "uint8")
         assert (float(ours[0]), int(ours[1])) == (float(scale), int(zero_point))
         np.testing.assert_array_equal(fake_quantize_dynamic(x).numpy(), values)
+
+
+def test_blocks_have_ranges_of_their_own() -> None:
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
+    x[1, 2, 16:32] *= 1000
+    x[0, 0, :16] = 0
+    scales = block_scales(x, "int8", 16)
+    assert scales.shape == (3, 5, 4)
+    assert float(scales[0, 0, 0]) == 1
+    result = fake_quantize_dynamic(x, "int8", 16)
+    for row, column, block in ((1, 2, 1), (1, 2, 2), (2, 4, 3)):
+        part = x[row, column, 16 * block :][:16]
+        scale = part.abs().max() / 127
+        expected = torch.round(part / scale) * scale
+        assert torch.equal(result[row, column, 16 * block :][:16], expected)
+    assert torch.equal(result[0, 0, :16], x[0, 0, :16])
 
 
 def test_half_values_are_rounded_in_float32() -> None:

@@ -80,13 +80,60 @@ def test_a_rule_for_some_sites() -> None:
     assert all(operand.dynamic for operand in operands(quantizer))
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "openvino"])
+@pytest.mark.parametrize("backend", ["tensorrt", "openvino-avx2"])
 def test_a_backend_without_kernels_refuses(backend: str) -> None:
     model = Mlp().eval()
     with pytest.raises(ConfigError, match=rf"activations\.ranges: {backend} has no kernels for ranges at run time"):
         dynamic(model, backend=backend).quantize(model)
     with pytest.raises(ConfigError, match="no kernels for ranges at run time"):
         dynamic(model).for_backend(backend)
+
+
+class Blocks(nn.Module):
+    """Linears with 128 and with 96 input channels, and a product with its weight first: [rows, 128] to [rows, 96]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.whole, self.broken = nn.Linear(128, 96), nn.Linear(96, 96)
+        self.first = nn.Parameter(torch.randn(96, 96) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.broken((self.first @ torch.tanh(self.whole(x)).t()).t())
+
+
+def test_blocks_of_neighbours_where_the_engine_takes_them() -> None:
+    model = Blocks().eval()
+    x = torch.randn(12, 128, generator=torch.Generator().manual_seed(1))
+    quantizer = dynamic(model, x, backend="openvino")
+    reasons = {path.partition(".")[0]: site.reason for path, site in quantizer.plan.items()}
+    assert reasons["whole"].startswith("int8 in blocks of 128 with ranges at run time: input; int8: weight")
+    why = "openvino takes ranges of blocks of 128 at run time, and K = 96 is no multiple of that"
+    assert [reason for reason in reasons.values() if reason == why] == [why] * (len(reasons) - 1)
+    (operand,) = operands(quantizer)
+    assert (operand.dynamic, operand.dtype, operand.block_size) == (True, "int8", 128)
+    frozen = quantizer.quantize(model)
+    (weight,) = (site.stored for site in frozen.modules() if getattr(site, "stored", None) is not None)
+    (scale,) = (o.scale for o in operands(quantizer, "weight"))
+    rounded = nn.functional.linear(
+        fake_quantize_dynamic(x, "int8", 128), weight.float() * scale[:, None], model.whole.bias
+    )
+    assert_same(frozen(x), model.broken((model.first @ torch.tanh(rounded).t()).t()))
+
+
+def test_blocks_need_weights_of_8_bits() -> None:
+    model = Blocks().eval()
+    rule = {"weights": "int4"}
+    with pytest.raises(ConfigError, match=r"formats\[0\]: openvino has kernels for ranges at run time with weights in"):
+        dynamic(model, torch.randn(2, 128), backend="openvino", formats=[rule]).quantize(model)
+
+
+def test_each_backend_rounds_in_its_own_way() -> None:
+    model = Blocks().eval()
+    quantizer = dynamic(model, torch.randn(12, 128))
+    other = quantizer.for_backend("openvino")
+    assert {operand.block_size for operand in operands(quantizer)} == {None}
+    assert {operand.block_size for operand in operands(other)} == {128}
 
 
 def test_outliers_and_biases_as_for_static_ranges() -> None:

@@ -29,7 +29,7 @@ def scale_constant(subject: Subject) -> Iterator[Fault]:
 @rules.add("dynamic-range")
 def dynamic_range(subject: Subject) -> Iterator[Fault]:
     """Take ranges at run time only where the target has kernels for them."""
-    if subject.target.dynamic_ranges or "DynamicQuantizeLinear" in subject.limits.refused:
+    if subject.target.reads_dynamic or "DynamicQuantizeLinear" in subject.limits.refused:
         return
     for node in subject.dynamic_quantizes:
         problem = f"{subject.target.name} computes the range in floats, and the products that read the tensor too"
