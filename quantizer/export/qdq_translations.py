@@ -70,14 +70,8 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         return spelling.like(scale, spelling.op.DequantizeLinear(codes, wide, zero_point, **where), wide)
 
     def fake_quantize_dynamic(x: Any, dtype: str = "uint8", block_size: int | None = None) -> Any:
-        import onnx_ir
-
-        if block_size is not None:
-            # The engine rounds by itself: what it reads is a weight alone in codes.
-            return spelling.op.Identity(x)
-        # Its scale is float32, so that its input and the result of DequantizeLinear are.
-        wide = x if x.dtype == onnx_ir.DataType.FLOAT else spelling.op.Cast(x, to=onnx_ir.DataType.FLOAT)
-        return spelling.like(x, spelling.op.DequantizeLinear(*spelling.op.DynamicQuantizeLinear(wide)), wide)
+        # Blocks are rounded by the engine itself: what it reads is a weight alone in codes.
+        return spelling.op.Identity(x) if block_size is not None else spelling.rounded_at_run_time(x)
 
     operators = torch.ops.quantizer
     return {
@@ -127,6 +121,13 @@ class _Spelling:
     def like(self, original: Any, result: Any, wide: Any) -> Any:
         """Return the result in the type that ``original`` had before it became ``wide``."""
         return result if wide is original else self.op.Cast(result, to=original.dtype)
+
+    def rounded_at_run_time(self, x: Any) -> Any:
+        """Return x rounded with its own range, whose scale is always float32."""
+        import onnx_ir
+
+        wide = x if x.dtype == onnx_ir.DataType.FLOAT else self.op.Cast(x, to=onnx_ir.DataType.FLOAT)
+        return self.like(x, self.op.DequantizeLinear(*self.op.DynamicQuantizeLinear(wide)), wide)
 
     def zeros(self, scale: Any, kind: QType) -> Any:
         """Return zero points of a format, of the scale's shape: a constant if the shape is known."""
