@@ -99,6 +99,8 @@ class ReasonCode(_Template):
 
     # The target.
     NO_GAIN = "{target} gains nothing from this kind of site"
+    NO_DYNAMIC = "{target} has no kernel that takes the ranges of this kind of site at run time"
+    DYNAMIC_BLOCKS = "{target} takes ranges of blocks of {block} at run time, and K = {size} is no multiple of that"
     VECTOR = "M = 1, a matrix-vector product: slower quantized than float on {target}"
     SMALL_PRODUCT = "{axis} = {size} is below {least}: slower quantized than float on {target}"
     ONE_SIDED_ADD = "{skipping} skips the block and is float ({why}): on {target} the product is rounded for nothing"

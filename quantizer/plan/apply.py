@@ -66,9 +66,12 @@ def _apply_site_plan(site: Site, entry: SitePlan) -> None:
     site.bias_shift = None if entry.bias_shift is None else entry.bias_shift.detach().clone()
     for planned in entry.operands:
         if planned.quantized:
-            assert planned.scale is not None
             quantizer = site.quantizer_of(planned.name)
-            quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
+            if planned.dynamic:
+                quantizer.set_dynamic(planned.dtype, planned.block_size)
+            else:
+                assert planned.scale is not None
+                quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
             quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.view is not None
             quantizer.set_codes(planned.codes)
         if planned.factor is not None and (planned.quantized or entry.quantized):
@@ -212,6 +215,9 @@ def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
     """Return whether a frozen quantizer has the state, format, scale and chosen codes of the plan."""
     if not planned.quantized:
         return not quantizer.enabled
+    if quantizer.dynamic or planned.dynamic:
+        same = quantizer.dtype == planned.dtype and quantizer.block_size == planned.block_size
+        return quantizer.dynamic == planned.dynamic and same
     scale = quantizer.scale
     if scale is None or planned.scale is None or quantizer.dtype != planned.dtype:
         return False

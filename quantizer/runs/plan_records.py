@@ -38,6 +38,7 @@ def _operand(operand: OperandPlan) -> Operand:
         role=operand.role,
         quantized=operand.quantized,
         dtype=operand.dtype,
+        dynamic=operand.dynamic,
         block_size=operand.block_size,
         zero_point=operand.zero_point,
         minimum=operand.minimum,
