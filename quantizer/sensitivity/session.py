@@ -15,9 +15,9 @@ from quantizer.common.distributed import get_rank
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
 from quantizer.plan.apply import apply_plan
-from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.apply import store_weights
 from quantizer.plan.changed_tensors import watch
+from quantizer.plan.frozen_tries import FrozenTries
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import with_fallback
 from quantizer.proxy.build import build_proxy
@@ -154,6 +154,7 @@ class SensitivitySession:
         """Return a function that gives the score with these groups float (None: of the float model), measured once."""
         search = fingerprint(self.measured_plan, metric.function, Fingerprint.of(self._model))
         scores = ScoreCache(cache if get_rank() == 0 else None, search)
+        tries = FrozenTries(self._model)
 
         def score(groups: tuple[str, ...] | None) -> float:
             def take() -> float:
@@ -163,7 +164,7 @@ class SensitivitySession:
                     OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
                 plan = with_fallback(self.measured_plan, dict.fromkeys(groups, "put back"))
-                return metric.score(frozen_proxy(self._model, plan), f"the model with {len(groups)} groups put back")
+                return metric.score(tries.of(plan), f"the model with {len(groups)} groups put back")
 
             return _first_rank(scores.score(groups, take))
 
