@@ -8,7 +8,7 @@ sites: 750, 1,500 and 3,000 linears that read one tensor, and so are one group: 
 folder's YAML in MiB, processor seconds of saving and loading.
 
 tries: BERT of 14 layers, 384 and 768 wide, in 128 groups, of which a search puts back a tenth, others each time:
-processor milliseconds until the frozen proxy is there, built anew and by ``FrozenTries``, and those of a pass of 8 x 32.
+processor milliseconds until the frozen proxy is there, built anew and by ``FrozenTries``, and those of a pass.
 """
 
 from __future__ import annotations
