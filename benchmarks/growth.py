@@ -1,15 +1,19 @@
 """What grows with a model: the export with its layers, calibration and the saved folder with the sites of one group.
 
-    python benchmarks/growth.py [layers | sites]...
+    python benchmarks/growth.py [layers | sites | tries]...
 
 layers: BERT of 2, 8, 32 and 96 layers, 128 wide, random weights: processor seconds of an export, without imports.
 
 sites: 750, 1,500 and 3,000 linears that read one tensor, and so are one group: a calibration pass in float passes, the
 folder's YAML in MiB, processor seconds of saving and loading.
+
+tries: BERT of 14 layers, 384 and 768 wide, in 128 groups, of which a search puts back a tenth, others each time:
+processor milliseconds until the frozen proxy is there, built anew and by ``FrozenTries``, and those of a pass.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import tempfile
@@ -25,9 +29,13 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.plan.apply import frozen_proxy
+from quantizer.plan.frozen_tries import FrozenTries
+from quantizer.plan.site_plan import with_fallback
 
 _LAYERS = (2, 8, 32, 96)
 _SITES = (750, 1500, 3000)
+_WIDTHS = (384, 768)
 _PASSES = 5
 
 
@@ -40,16 +48,23 @@ def layer_rows() -> None:
 
 
 def _export(layers: int) -> float:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 1000}
-    model = transformers.BertModel(transformers.BertConfig(num_hidden_layers=layers, **sizes)).eval()
-    ids = torch.randint(0, 1000, (2, 32))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model, batch = _bert(layers, 128, intermediate=256)
     quantizer = Quantizer(preset="fast", backend="openvino")
     quantizer.calibrate(model, [batch], progress=False)
     frozen = quantizer.quantize(model)
     with tempfile.TemporaryDirectory() as folder:
         return _seconds(lambda: quantizer.export(frozen, Path(folder) / "model.onnx", batch))
+
+
+def _bert(
+    layers: int, width: int, *, intermediate: int, tokens: tuple[int, int] = (2, 32)
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return an encoder with random weights, and a batch."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "intermediate_size": intermediate, "num_attention_heads": 4, "vocab_size": 1000}
+    config = transformers.BertConfig(num_hidden_layers=layers, max_position_embeddings=max(512, tokens[1]), **sizes)
+    ids = torch.randint(0, 1000, tokens)
+    return transformers.BertModel(config).eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 class _Wide(nn.Module):
@@ -92,7 +107,27 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-_TABLES = {"layers": layer_rows, "sites": site_rows}
+def try_rows() -> None:
+    print(heading("A try of a search: BERT of 14 layers, one thread"))
+    print("| wide | new ms | again ms | pass ms |\n|---|---|---|---|")
+    for width in _WIDTHS:
+        model, batch = _bert(14, width, intermediate=4 * width, tokens=(8, 32))
+        quantizer = Quantizer(preset="fast", backend="openvino")
+        quantizer.calibrate(model, [batch], progress=False)
+        plan, choice, tries = quantizer.plan, random.Random(0), FrozenTries(model)
+        groups = sorted({operand.group for entry in plan.values() for operand in entry.operands if operand.group})
+        tries.of(plan)
+        rows = []
+        for _ in range(_PASSES):
+            tried = with_fallback(plan, dict.fromkeys(choice.sample(groups, len(groups) // 10), "tried"))
+            new, again = _seconds(partial(frozen_proxy, model, tried)), _seconds(partial(tries.of, tried))
+            with torch.no_grad():
+                rows.append((new, again, _seconds(partial(tries.of(tried), **batch))))
+        cells = [f"{1000 * statistics.median(column):.0f}" for column in zip(*rows, strict=True)]
+        print(f"| {width} | {' | '.join(cells)} |", flush=True)
+
+
+_TABLES = {"layers": layer_rows, "sites": site_rows, "tries": try_rows}
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from quantizer.errors import QuantizerError
     from quantizer.in_place import QATCalibrate
     from quantizer.quantizer import Quantizer
+    from quantizer.runs.placement.measured_prices import measured_prices
 
-__all__ = ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError", "functional"]
+__all__ = ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError", "functional", "measured_prices"]
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ _HOMES = {
     "Quantizer": "quantizer.quantizer",
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
+    "measured_prices": "quantizer.runs.placement.measured_prices",
 }
 
 find_old_paths()

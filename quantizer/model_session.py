@@ -43,6 +43,7 @@ from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import fallback_for_target
 from quantizer.sensitivity import operands_of
+from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.targets import AUTO
 from quantizer.views.coverage import Coverage
@@ -240,14 +241,23 @@ class ModelSession:
         plan = self.decided()
         if self.fallback is None:
             return plan
-        if not set(self.fallback.groups) <= set(operands_of(plan)):
+        if not {*self.fallback.groups, *self.fallback.slower} <= set(operands_of(plan)):
             # After more data other operands may share a range, which changes the groups.
             self.put_back(fallback_for_target(self.fallback, self._chosen_in, None, plan), plan)
         return without_groups(plan, self.fallback.reasons())
 
-    def put_back(self, fallback: Fallback, plan: Plan) -> None:
-        """Use a fallback of ``plan`` from now on."""
-        self.fallback, self._chosen_in = fallback, plan
+    def choose(self, amp: nn.Module | None, *, prices: Prices | None, **asked: Any) -> Fallback:
+        """Choose groups to put back, by what ``amp`` measured or by ``prices`` alone; see ``Quantizer.fallback``."""
+        if amp is None and prices is not None:
+            return self.put_back(Fallback(groups=(), asked="prices", slower=prices.slower()))
+        if self.amp is None or amp is not self.amp.proxy:
+            raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
+        return self.put_back(self.amp.fallback(prices=prices, **asked), self.amp.measured_plan)
+
+    def put_back(self, fallback: Fallback, plan: Plan | None = None) -> Fallback:
+        """Use a fallback of ``plan`` (None: of the plan of calibration) from now on, and return it."""
+        self.fallback, self._chosen_in = fallback, self.decided() if plan is None else plan
+        return fallback
 
     def is_working_proxy(self, proxy: nn.Module) -> bool:
         """Return whether ``proxy`` is the session's proxy of ``calib``, ``amp`` or ``qat``."""

@@ -20,7 +20,6 @@ from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.config.feasibility import check_formats
 from quantizer.errors import CalibrationError
-from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.float16.simulate import simulate
 from quantizer.model_session import ModelSession
@@ -34,6 +33,7 @@ from quantizer.sensitivity import Fallback
 from quantizer.sensitivity import Loss
 from quantizer.sensitivity import Metric
 from quantizer.sensitivity import Score
+from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.sensitivity.session import SensitivitySession
 from quantizer.views.quantizer_views import QuantizerViews
 
@@ -137,34 +137,38 @@ class Quantizer(QuantizerViews):
 
     def fallback(
         self,
-        amp: nn.Module,
+        amp: nn.Module | None,
         *,
         num: int | None = None,
         ratio: float | None = None,
         names: Sequence[str] | None = None,
         max_drop: float | None = None,
+        min_speedup: float | None = None,
         metric: Score | None = None,
         higher_is_better: bool = True,
         max_evaluations: int = 25,
         costs: str | Mapping[str, float] | None = None,
+        prices: Prices | None = None,
         cache: str | os.PathLike[str] | None = None,
     ) -> Fallback:
-        """Let groups fall back to float, chosen by exactly one of ``num``, ``ratio``, ``names`` and ``max_drop``.
+        """Let groups fall back to float, chosen by one of ``num``, ``ratio``, ``names``, ``max_drop``, ``min_speedup``.
 
-        A second call replaces the first.
+        A second call replaces the first. With ``prices`` those groups fall back, too, that low precision makes slower.
 
         Args:
-            amp: the proxy that ``amp()`` returned.
+            amp: the proxy that ``amp()`` returned; None: only those fall back that ``prices`` finds slower.
             num: how many of the most sensitive groups fall back.
             ratio: the share of all groups that fall back.
             names: groups, or patterns of modules, sites and operands (``encoder.layer.0``, ``**.forward.add_0``).
-            max_drop: how much worse than the float model's the score may be; as few groups as possible fall back.
-                Below 0 it is to be better; where no plan is, the one with the smallest drop (``Fallback.met``).
+            max_drop: how much worse than the float model's the score may be, or below 0 how much better it has to be;
+                where no plan is, the one with the smallest drop falls back (``Fallback.met``).
+            min_speedup: how many times as fast as in float the plan has to be, by ``prices``: the most accurate such.
             metric: for ``max_drop``: a function of a model that gives its score.
             higher_is_better: whether a higher score is better.
             max_evaluations: the largest number of calls of the metric.
-            costs: the cost of each group in float, by name, or ``multiply_adds``; the groups with the highest error per
-                cost fall back first. None: all groups cost the same.
+            costs: of each group in float, by name, or ``multiply_adds``; the highest error per cost falls back first.
+                None: the times in ``prices``; without, all groups cost the same.
+            prices: what ``measured_prices`` returned for this quantizer.
             cache: for ``max_drop``: a JSON file of scores, with which an interrupted search continues.
 
         Raises:
@@ -172,22 +176,20 @@ class Quantizer(QuantizerViews):
                 number.
             ProxyError: ``amp`` is not the proxy that this quantizer's ``amp()`` returned last.
         """
-        measured = self._session.amp
-        if measured is None or amp is not measured.proxy:
-            raise ProxyError("fallback() takes the proxy that amp() of this same Quantizer returned last")
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
-        chosen = measured.fallback(
+        return self._session.choose(
+            amp,
             num=num,
             ratio=ratio,
             names=names,
             max_drop=max_drop,
+            min_speedup=min_speedup,
             metric=wrapped,
             max_evaluations=max_evaluations,
             costs=costs,
+            prices=prices,
             cache=cache,
         )
-        self._session.put_back(chosen, measured.measured_plan)
-        return chosen
 
     def clear_fallback(self) -> None:
         """Undo ``fallback``: all groups of the plan are quantized again."""
@@ -196,8 +198,8 @@ class Quantizer(QuantizerViews):
     def qat(self, model: nn.Module, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
         """Return a proxy to train: it rounds as the engine will, and gradients pass through the rounding.
 
-        It shares its parameters with the model: training changes the model, no other method does. What fell back is
-        trained in float. A second call starts from the ranges of calibration again, with the model's current weights.
+        Training changes the model, whose parameters it shares; no other method does. What fell back is trained in
+        float. A second call starts from the ranges of calibration again, with the model's current weights.
 
         Args:
             model: the float model; the proxy is in its train or eval mode.
@@ -227,8 +229,8 @@ class Quantizer(QuantizerViews):
         Its plan equals, bit for bit, that of a quantizer configured for that backend and calibrated on the same data.
         What fell back is float there too, with its groups of that backend; what ``amp`` measured is not copied.
 
-        A loaded quantizer has no data to run: ranges that were chosen by running it stay, biases are not corrected, and
-        a warning says both. Call ``quantize(model)`` of the new one before anything else.
+        A loaded quantizer has no data: ranges that were chosen by running it stay, biases are not corrected, and a
+        warning says both. Call ``quantize(model)`` of the new one before anything else.
 
         Raises:
             ConfigError: the backend is unknown, or cannot compute in a format of the configuration.
@@ -243,8 +245,7 @@ class Quantizer(QuantizerViews):
     def simulate(self, model: nn.Module) -> nn.Module:
         """Return the frozen proxy as the target runs it: its float part in half precision if the target's is.
 
-        Its scores predict those of the engine. Inputs and outputs are those of the frozen proxy; it cannot be exported.
-        If the target computes floats in float32, it is the frozen proxy.
+        Its scores predict those of the engine; it cannot be exported. In float32 targets it is the frozen proxy.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
@@ -313,17 +314,16 @@ class Quantizer(QuantizerViews):
             MissingDependencyError: the engine's library is not installed.
         """
         from quantizer.engines import BuildOptions
-        from quantizer.engines import backend
+        from quantizer.engines import build_engine
 
-        options = BuildOptions(
-            dynamic=dynamic or {"batch": (1, 8, 32), "sequence": (16, 128, 512)}, compute_capability=compute_capability
-        )
-        return backend(self.config.backend).build(Path(onnx), Path(engine), options)
+        sizes = dynamic or {"batch": (1, 8, 32), "sequence": (16, 128, 512)}
+        options = BuildOptions(dynamic=sizes, compute_capability=compute_capability)
+        return build_engine(self.config.backend, Path(onnx), Path(engine), options)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write configuration, plan, ranges, histograms and fallback to a folder: YAML and safetensors.
 
-        An existing folder is replaced only if ``save`` wrote it and it holds nothing else.
+        A folder is replaced only if ``save`` wrote it and it holds nothing else.
 
         Raises:
             QuantizerError: nothing was calibrated yet, or the folder cannot be written or must not be replaced.

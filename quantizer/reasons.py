@@ -18,7 +18,7 @@ from typing import Self
 
 __all__ = ["ReasonCode", "RuleKind", "counted"]
 
-_WITH_SPACES = frozenset({"asked", "sizes", "text", "value", "why"})
+_WITH_SPACES = frozenset({"asked", "sizes", "text", "value", "where", "why"})
 """The fields of templates that may have several words; all other fields are single words."""
 
 # Because of the group, split() returns the numbers too: text at even places, numbers at odd places.
@@ -99,6 +99,8 @@ class ReasonCode(_Template):
 
     # The target.
     NO_GAIN = "{target} gains nothing from this kind of site"
+    NO_DYNAMIC = "{target} has no kernel that takes the ranges of this kind of site at run time"
+    DYNAMIC_BLOCKS = "{target} takes ranges of blocks of {block} at run time, and K = {size} is no multiple of that"
     VECTOR = "M = 1, a matrix-vector product: slower quantized than float on {target}"
     SMALL_PRODUCT = "{axis} = {size} is below {least}: slower quantized than float on {target}"
     ONE_SIDED_ADD = "{skipping} skips the block and is float ({why}): on {target} the product is rounded for nothing"
@@ -112,6 +114,7 @@ class ReasonCode(_Template):
     # Fallback.
     RANKED = "put back by fallback({asked}): rank {rank}"
     FALLBACK = "put back by fallback({asked})"
+    SLOWER = "slower in low precision than in float: {low} us, float {float}, {where}"
     IN_FLOAT32 = "{why}, in float32: calibration saw {largest} here, and float16 ends at {end}"
 
     OTHER = "{text}"

@@ -40,7 +40,14 @@ def test_all_lists_what_is_visible() -> None:
 
 
 def test_the_public_names() -> None:
-    assert quantizer.__all__ == ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError", "functional"]
+    assert quantizer.__all__ == [
+        "QATCalibrate",
+        "Quantizer",
+        "QuantizerConfig",
+        "QuantizerError",
+        "functional",
+        "measured_prices",
+    ]
 
 
 @pytest.mark.parametrize("name", quantizer.__all__)

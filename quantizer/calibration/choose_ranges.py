@@ -70,6 +70,8 @@ def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
                 scale_dtype=settings.scale_dtype,
             )
         estimates = estimates_of(activations)
+        if not _has_static_range(decided()):
+            estimates = estimates[:1]
         if len(shares) > 1 or len(estimates) > 1:
             chooses = partial(
                 choose, proxy, observation, decided, smoothing=smoothing, shares=shares, estimates=estimates
@@ -95,6 +97,12 @@ def _with_ranges(proxy: Proxied, observation: Seen) -> Plan:
             scale_inputs(proxy, observation, decided(), settings)
     observation.chosen_at, observation.rounding = observation.batches, None
     return decided()
+
+
+def _has_static_range(plan: Plan) -> bool:
+    """Return whether a range of calibration is used for any activation."""
+    operands = (operand for entry in plan.values() for operand in entry.operands)
+    return any(operand.role == "activation" and operand.scale is not None for operand in operands)
 
 
 def _trials(proxy: Proxied, plan: Plan, observation: Seen, settings: PlanSettings) -> Iterator[Trial]:

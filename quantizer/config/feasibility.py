@@ -5,6 +5,8 @@ from __future__ import annotations
 from quantizer.config.quantizer_section import QuantizerConfig
 from quantizer.config.schema import RunConfig
 from quantizer.errors import ConfigError
+from quantizer.numerics.qtype import UINT8
+from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
 from quantizer.reasons import RuleKind
 from quantizer.targets.feasibility import engine_problems
@@ -59,17 +61,29 @@ def check_run(config: RunConfig) -> None:
 
 def default_format(config: QuantizerConfig) -> Format:
     """Return the format of sites that no rule matches."""
-    return Format(activations=qtype(config.dtype), weights=qtype(config.dtype))
+    dynamic = config.activations.ranges == "dynamic"
+    return Format(activations=_activations(config, None, dynamic), weights=qtype(config.dtype), dynamic=dynamic)
 
 
 def rule_formats(config: QuantizerConfig) -> list[Format]:
     """Return the format of each rule of ``formats``, in their order."""
+    default = config.activations.ranges if config.activations.ranges == "dynamic" else None
     return [
         Format(
-            activations=None if rule.activations == "float" else qtype(rule.activations or config.dtype),
+            activations=_activations(config, rule.activations, (rule.activations or default) == "dynamic"),
             weights=qtype(rule.weights or config.dtype),
+            dynamic=(rule.activations or default) == "dynamic",
             block_size=rule.block_size,
             rule=RuleKind.FORMAT.text(key=number),
         )
         for number, rule in enumerate(config.formats)
     ]
+
+
+def _activations(config: QuantizerConfig, wanted: str | None, dynamic: bool) -> QType | None:
+    """Return the format of activations, by the name that a rule gives it; None: they stay float."""
+    if dynamic:
+        kernels = config.target.dynamic
+        # Without kernels the format is refused, whatever its codes.
+        return UINT8 if kernels is None else qtype(kernels.dtype)
+    return None if wanted == "float" else qtype(wanted or config.dtype)

@@ -64,6 +64,11 @@ _CALIBRATORS = OneOf(CALIBRATORS)
 class ActivationsConfig(Section):
     """The estimation of activation ranges."""
 
+    ranges: Literal["static", "dynamic"] = Field(
+        default="static",
+        description="'dynamic': the range of a tensor is that of its values at each run, where the backend has kernels "
+        "for it (linears, on CPUs), and all else stays float; 'static': it comes from calibration.",
+    )
     calibrator: Annotated[str, AfterValidator(_CALIBRATORS.check), _CALIBRATORS] = Field(
         default="percentile",
         description="How a range is taken from the values seen in calibration; 'auto' tries the others on each site, "
@@ -169,8 +174,10 @@ class FormatConfig(SelectionConfig):
     kinds: Annotated[
         tuple[Literal["linear", "conv", "matmul", "residual_add", "embedding"], ...], BeforeValidator(tuple_from_list)
     ] = Field(default=(), description="Kinds of site; empty: all.")
-    activations: Literal["int8", "uint8", "fp8", "float"] | None = Field(
-        default=None, description="Number format of activations; 'float': weights alone are quantized; null: dtype."
+    activations: Literal["int8", "uint8", "fp8", "dynamic", "float"] | None = Field(
+        default=None,
+        description="Number format of activations; 'dynamic': 8 bits with ranges at run time, as activations.ranges; "
+        "'float': weights alone are quantized; null: that of the other sites.",
     )
     weights: Literal["int8", "fp8", "int4"] | None = Field(
         default=None, description="Number format of weights; null: dtype."

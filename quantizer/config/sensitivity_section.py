@@ -17,7 +17,7 @@ from quantizer.config.section import some_and_unique
 __all__ = ["AmpConfig", "FallbackConfig"]
 
 _MAX_EVALUATIONS = 25
-_CHOICES = ("num", "ratio", "names", "max_drop")
+_CHOICES = ("num", "ratio", "names", "max_drop", "min_speedup")
 
 
 class AmpConfig(Section):
@@ -40,7 +40,7 @@ class AmpConfig(Section):
 
 
 class FallbackConfig(Section):
-    """The groups that fall back to float, by exactly one of ``num``, ``ratio``, ``names`` and ``max_drop``."""
+    """The groups that fall back to float, by exactly one of the five ways to choose them."""
 
     num: int | None = Field(default=None, ge=1, description="Put back this many of the most sensitive groups.")
     ratio: float | None = Field(default=None, gt=0, le=1, description="Put back this share of all groups.")
@@ -55,6 +55,12 @@ class FallbackConfig(Section):
         description="Put back as few groups as let the task's score on data.tuning be at most so much worse than the "
         "float model's.",
     )
+    min_speedup: float | None = Field(
+        default=None,
+        gt=0,
+        description="Put back those that cost most accuracy, as long as the engine stays at least so many times as "
+        "fast as the float model's: 2.0.",
+    )
     # Null, because a file with all defaults filled in must be valid without a search too.
     max_evaluations: int | None = Field(
         default=None,
@@ -64,8 +70,8 @@ class FallbackConfig(Section):
     )
     costs: Literal["multiply_adds"] | None = Field(
         default=None,
-        description="What a group costs in float: those that win most for their cost are put back first; null: all "
-        "cost the same.",
+        description="What a group costs in float: those that win most for their cost are put back first; null: the "
+        "time that it takes longer, where the engine runs here, else all cost the same.",
     )
 
     @property
@@ -89,6 +95,8 @@ class FallbackConfig(Section):
             problems.append(("max_evaluations", "belongs to the search of max_drop, which is not set; remove it"))
         if given == ["names"] and self.costs is not None:
             problems.append(("costs", "orders the groups to choose from, but names chooses them; remove it"))
+        if given == ["min_speedup"] and self.costs is not None:
+            problems.append(("costs", "min_speedup goes by the measured time of each group; remove it"))
         if problems:
             reject(*problems)
         return self

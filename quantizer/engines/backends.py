@@ -12,6 +12,7 @@ from quantizer.engines.base import Backend
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import Engine
+from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
 
@@ -69,7 +70,7 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
 
 
 def inspect_engine(
-    name: str, path: str | Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+    name: str, path: str | Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
 ) -> Inspection:
     """Report the precision of every layer, as the backend ``name`` itself states it.
 
@@ -79,12 +80,13 @@ def inspect_engine(
         threads: threads of the CPU.
         batch: size of the first dimension of an input, where it is dynamic.
         sequence: size of its other dynamic dimensions.
+        runs: how many runs the time of a layer is the median of.
 
     Raises:
         EngineError: unknown backend, or a file that is missing, not of this backend, or cannot be run here.
         MissingDependencyError: the backend's library is not installed.
     """
-    for word, value in (("threads", threads), ("batch", batch), ("sequence", sequence)):
+    for word, value in (("threads", threads), ("batch", batch), ("sequence", sequence), ("runs", runs)):
         if value < 1:
             raise EngineError(f"{word} is {value}, expected 1 or more")
-    return backend(name).inspect(Path(path), threads=threads, batch=batch, sequence=sequence)
+    return backend(name).inspect(Path(path), threads=threads, batch=batch, sequence=sequence, runs=runs)

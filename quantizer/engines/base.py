@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
 from quantizer.targets import profile
@@ -206,7 +207,7 @@ class Backend(Protocol):
         """
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
     ) -> Inspection:
         """Run an engine file on made-up inputs and report the precision of its layers.
 
@@ -215,6 +216,7 @@ class Backend(Protocol):
             threads: threads of the CPU.
             batch: size of the first dimension of an input, where it is dynamic.
             sequence: size of its other dynamic dimensions.
+            runs: how many runs the time of a layer is the median of.
 
         Raises:
             EngineError: the file is missing or cannot be run here.

@@ -121,7 +121,8 @@ def _enabled(model: nn.Module) -> Iterator[tuple[str, OperandQuantizer]]:
 
 
 def _least_opset(quantizer: OperandQuantizer) -> int:
-    return BLOCKS_OPSET if quantizer.block_size is not None else qtype(quantizer.dtype).onnx_opset
+    blocks = quantizer.block_size is not None and not quantizer.dynamic
+    return BLOCKS_OPSET if blocks else qtype(quantizer.dtype).onnx_opset
 
 
 def _require(package: str) -> None:

@@ -3,6 +3,8 @@
 The types are in the graph: scale, input and output of a Q/DQ pair share one float type. ``QuantizeLinear`` always has a
 zero point, because its type is the type of the codes; ``DequantizeLinear`` has one if the format does.
 
+An activation whose range is taken at run time has a ``DynamicQuantizeLinear`` in place of the ``QuantizeLinear``.
+
 torch holds INT4 codes as int8: a Cast converts between the two. ``StoreWeights`` evaluates the Casts of weights.
 """
 
@@ -67,9 +69,14 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         wide, _ = spelling.in_one_type(scale, scale)
         return spelling.like(scale, spelling.op.DequantizeLinear(codes, wide, zero_point, **where), wide)
 
+    def fake_quantize_dynamic(x: Any, dtype: str = "uint8", block_size: int | None = None) -> Any:
+        # Blocks are rounded by the engine itself: what it reads is a weight alone in codes.
+        return spelling.op.Identity(x) if block_size is not None else spelling.rounded_at_run_time(x)
+
     operators = torch.ops.quantizer
     return {
         operators.fake_quantize.default: fake_quantize,
+        operators.fake_quantize_dynamic.default: fake_quantize_dynamic,
         operators.quantize.default: quantize,
         operators.dequantize.default: dequantize,
     }
@@ -114,6 +121,13 @@ class _Spelling:
     def like(self, original: Any, result: Any, wide: Any) -> Any:
         """Return the result in the type that ``original`` had before it became ``wide``."""
         return result if wide is original else self.op.Cast(result, to=original.dtype)
+
+    def rounded_at_run_time(self, x: Any) -> Any:
+        """Return x rounded with its own range, whose scale is always float32."""
+        import onnx_ir
+
+        wide = x if x.dtype == onnx_ir.DataType.FLOAT else self.op.Cast(x, to=onnx_ir.DataType.FLOAT)
+        return self.like(x, self.op.DequantizeLinear(*self.op.DynamicQuantizeLinear(wide)), wide)
 
     def zeros(self, scale: Any, kind: QType) -> Any:
         """Return zero points of a format, of the scale's shape: a constant if the shape is known."""

@@ -9,6 +9,7 @@ from typing import Any
 from quantizer.qdq.attention import Attention
 from quantizer.qdq.attention import attentions
 from quantizer.qdq.graph import is_dequantize
+from quantizer.qdq.graph import is_dynamic_quantize
 from quantizer.qdq.graph import is_quantize
 from quantizer.qdq.graph import maker
 from quantizer.qdq.operand import PRODUCTS
@@ -62,9 +63,15 @@ class Subject:
         return [node for node in self.nodes if is_dequantize(node)]
 
     @cached_property
+    def dynamic_quantizes(self) -> list[Any]:
+        """Every DynamicQuantizeLinear that a DequantizeLinear reads."""
+        return list(dict.fromkeys(maker(node.inputs[0]) for node in self.dequantizes if _of_run_time(node)))
+
+    @cached_property
     def sources(self) -> list[Any]:
-        """Origins of codes: every QuantizeLinear, and every DequantizeLinear of stored codes."""
-        return [*self.quantizes, *(node for node in self.dequantizes if not is_quantize(maker(node.inputs[0])))]
+        """Origins of codes with scales of their own: every Q, and every DQ of stored codes."""
+        stored = (node for node in self.dequantizes if not (is_quantize(maker(node.inputs[0])) or _of_run_time(node)))
+        return [*self.quantizes, *stored]
 
     @cached_property
     def products(self) -> list[tuple[Operand, Operand]]:
@@ -75,3 +82,9 @@ class Subject:
     def attentions(self) -> list[Attention]:
         """Every attention that is spelled out."""
         return attentions(self.nodes)
+
+
+def _of_run_time(dequantize: Any) -> bool:
+    """Return whether codes, scale and zero point of a DQ come from one DynamicQuantizeLinear."""
+    before = maker(dequantize.inputs[0])
+    return is_dynamic_quantize(before) and list(dequantize.inputs) == list(before.outputs)

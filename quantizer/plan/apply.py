@@ -32,9 +32,11 @@ __all__ = [
     "apply_plan",
     "dropped_parameters",
     "freeze",
+    "frozen_new",
     "frozen_proxy",
     "frozen_skeleton",
     "is_frozen_by",
+    "planned_weights",
     "require_scales_of",
     "store_weights",
     "switch_on",
@@ -66,9 +68,12 @@ def _apply_site_plan(site: Site, entry: SitePlan) -> None:
     site.bias_shift = None if entry.bias_shift is None else entry.bias_shift.detach().clone()
     for planned in entry.operands:
         if planned.quantized:
-            assert planned.scale is not None
             quantizer = site.quantizer_of(planned.name)
-            quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
+            if planned.dynamic:
+                quantizer.set_dynamic(planned.dtype, planned.block_size)
+            else:
+                assert planned.scale is not None
+                quantizer.set_scale(planned.scale, planned.dtype, planned.axis, planned.block_size, planned.zero_point)
             quantizer.is_weight, quantizer.contiguous = planned.role == "weight", planned.view is not None
             quantizer.set_codes(planned.codes)
         if planned.factor is not None and (planned.quantized or entry.quantized):
@@ -95,7 +100,7 @@ def store_weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     Raises:
         ProxyError: the proxy has no parameter of a weight's name, so it was made from another model.
     """
-    for site, quantizer, planned in _weights(proxy, plan):
+    for site, quantizer, planned in planned_weights(proxy, plan):
         quantizer.store(_weight(proxy, site, planned))
 
 
@@ -109,17 +114,17 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
     _seal(proxy, plan)
     uses = Counter(id(parameter) for module in proxy.modules() for parameter in module._parameters.values())
     readers = Counter(path for entry in plan.values() for path in entry.reads)
-    for site, quantizer, planned in _weights(proxy, plan):
+    for site, quantizer, planned in planned_weights(proxy, plan):
         owner, name = _owner(proxy, planned)
         whole = planned.view is None and owner is proxy.get_submodule(site.host_path)
         shared = uses[id(owner._parameters[name])] != 1 or readers[planned.parameter or ""] != 1
         if whole and not shared and planned.read_outside is None:
             _hand_over(owner, name, site, quantizer, planned)
-    _list_weights(proxy)
+    _list_weights(proxy, {})
     # A frozen proxy must not change when the model is trained further.
     take_small(proxy, SMALL)
     watch(proxy, "quantize", lambda parameter: parameter.numel() > SMALL)
-    for site, quantizer, planned in _weights(proxy, plan):
+    for site, quantizer, planned in planned_weights(proxy, plan):
         owner, name = _owner(proxy, planned)
         if name in owner._parameters:
             shape = tuple(_weight(proxy, site, planned).shape)
@@ -129,7 +134,11 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
 
 def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
     """Return the frozen proxy of a plan: ranges fixed, weights stored as codes, in eval mode."""
-    proxy = build_proxy(model, eager_attention=True).eval()
+    return frozen_new(build_proxy(model, eager_attention=True).eval(), model, plan)
+
+
+def frozen_new(proxy: nn.Module, model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
+    """Return a proxy that was just built of a model, in eval mode, frozen by a plan."""
     OwnBuffers(proxy, model)
     apply_plan(proxy, plan)
     freeze(proxy, plan)
@@ -149,19 +158,19 @@ def frozen_skeleton(proxy: nn.Module, plan: Mapping[str, SitePlan], dropped: Col
     """
     apply_plan(proxy, plan)
     _seal(proxy, plan)
-    for site, quantizer, planned in _weights(proxy, plan):
+    for site, quantizer, planned in planned_weights(proxy, plan):
         weight = _weight(proxy, site, planned)
         quantizer.stored = torch.empty_like(weight, dtype=qtype(quantizer.dtype).storage)
         quantizer.stored_dtype = weight.dtype
         quantizer.set_codes(None)
         if planned.parameter in dropped:
             _hand_over(*_owner(proxy, planned), site, quantizer, planned)
-    _list_weights(proxy)
+    _list_weights(proxy, {})
 
 
 def dropped_parameters(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> list[str]:
     """Return the paths of the parameters that were removed from a frozen proxy, which reads them from its sites."""
-    weights = ((planned.parameter or "", *_owner(proxy, planned)) for _, _, planned in _weights(proxy, plan))
+    weights = ((planned.parameter or "", *_owner(proxy, planned)) for _, _, planned in planned_weights(proxy, plan))
     return sorted({path for path, owner, name in weights if name not in owner._parameters})
 
 
@@ -212,6 +221,9 @@ def _holds(quantizer: OperandQuantizer, planned: OperandPlan) -> bool:
     """Return whether a frozen quantizer has the state, format, scale and chosen codes of the plan."""
     if not planned.quantized:
         return not quantizer.enabled
+    if quantizer.dynamic or planned.dynamic:
+        same = quantizer.dtype == planned.dtype and quantizer.block_size == planned.block_size
+        return quantizer.dynamic == planned.dynamic and same
     scale = quantizer.scale
     if scale is None or planned.scale is None or quantizer.dtype != planned.dtype:
         return False
@@ -248,14 +260,24 @@ def _hand_over(owner: nn.Module, name: str, site: Site, quantizer: OperandQuanti
     quantizer.handed_over = quantizer.factor is None
 
 
-def _list_weights(proxy: nn.Module) -> None:
-    """Make every module list the stored weights below it among its parameters."""
-    for module in proxy.modules():
-        if any(hasattr(type(inner), "_quantizer_stored") for inner in module.modules()):
+def _list_weights(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
+    """Make every module list the stored weights below it among its parameters; return whether there are any.
+
+    ``known`` holds the answers for the modules that were visited.
+    """
+    if module not in known:
+        known[module] = hasattr(type(module), "_quantizer_stored")
+        # Not any(), which would stop at the first child.
+        below = [_list_weights(child, known) for child in module._modules.values() if child is not None]
+        known[module] = known[module] or any(below)
+        if known[module]:
             module.__class__ = with_listed_weights(type(module))
+    return known[module]
 
 
-def _weights(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:
+def planned_weights(
+    proxy: nn.Module, plan: Mapping[str, SitePlan]
+) -> Iterator[tuple[Site, OperandQuantizer, OperandPlan]]:
     """Yield the weight operands that the plan quantizes."""
     for site in sites_of(proxy):
         planned = {operand.name: operand for operand in plan[site.path].operands}

@@ -20,7 +20,7 @@ from quantizer.common.tensor_version import tensor_version
 from quantizer.errors import ProxyError
 from quantizer.proxy.local_hook import LocalHook
 
-__all__ = ["SMALL", "watch"]
+__all__ = ["SMALL", "WatchedTensor", "watch"]
 
 SMALL = 2**16
 """The most elements of a tensor that is copied: a bias, a normalization, the head of a classifier."""
@@ -28,8 +28,13 @@ SMALL = 2**16
 _SAMPLE = 256
 
 
-class _Watched:
-    """One parameter, with the version, address and checksum that it had."""
+class WatchedTensor:
+    """A parameter, with the version, address and checksum of a sample that it had.
+
+    Args:
+        path: its path in the model, for errors.
+        tensor: the parameter, of which only a weak reference is kept.
+    """
 
     def __init__(self, path: str, tensor: Tensor) -> None:
         self.path = path
@@ -39,11 +44,16 @@ class _Watched:
         self._checksum = self._checked()
 
     def changed(self) -> bool:
+        """Return whether the parameter is there and has other values than it had."""
         tensor = self._tensor()
         if tensor is None:
             return False
         moved = tensor_version(tensor) != self._version or tensor.data_ptr() != self._place
         return moved or self._checked() != self._checksum
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is this one, with the values that it had."""
+        return self._tensor() is tensor and not self.changed()
 
     def is_of(self, module: nn.Module, name: str) -> bool:
         """Return whether a module still has the tensor: a cast gives the module its own."""
@@ -64,7 +74,7 @@ def watch(proxy: nn.Module, verb: str, wanted: Callable[[Tensor], bool]) -> None
     """
     for path, module in proxy.named_modules():
         watched = {
-            name: _Watched(f"{path}.{name}" if path else name, parameter)
+            name: WatchedTensor(f"{path}.{name}" if path else name, parameter)
             for name, parameter in module._parameters.items()
             if parameter is not None and not parameter.is_meta and wanted(parameter)
         }
@@ -73,7 +83,7 @@ def watch(proxy: nn.Module, verb: str, wanted: Callable[[Tensor], bool]) -> None
 
 
 class _Check:
-    def __init__(self, watched: dict[str, _Watched], verb: str) -> None:
+    def __init__(self, watched: dict[str, WatchedTensor], verb: str) -> None:
         self._watched = watched
         self._verb = verb
 

@@ -16,6 +16,7 @@ from quantizer.numerics.qtype import INT8
 from quantizer.numerics.qtype import QType
 from quantizer.observe.range_group import Migration
 from quantizer.observe.range_group import OperandRecord
+from quantizer.observe.range_group import RangeGroup
 from quantizer.observe.site_statistics import SiteStatistics
 from quantizer.operations.catalogue import Operand
 from quantizer.plan.operand_formats import Formats
@@ -109,6 +110,8 @@ def _weight(
     if seen.weight.path is None:
         return refused((ReasonCode.OFFLOADED if offloaded else ReasonCode.UNREGISTERED).text())
     axis, block = seen.axis, wanted.block_size
+    if wanted.dynamic and not settings.profile.reads_dynamic and not _multiplies_last_axis(seen):
+        return refused(ReasonCode.NO_DYNAMIC.text(target=settings.profile.name))
     if block is not None:
         weight = seen.weight.tensor()
         if axis is None or weight.dim() != _MATRIX:
@@ -149,25 +152,19 @@ def _weight(
     return replace(ranged, codes=seen.rounded.codes, rounding=seen.rounded.text)
 
 
+def _multiplies_last_axis(seen: OperandRecord) -> bool:
+    """Return whether a weight is a matrix that multiplies the last axis of an activation, where blocks are."""
+    return seen.inner is not None and seen.weight is not None and seen.weight.tensor().dim() == _MATRIX
+
+
 def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettings, wanted: Format) -> OperandPlan:
     group = seen.range
     assert group is not None
     calibrator, migration = group.calibrator, group.migration
     if calibrator.count == 0:
         return OperandPlan(name=name, role="activation", quantized=False, reason=ReasonCode.NO_VALUE.text())
-    if wanted.activations is None:
-        low, high = calibrator.minimum, calibrator.maximum
-        return OperandPlan(
-            name=name,
-            role="activation",
-            quantized=False,
-            reason=ReasonCode.WEIGHTS_ALONE.text(),
-            minimum=low,
-            maximum=high,
-            smooth=migration.factors if migration is not None else None,
-            smooth_axis=migration.axis if migration is not None else None,
-            smoothing=migration.text if migration is not None else None,
-        )
+    if wanted.activations is None or wanted.dynamic:
+        return _without_scale(name, seen, group, wanted.activations, settings.profile)
     dtype = wanted.activations
     # The output of a softmax is at most 1, and attention in FP8 uses exactly that range.
     fixed = dtype.is_float and seen.softmax
@@ -206,6 +203,28 @@ def _activation(site: Site, name: str, seen: OperandRecord, settings: PlanSettin
         smooth=migration.factors if migration is not None else None,
         smooth_axis=migration.axis if migration is not None else None,
         smoothing=migration.text if migration is not None else seen.left,
+    )
+
+
+def _without_scale(
+    name: str, seen: OperandRecord, group: RangeGroup, dtype: QType | None, profile: TargetProfile
+) -> OperandPlan:
+    """Return the plan of an activation whose range is taken at run time in a format, or (None) that stays float."""
+    migration = group.migration
+    return OperandPlan(
+        name=name,
+        role="activation",
+        quantized=dtype is not None,
+        reason=ReasonCode.WEIGHTS_ALONE.text() if dtype is None else None,
+        dtype=INT8.name if dtype is None else dtype.name,
+        dynamic=dtype is not None,
+        block_size=None if dtype is None or profile.dynamic is None else profile.dynamic.block_size,
+        minimum=group.calibrator.minimum,
+        maximum=group.calibrator.maximum,
+        range_group=None if dtype is None else group.operands[0],
+        smooth=migration.factors if migration is not None else None,
+        smooth_axis=migration.axis if migration is not None else None,
+        smoothing=migration.text if migration is not None else None if dtype is None else seen.left,
     )
 
 

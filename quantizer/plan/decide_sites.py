@@ -54,7 +54,7 @@ def decide(
         record = observation.records[site.path]
         kind = record.kind or site.operation.kind
         wanted = settings.formats.of(site.path, kind)
-        reason, rule = _refusal(site, record, refused, settings)
+        reason, rule = _refusal(site, record, refused, settings, wanted)
         if reason == ReasonCode.NEVER_RAN.text() and observation.batches == 0:
             reason = ReasonCode.NOT_CALIBRATED.text()
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
@@ -95,7 +95,7 @@ def decide(
 
 
 def _refusal(
-    site: Site, record: SiteStatistics, refused: Mapping[str, str], settings: PlanSettings
+    site: Site, record: SiteStatistics, refused: Mapping[str, str], settings: PlanSettings, wanted: Format
 ) -> tuple[str | None, str | None]:
     """Return why a site stays float regardless of its ranges, and by which rule; (None, None) if it need not."""
     if site.path in refused:
@@ -116,6 +116,10 @@ def _refusal(
         return record.left, None
     if kind not in settings.profile.site_kinds:
         return ReasonCode.NO_GAIN.text(target=settings.profile.name), settings.profile.rule
+    if wanted.dynamic and kind != "embedding":
+        without = settings.profile.dynamic_reason(kind, record.depth or 0)
+        if without is not None:
+            return without, settings.profile.rule
     if kind not in ("residual_add", "embedding"):
         # A dimension that varies with the data is not checked: it may be large in use.
         depth, width = (size or settings.profile.min_gemm_dim or 1 for size in (record.depth, record.width))

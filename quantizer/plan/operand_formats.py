@@ -58,7 +58,8 @@ class Formats:
         for rule, sites in reversed(self._rules):
             if (not rule.kinds or kind in rule.kinds) and (sites is None or site in sites):
                 return rule.format
-        asymmetric = self.default.activations == INT8 and kind in self._zero_points
+        static = self.default.activations == INT8 and not self.default.dynamic
+        asymmetric = static and kind in self._zero_points
         return replace(self.default, activations=UINT8) if asymmetric else self.default
 
 

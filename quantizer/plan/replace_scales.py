@@ -110,6 +110,8 @@ def _problem(name: str, scale: object, plan: Plan, scale_dtype: torch.dtype) -> 
         near = difflib.get_close_matches(name, list(scales_of(plan)), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"{name}: no operand of the calibrated model has this name (SITE.OPERAND){hint}"
+    if operand.quantized and operand.dynamic:
+        return f"{name}: its range is taken from its values at each run; leave it out"
     if not operand.quantized or operand.scale is None:
         return f"{name}: it is not quantized ({operand.reason}); leave it out, or change the configuration"
     if not isinstance(scale, Tensor) or not scale.is_floating_point():

@@ -99,7 +99,9 @@ def _of_tensors(operand: OperandPlan) -> Iterator[str]:
         if tensor is not None and tensor.dtype != torch.float32:
             yield f"{name}: expected a tensor of float32, got {tensor.dtype}"
     scale, amax, smooth = operand.scale, operand.amax, operand.smooth
-    if operand.quantized and (scale is None or amax is None):
+    if operand.dynamic and (operand.role == "weight" or scale is not None or QTYPES[operand.dtype].is_float):
+        yield "dynamic: expected an activation in integers without a scale"
+    if operand.quantized and not operand.dynamic and (scale is None or amax is None):
         yield "scale: there is no range of it, and it is quantized"
     if (smooth is None) != (operand.smooth_axis is None) or (smooth is not None and smooth.dim() != 1):
         yield "smooth_axis: there is one where there are factors [K] along it, and only there"

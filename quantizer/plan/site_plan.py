@@ -36,8 +36,9 @@ class OperandPlan:
         amax: the range, float32 [] or [C], before the scale is rounded to the target's float type.
         scale: the scale, float32 [] or [C], that the quantizer uses.
         dtype: the format of the operand, if it is quantized.
+        dynamic: whether an activation is rounded with the range of its values at each run, so that it has no scale.
         axis: the axis of a weight's output channels (None: per tensor), or with ``block_size`` of its input channels.
-        block_size: the number of input channels that share a scale.
+        block_size: the number of input channels that share a scale; where ``dynamic``, of neighbours in a row.
         zero_point: the code of 0.0 in an asymmetric format (None: 0).
         minimum: the lowest value, like the range after ``smooth``.
         maximum: the highest value, likewise.
@@ -65,6 +66,7 @@ class OperandPlan:
     amax: Tensor | None = None
     scale: Tensor | None = None
     dtype: str = INT8.name
+    dynamic: bool = False
     axis: int | None = None
     block_size: int | None = None
     zero_point: int | None = None
@@ -189,7 +191,8 @@ def summary(operands: tuple[OperandPlan, ...], bias_note: str | None = None) -> 
     for operand in operands:
         if operand.quantized:
             blocks = f" in blocks of {operand.block_size}" if operand.block_size is not None else ""
-            formats[operand.dtype + blocks].append(operand.name)
+            ranges = " with ranges at run time" if operand.dynamic else ""
+            formats[operand.dtype + blocks + ranges].append(operand.name)
     held = [f"{dtype}: {', '.join(names)}" for dtype, names in formats.items()]
     left = [f"{operand.name} not: {operand.reason}" for operand in operands if not operand.quantized]
     smoothing = [operand.smoothing for operand in operands if operand.smoothing and operand.role == "activation"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.numerics import torch_operators as ops
+from quantizer.numerics.dynamic_range import fake_quantize_dynamic
 from quantizer.numerics.held_scale import held_scale
 from quantizer.numerics.log_scale import as_held
 from quantizer.numerics.log_scale import learned
@@ -32,12 +33,13 @@ class Watcher(Protocol):
 
 
 class OperandQuantizer(nn.Module):
-    """A module that rounds one operand of a site to its dtype; until ``set_scale`` the operand passes through.
+    """A module that rounds one operand of a site to its dtype; until a range is set the operand passes through.
 
     Attributes:
         enabled: whether the quantizer changes the operand; if False, the operand passes through.
         scale: float [] (per tensor), [C] (along ``axis``) or in blocks of ``block_size`` along it; None until a range
-            is set.
+            is set, and where ``dynamic``.
+        dynamic: whether the range is that of the values of each call.
         zero_point: uint8 [], the code of 0.0 in an asymmetric format; None: 0.
         factor: float [K] along ``factor_axis``, by which the operand is multiplied before it is rounded; None: 1.
         codes: the weight's codes, of its shape, if they were chosen; None: those of rounding to nearest.
@@ -60,6 +62,7 @@ class OperandQuantizer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enabled = False
+        self.dynamic = False
         self.dtype = "int8"
         self.axis: int | None = None
         self.block_size: int | None = None
@@ -111,6 +114,11 @@ class OperandQuantizer(nn.Module):
         self.block_size = block_size
         self.enabled = True
 
+    def set_dynamic(self, dtype: str, block_size: int | None) -> None:
+        """Take the range of each call from its values, as ``numerics.dynamic_range`` does, and switch on."""
+        self.dtype, self.axis, self.block_size = dtype, None, block_size
+        self.dynamic = self.enabled = True
+
     def set_factor(self, factor: Tensor, axis: int) -> None:
         """Multiply the operand by factor [K] along ``axis`` before it is rounded, and switch on."""
         self.factor = factor.detach().clone()
@@ -150,7 +158,7 @@ class OperandQuantizer(nn.Module):
     def reset(self) -> None:
         """Remove the range and the factor, and pass the operand through again."""
         self.scale = self.zero_point = self.factor = self.codes = None
-        self.enabled = False
+        self.enabled = self.dynamic = False
 
     def store(self, weight: Tensor) -> None:
         """Store the weight as codes; from now on the operand that arrives is ignored."""
@@ -225,6 +233,9 @@ class OperandQuantizer(nn.Module):
 
     def _rounded(self, x: Tensor) -> Tensor:
         x = self._multiplied(x)
+        if self.dynamic:
+            dynamic: Tensor = fake_quantize_dynamic(x, self.dtype, self.block_size)
+            return dynamic
         if self.scale is None:
             return x
         if self.watcher is not None and torch.is_grad_enabled():
@@ -250,6 +261,9 @@ class OperandQuantizer(nn.Module):
         return self.factor.to(x.dtype).reshape([-1] + [1] * after)
 
     def extra_repr(self) -> str:
+        migrated = "" if self.factor is None else ", smoothed"
+        if self.dynamic:
+            return f"{self.dtype}, ranges of each call{migrated}"
         if self.scale is None:
             return "off"
         kind = "per tensor" if self.axis is None else f"per channel, axis {self.axis}"
@@ -257,7 +271,6 @@ class OperandQuantizer(nn.Module):
             kind = f"blocks of {self.block_size}, axis {self.axis}"
         amax = float(self.scale.float().max()) * qtype(self.dtype).qmax
         state = "stored" if self.stored is not None else "rounding" if self.enabled else "off"
-        migrated = "" if self.factor is None else ", smoothed"
         return f"{self.dtype}, {kind}, amax {amax:.4g}, {state}{migrated}"
 
 

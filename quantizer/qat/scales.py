@@ -54,7 +54,7 @@ def kinds_of(plan: Plan, scales: Scales) -> dict[str, ScaleKind]:
         (path, f"{path}.{operand.name}", scale_group(operand))
         for path, entry in plan.items()
         for operand in entry.operands
-        if operand.quantized
+        if operand.quantized and not operand.dynamic
     ]
     kinds: dict[str, ScaleKind] = {name: "fixed" for _, name, _ in operands}
     for pattern, kind in rules.items():
@@ -125,8 +125,8 @@ def _same(scale: Tensor, planned: Tensor | None) -> bool:
 
 
 def _scaled(proxy: nn.Module, plan: Plan) -> Iterator[tuple[str, OperandPlan, OperandQuantizer]]:
-    """Yield the name, the plan and the quantizer of every quantized operand."""
+    """Yield the name, the plan and the quantizer of every quantized operand that has a scale."""
     for site in sites_of(proxy):
         for operand in plan[site.path].operands:
-            if operand.quantized:
+            if operand.quantized and not operand.dynamic:
                 yield f"{site.path}.{operand.name}", operand, site.quantizer_of(operand.name)

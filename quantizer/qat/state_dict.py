@@ -61,6 +61,8 @@ def _decisions(proxy: nn.Module, kinds: Mapping[str, ScaleKind]) -> dict[str, st
 def _description(quantizer: OperandQuantizer, kind: ScaleKind) -> str:
     """Return how an operand is rounded, without the values of its scale, which a checkpoint holds itself."""
     parts = [quantizer.dtype, "per tensor" if quantizer.axis is None else f"axis {quantizer.axis}"]
+    if quantizer.dynamic:
+        parts.append("ranges at run time")
     if quantizer.block_size is not None:
         parts.append(f"blocks of {quantizer.block_size}")
     if quantizer.zero_point is not None:

@@ -21,6 +21,7 @@ __all__ = [
     "is_constant",
     "is_dequantize",
     "is_dequantized",
+    "is_dynamic_quantize",
     "is_quantize",
     "maker",
     "name_of",
@@ -59,6 +60,11 @@ def is_quantize(node: Any) -> bool:
     return node is not None and node.op_type == "QuantizeLinear"
 
 
+def is_dynamic_quantize(node: Any) -> bool:
+    """Return whether a node is a DynamicQuantizeLinear, which takes its scale and zero point from its input."""
+    return node is not None and node.op_type == "DynamicQuantizeLinear"
+
+
 def is_dequantize(node: Any) -> bool:
     """Return whether a node is a DequantizeLinear."""
     return node is not None and node.op_type == "DequantizeLinear"
@@ -70,10 +76,10 @@ def is_dequantized(value: Any) -> bool:
 
 
 def pair_before(value: Any) -> tuple[Any, Any] | None:
-    """Return the Q and the DQ that make an activation; None if anything else does."""
+    """Return the Q, dynamic or not, and the DQ that make an activation; None if anything else does."""
     dequantize = maker(value)
     quantize = maker(dequantize.inputs[0]) if is_dequantize(dequantize) else None
-    return (quantize, dequantize) if is_quantize(quantize) else None
+    return (quantize, dequantize) if is_quantize(quantize) or is_dynamic_quantize(quantize) else None
 
 
 def attribute(node: Any, name: str, default: int) -> int:

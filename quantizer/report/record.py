@@ -19,12 +19,18 @@ from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.cause_record import Cause
 from quantizer.report.cause_record import Cure
+from quantizer.report.placement_record import GroupTime
+from quantizer.report.placement_record import Placement
+from quantizer.report.placement_record import PlacementPoint
+from quantizer.report.placement_record import SpeedCheck
 from quantizer.report.record_base import Record
 from quantizer.report.site_record import Histogram
 from quantizer.report.site_record import Operand
 from quantizer.report.site_record import RangeCandidate
 from quantizer.report.site_record import Site
 from quantizer.report.site_record import UnquantizedProduct
+from quantizer.report.training_record import TrainingRun
+from quantizer.report.training_record import TrainingScore
 
 __all__ = [
     "VERSION",
@@ -37,6 +43,7 @@ __all__ = [
     "EngineCheck",
     "Evaluation",
     "Fallback",
+    "GroupTime",
     "Histogram",
     "Inspection",
     "Latency",
@@ -45,6 +52,8 @@ __all__ = [
     "MemoryEntry",
     "ModelInfo",
     "Operand",
+    "Placement",
+    "PlacementPoint",
     "PrecisionShare",
     "RangeCandidate",
     "RunRecord",
@@ -52,12 +61,13 @@ __all__ = [
     "SensitivityRow",
     "Site",
     "SizeEntry",
+    "SpeedCheck",
     "Stage",
     "TrainingRun",
     "TrainingScore",
 ]
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,40 +240,6 @@ class Fallback(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingScore(Record):
-    """A score on the tuning rows before or during training."""
-
-    step: int
-    """The number of steps before this score; 0 is the score of PTQ."""
-    score: float
-    """The metric."""
-    best: bool = False
-    """Whether the model of this score was kept."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingRun(Record):
-    """The quantization-aware training."""
-
-    metric: str
-    """Name of the metric."""
-    higher_is_better: bool
-    """Whether a higher value is better."""
-    planned: int
-    """The number of steps that were planned."""
-    losses: tuple[float, ...]
-    """The loss of each step: the distance of the outputs of its batch from those of the float model."""
-    learning_rates: tuple[float, ...]
-    """The learning rate of each step."""
-    scores: tuple[TrainingScore, ...]
-    """The scores on the tuning rows, in order."""
-    float_score: float
-    """The float model's score on the tuning rows."""
-    stopped: str | None = None
-    """Why training ended before the planned steps; null if it did not."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineFile(Record):
     """The engine that was built."""
 
@@ -312,8 +288,7 @@ class RunRecord(Record):
     coverage: tuple[Site, ...] = ()
     """All sites, quantized or not."""
     covered_share: float | None = None
-    """Share in low precision of the multiply-adds of all matrix products and convolutions that torch executed in
-    calibration, in sites and outside of them: 0 to 1; null if none were counted."""
+    """Share in low precision of all multiply-adds that torch executed in calibration, in sites or not; null: none."""
     escaped: tuple[UnquantizedProduct, ...] = ()
     """The products that do not run in low precision, the largest first, each with its reason."""
     histograms: tuple[Histogram, ...] = ()
@@ -333,6 +308,8 @@ class RunRecord(Record):
     """The quantization-aware training; null if there was none."""
     choice: EngineChoice | None = None
     """The choice of the backend by measured time; null if the configuration named one."""
+    placement: Placement | None = None
+    """What quantizing each group is worth in time; null where no engine was timed."""
     engine: EngineFile | None = None
     """The engine; null if none was built."""
     inspection: Inspection | None = None

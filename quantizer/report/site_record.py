@@ -32,6 +32,8 @@ class Operand(Record):
     """Whether this operand is in low precision."""
     dtype: str = "int8"
     """Its number format if it is quantized: ``int8``, ``uint8``, ``fp8``, ``int4``."""
+    dynamic: bool = False
+    """Whether its range is that of its values at each run, so that it has neither ``amax`` nor ``scale``."""
     block_size: int | None = None
     """How many neighbours along the input channels of a weight share a scale; null without blocks."""
     zero_point: int | None = None

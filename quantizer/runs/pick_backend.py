@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quantizer.config import RunConfig
+from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import Inspection
 from quantizer.engines import inspect_engine
@@ -35,6 +36,7 @@ from quantizer.runs.compare_outputs import tolerance
 from quantizer.runs.measure import build_options
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import engine_inputs
+from quantizer.runs.run_engines import RunEngines
 from quantizer.targets import profile
 from quantizer.tasks import Batch
 from quantizer.tasks import Row
@@ -53,11 +55,13 @@ class Picked:
         config: the configuration with the backend.
         quantizer: the quantizer for it, from the same calibration.
         choice: what was tried.
+        engines: its engines, of the float model and of the plan without a fallback.
     """
 
     config: RunConfig
     quantizer: Quantizer
     choice: EngineChoice
+    engines: RunEngines
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class _Tried:
     """An engine that was built and is right; its record has no times yet."""
 
     candidate: Candidate
-    path: Path
+    onnx: Path
+    built: BuildResult
     engine: Engine
 
 
@@ -85,7 +90,7 @@ def pick_backend(context: RunContext, config: RunConfig, quantizer: Quantizer, r
         config: the configuration; its engines are timed at the shape of its report.
         quantizer: a calibrated quantizer.
         rows: what engines run on while their outputs are compared and they are timed.
-        folder: where engines may lie while they are timed.
+        folder: the folder of the run.
 
     Raises:
         EngineError: nothing is right and runs here, or only engines in float.
@@ -117,10 +122,15 @@ def pick_backend(context: RunContext, config: RunConfig, quantizer: Quantizer, r
         shape = f"batch {size}" if sequence is None else f"{size} x {sequence}"
         choice = bound(
             choose([*timed, *failed], [shape], missing),
-            lambda candidate: _inspected(config, candidate, tried[candidate.name].path),
+            lambda candidate: _inspected(config, candidate, tried[candidate.name].built.path),
         )
-    name = _usable(choice)
-    return Picked(with_backend(config, name), quantizers[name], choice)
+        name = _usable(choice)
+        config = with_backend(config, name)
+        engines = RunEngines(context, config, folder)
+        for one in tried.values():
+            if one.candidate.backend == name:
+                engines.adopt("float" if one.candidate.format == FLOAT else "engine", one.onnx, one.built)
+    return Picked(config, quantizers[name], choice, engines)
 
 
 def _built(
@@ -160,7 +170,7 @@ def _built(
     computed = torch.float32 if precision is None else getattr(torch, precision)
     checks = check_engine(engine, expected, plain, tolerance(None, quantizer is not None, computed))
     far = [check.float_db for check in checks if check.float_db is not None]
-    return _Tried(replace(candidate, sqnr_db=min(far, default=None)), built.path, engine)
+    return _Tried(replace(candidate, sqnr_db=min(far, default=None)), path, built, engine)
 
 
 def _inspected(config: RunConfig, candidate: Candidate, path: Path) -> Inspection:

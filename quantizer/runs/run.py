@@ -23,11 +23,10 @@ from quantizer.config.feasibility import check_run
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import Inspection
-from quantizer.engines import load_engine
 from quantizer.engines import observe_engine
 from quantizer.engines import runs_here
 from quantizer.engines.candidates import cpu_candidates
-from quantizer.export import export_onnx
+from quantizer.errors import EngineError
 from quantizer.files import checked_folder
 from quantizer.files import restore_folder
 from quantizer.files import said_complete
@@ -50,6 +49,8 @@ from quantizer.runs.measure import measure_latency
 from quantizer.runs.measure import measure_memory
 from quantizer.runs.pick_backend import pick_backend
 from quantizer.runs.pick_backend import with_backend
+from quantizer.runs.placement.run_placement import RunPlacement
+from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
@@ -63,6 +64,7 @@ from quantizer.runs.run_context import predict
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_context import score_record
 from quantizer.runs.run_context import sizes_of
+from quantizer.runs.run_engines import RunEngines
 from quantizer.runs.search import causes_of
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
@@ -115,6 +117,8 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         )
     with said_complete(folder):
         print_record(record[0], folder, console)
+    if (missed := missed_speed(record[0].placement)) is not None:
+        raise EngineError(f"{missed}; {folder} holds it")
     return folder
 
 
@@ -157,6 +161,7 @@ class _Run:
         checked = config.qat is None and runs_here(config.quantizer.backend)
         self.budget = EngineBudget(self.context, max_drop, self.rows.tuning, checked=checked)
         self.model, self.task = self.context.model, self.context.task
+        self.placement = RunPlacement(self.context, config, target)
         self.choice: EngineChoice | None = None
 
     def run(self, chooses: bool) -> RunRecord:
@@ -164,26 +169,30 @@ class _Run:
         quantizer = Quantizer(self.config.quantizer)
         self._check(quantizer)
         batches = self._calibrate(quantizer)
+        engines = RunEngines(self.context, self.config, self.target)
         if chooses:
             picked = pick_backend(self.context, self.config, quantizer, self.rows.evaluation, self.target)
             self.config, quantizer, self.choice = picked.config, picked.quantizer, picked.choice
             (self.target / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
+            engines = picked.engines
+        self.placement.price(quantizer, engines)
         metric = self._metric()
         proxy = self._choose(quantizer, batches, metric)
         while True:
             forms, course = self._quantize(quantizer, metric)
-            built = self._export_and_build(quantizer, forms["proxy" if course is None else "qat"])
-            engines, chosen = self._load(built), quantizer.chosen_fallback
-            max_drop = self.budget.next_drop(engines.get("engine"), 0 if chosen is None else len(chosen.groups))
-            if max_drop is None:
+            built = engines.build(quantizer, forms["proxy" if course is None else "qat"], trained=course is not None)
+            loaded, chosen = engines.load(), quantizer.chosen_fallback
+            max_drop = self.budget.next_drop(loaded.get("engine"), 0 if chosen is None else len(chosen.groups))
+            if max_drop is not None:
+                assert proxy is not None
+                self._search(quantizer, proxy, metric, max_drop)
+            elif self.placement.is_fast_enough(quantizer, proxy, engines):
                 break
-            assert proxy is not None
-            self._search(quantizer, proxy, metric, max_drop)
         quantizer.save(self.target / "quantizer")
         predictions = self._predictions({"float": self.model, **forms})
         inspection = self._inspect(built["engine"])
-        predictions |= self._predictions(self._nearest(engines, quantizer))
-        record = self._record(quantizer, course, predictions, built, engines, inspection)
+        predictions |= self._predictions(self._nearest(loaded, quantizer))
+        record = self._record(quantizer, course, predictions, built, loaded, inspection)
         self._write(record)
         return record
 
@@ -229,7 +238,8 @@ class _Run:
         if self.config.amp is not None:
             measure_sensitivity(self.context, quantizer, proxy, [] if by_metric else batches[: amp.batches])
         if asked is not None and asked.max_drop is None:
-            quantizer.fallback(proxy, num=asked.num, ratio=asked.ratio, names=asked.names, costs=asked.costs)
+            how = asked.model_dump(include={"num", "ratio", "names", "min_speedup", "costs"})
+            quantizer.fallback(proxy, prices=self.placement.prices, **how)
         elif asked is not None and asked.max_drop is not None:
             self._search(quantizer, proxy, metric, asked.max_drop)
         return proxy
@@ -237,8 +247,10 @@ class _Run:
     def _search(self, quantizer: Quantizer, proxy: nn.Module, metric: TaskMetric, max_drop: float) -> None:
         asked = self.config.fallback
         assert asked is not None
-        most, costs = asked.evaluations, asked.costs
-        search_fallback(self.context, quantizer, proxy, metric, max_drop, max_evaluations=most, costs=costs)
+        most, costs, prices = asked.evaluations, asked.costs, self.placement.prices
+        search_fallback(
+            self.context, quantizer, proxy, metric, max_drop, max_evaluations=most, costs=costs, prices=prices
+        )
 
     def _quantize(self, quantizer: Quantizer, metric: TaskMetric) -> tuple[dict[str, nn.Module], TrainingResult | None]:
         """Return the frozen model, with training also that of PTQ before it; and the result of the training."""
@@ -261,20 +273,6 @@ class _Run:
     def _predictions(self, forms: Mapping[str, nn.Module | Engine]) -> dict[str, Predictions]:
         return {which: predict(self.context, which, form, self.rows.evaluation) for which, form in forms.items()}
 
-    def _export_and_build(self, quantizer: Quantizer, quantized: nn.Module) -> dict[str, BuildResult]:
-        """Write model.onnx and model.engine, and the float model's engine for comparison."""
-        config = self.config
-        example, options = self.task.example(), build_options(self.config)
-        paths = {"float": self.target / "float.onnx", "engine": self.target / "model.onnx"}
-        with self.context.timer("export"):
-            quantizer.export(quantized, paths["engine"], example, opset=config.export.opset)
-            export_onnx(self.model, paths["float"], example, opset=config.export.opset, dtype=torch.float32)
-        with self.context.timer("build the engines"):
-            return {
-                name: self.context.timer.build(config.quantizer.backend, path, path.with_suffix(".engine"), options)
-                for name, path in paths.items()
-            }
-
     def _inspect(self, built: BuildResult) -> Inspection:
         """Return the precisions of the engine's layers; raise if those that were asked for are missing."""
         report = self.config.report
@@ -287,13 +285,6 @@ class _Run:
                 batch=report.latency_batch,
                 sequence=report.latency_sequence,
             )
-
-    def _load(self, built: Mapping[str, BuildResult]) -> dict[str, Engine]:
-        """Return the engines that this machine can run: none if they need a GPU and there is none."""
-        backend = self.config.quantizer.backend
-        if not runs_here(backend):
-            return {}
-        return {name: load_engine(backend, r.path, threads=self.config.engine.threads) for name, r in built.items()}
 
     def _record(
         self,
@@ -329,6 +320,7 @@ class _Run:
             fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks),
             training=None if course is None else course.record(self.task),
             choice=self.choice,
+            placement=self.placement.record(quantizer),
             engine=engine_file(config, built["engine"], ran=bool(engines)),
             inspection=inspection,
             diff=quantizer.diff(self.model),

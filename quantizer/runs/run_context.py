@@ -164,10 +164,12 @@ class ResumeFiles:
     Attributes:
         scores: the file with the scores of a search.
         training: the folder with the checkpoints of a training.
+        times: the file with the times of engines, which stays, for a run that repeats this one.
     """
 
     scores: Path
     training: Path
+    times: Path
 
 
 @contextmanager
@@ -177,7 +179,11 @@ def resume_files(folder: Path, *, searches: bool, trains: bool) -> Iterator[Resu
     Raises:
         QuantizerError: a file there was not written by this tool, or nothing can be written there.
     """
-    kept = ResumeFiles(folder.with_name(f"{folder.name}.search.json"), folder.with_name(f"{folder.name}.training"))
+    kept = ResumeFiles(
+        scores=folder.with_name(f"{folder.name}.search.json"),
+        training=folder.with_name(f"{folder.name}.training"),
+        times=folder.with_name(f"{folder.name}.times.json"),
+    )
     used = {"scores": kept.scores} if searches else {}
     used |= {"checkpoints": kept.training} if trains else {}
     # These raise now, and not after the calibration or the hours of a search.

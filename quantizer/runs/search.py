@@ -18,6 +18,7 @@ from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.sensitivity import ScoreCache
 from quantizer.sensitivity import fingerprint
+from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.tasks import Batch
 from quantizer.tasks import Row
 
@@ -52,6 +53,7 @@ def search_fallback(
     *,
     max_evaluations: int = 25,
     costs: str | Mapping[str, float] | None = None,
+    prices: Prices | None = None,
 ) -> None:
     """Let groups fall back to float until the score is at most ``max_drop`` worse; reuse scores of a resume file."""
     timer, cache = context.timer, context.resume.scores
@@ -66,6 +68,7 @@ def search_fallback(
             higher_is_better=metric.higher_is_better,
             max_evaluations=max_evaluations,
             costs=costs,
+            prices=prices,
             cache=cache,
         )
         timer.say(f"{len(chosen.groups)} groups put back to float, {fallback_reason(chosen)}")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 from quantizer.common.plain_values import decoded
@@ -54,12 +55,15 @@ class Fallback:
     """The groups that fall back to float, and how they were chosen.
 
     Attributes:
-        groups: the groups of the plan that are float, most sensitive first.
+        groups: the groups of the plan that are float for the accuracy, most sensitive first.
         asked: the arguments of ``fallback()``, as text.
         ranks: the rank of each group; empty if the groups were chosen by name.
         evaluations: the scores that a search measured, in order.
         float_score: the score of the float model; None without a search.
         max_drop: the drop that the search allowed.
+        slower: other groups that are float because low precision makes them slower, with the reason of each.
+        min_speedup: how many times as fast as in float the plan has to be.
+        speedup: how many times as fast it is predicted to be.
     """
 
     groups: tuple[str, ...]
@@ -68,20 +72,26 @@ class Fallback:
     evaluations: tuple[Evaluation, ...] = ()
     float_score: float | None = None
     max_drop: float | None = None
+    slower: Mapping[str, str] = field(default_factory=dict)
+    min_speedup: float | None = None
+    speedup: float | None = None
 
     @property
     def met(self) -> bool:
-        """True, unless the drop exceeds that of the search. With all groups float the drop is 0."""
+        """True, unless the drop exceeds that of the search, or the plan is too slow. All in float drops by 0."""
+        if self.min_speedup is not None:
+            return self.speedup is not None and self.speedup >= self.min_speedup
         drops = {frozenset(entry.groups): entry.drop for entry in self.evaluations}
         return self.max_drop is None or drops.get(frozenset(self.groups), 0.0) <= self.max_drop
 
     def reasons(self) -> dict[str, str]:
         """Return the reason why each group is float, by group."""
         ranks = self.ranks or (None,) * len(self.groups)
-        return {
+        asked = {
             group: (ReasonCode.FALLBACK if rank is None else ReasonCode.RANKED).text(asked=self.asked, rank=rank)
             for group, rank in zip(self.groups, ranks, strict=True)
         }
+        return {**asked, **self.slower}
 
     def document(self) -> dict[str, Any]:
         """Return the record as lists, numbers and text, for a file."""
@@ -155,7 +165,7 @@ def fallback_for_target(fallback: Fallback, plan: Plan, backend: str | None, oth
 
     The groups of the two plans differ if the targets do, or if other operands share a range. A group of the other
     plan falls back as a whole if any of its operands fell back in the first plan. The scores of a search belong to the
-    first plan and are left out.
+    first plan and are left out, and so do times, with the groups that are float for them.
 
     Args:
         fallback: the fallback of ``plan``.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -14,9 +15,9 @@ from quantizer.common.distributed import get_rank
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.errors import SensitivityError
 from quantizer.plan.apply import apply_plan
-from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.apply import store_weights
 from quantizer.plan.changed_tensors import watch
+from quantizer.plan.frozen_tries import FrozenTries
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.site_plan import with_fallback
 from quantizer.proxy.build import build_proxy
@@ -35,6 +36,8 @@ from quantizer.sensitivity import groups_of
 from quantizer.sensitivity import operands_of
 from quantizer.sensitivity import per_cost
 from quantizer.sensitivity import search
+from quantizer.sensitivity.prices.by_speed import by_speed
+from quantizer.sensitivity.prices.group_prices import Prices
 
 __all__ = ["SensitivitySession"]
 
@@ -93,20 +96,49 @@ class SensitivitySession:
         metric: Metric | None,
         max_evaluations: int,
         costs: Costs,
+        min_speedup: float | None,
+        prices: Prices | None,
         cache: str | os.PathLike[str] | None,
     ) -> Fallback:
         """Return the groups that fall back to float; arguments as in ``Quantizer.fallback``."""
-        _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop)
+        _one_of(num=num, ratio=ratio, names=names, max_drop=max_drop, min_speedup=min_speedup)
+        slower = {} if prices is None else prices.slower()
         if names is not None:
-            return by_name(operands_of(self.measured_plan), names)
+            return replace(by_name(operands_of(self.measured_plan), names), slower=slower)
+        ranking = [entry for entry in self.ranking() if not slower.keys() >= set(entry.parts)]
+        if prices is not None and isinstance(costs, Mapping):
+            raise SensitivityError("fallback() takes costs= or prices=, which hold the costs of the same groups")
+        if prices is not None and costs is None:
+            costs = prices.gains({entry.group: entry.parts for entry in ranking})
+        if min_speedup is not None:
+            if prices is None:
+                raise SensitivityError("fallback(min_speedup=...) needs prices=: the measured times of the groups")
+            return replace(by_speed(ranking, prices, min_speedup), slower=slower)
         if max_drop is None:
-            return by_rank([entry for entry, _ in per_cost(self.ranking(), costs)], num=num, ratio=ratio)
+            chosen = by_rank([entry for entry, _ in per_cost(ranking, costs)], num=num, ratio=ratio)
+            return replace(chosen, slower=slower)
         if metric is None:
             raise SensitivityError(
                 "fallback(max_drop=...) needs metric=: a function that takes a model and gives a score"
             )
-        candidates = per_cost(self.ranking(), costs)
-        score = self._scores(metric, cache)
+        candidates = per_cost(ranking, costs)
+        return replace(self._searched(candidates, slower, max_drop, metric, max_evaluations, cache), slower=slower)
+
+    def _searched(
+        self,
+        candidates: list[tuple[GroupSensitivity, float]],
+        slower: Mapping[str, str],
+        max_drop: float,
+        metric: Metric,
+        max_evaluations: int,
+        cache: str | os.PathLike[str] | None,
+    ) -> Fallback:
+        """Return what a search finds with the groups of ``slower`` in float anyway."""
+        taken = self._scores(metric, cache)
+
+        def score(groups: tuple[str, ...] | None) -> float:
+            return taken(None if groups is None else (*groups, *slower))
+
         return search(
             candidates,
             score(None),
@@ -122,6 +154,7 @@ class SensitivitySession:
         """Return a function that gives the score with these groups float (None: of the float model), measured once."""
         search = fingerprint(self.measured_plan, metric.function, Fingerprint.of(self._model))
         scores = ScoreCache(cache if get_rank() == 0 else None, search)
+        tries = FrozenTries(self._model)
 
         def score(groups: tuple[str, ...] | None) -> float:
             def take() -> float:
@@ -131,7 +164,7 @@ class SensitivitySession:
                     OwnBuffers(proxy, self._model)
                     return metric.score(proxy, "the float model")
                 plan = with_fallback(self.measured_plan, dict.fromkeys(groups, "put back"))
-                return metric.score(frozen_proxy(self._model, plan), f"the model with {len(groups)} groups put back")
+                return metric.score(tries.of(plan), f"the model with {len(groups)} groups put back")
 
             return _first_rank(scores.score(groups, take))
 

@@ -16,7 +16,7 @@ from quantizer.targets.graph_rules import GraphRules
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AttentionLimits", "FloatDtype", "SiteKind", "TargetProfile"]
+__all__ = ["AttentionLimits", "DynamicRanges", "FloatDtype", "SiteKind", "TargetProfile"]
 
 FloatDtype = Literal["float16", "bfloat16", "float32"]
 SiteKind = Literal["linear", "conv", "matmul", "residual_add", "embedding"]
@@ -35,6 +35,23 @@ class AttentionLimits:
     head_sizes: frozenset[int] | None = None
     head_multiple: int = 1
     sequence: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicRanges:
+    """The kernels of a target that take the range of an activation from its values at each run.
+
+    Attributes:
+        kinds: the kinds of site that have such a kernel.
+        dtype: the format of the codes.
+        block_size: how many neighbours along the last axis of an activation share a range, in each row; the engine then
+            rounds by itself where a weight is stored in codes, and the file says nothing of it. None: all values of a
+            tensor share one, and the file has a DynamicQuantizeLinear.
+    """
+
+    kinds: frozenset[SiteKind] = frozenset({"linear"})
+    dtype: str = "uint8"
+    block_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +79,7 @@ class TargetProfile:
             those that feed a product with a weight, or all.
         zero_points: the kinds of site whose activations are UINT8 with a zero point of their own where INT8 is asked
             for, because the kernels take one at no cost.
+        dynamic: its kernels that take the range of an activation at run time; None: it has none.
         graph_rules: the rules for its Q/DQ files.
         library: the module that its engine imports to load a file; imported before memory is measured, so that the
             memory of the library itself does not count.
@@ -90,6 +108,7 @@ class TargetProfile:
     opset: int = 20
     unsigned_activations: Literal["none", "weighted", "all"] = "none"
     zero_points: frozenset[SiteKind] = frozenset()
+    dynamic: DynamicRanges | None = None
     graph_rules: GraphRules = field(default_factory=GraphRules)
     library: str | None = None
     packages: tuple[str, ...] = ()
@@ -97,6 +116,11 @@ class TargetProfile:
     file_domains: frozenset[str] = frozenset()
     ahead_of_time: str | None = None
     exact_variant: str | None = None
+
+    @property
+    def reads_dynamic(self) -> bool:
+        """True if its files may have a DynamicQuantizeLinear."""
+        return self.dynamic is not None and self.dynamic.block_size is None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -125,6 +149,20 @@ class TargetProfile:
             return None
         axis, size = ("K", k) if k < self.min_gemm_dim else ("N", n)
         return ReasonCode.SMALL_PRODUCT.text(axis=axis, size=size, least=self.min_gemm_dim, target=self.name)
+
+    def dynamic_reason(self, kind: SiteKind, k: int) -> str | None:
+        """Return why a site cannot have ranges at run time on this target; None if it can.
+
+        Args:
+            kind: the kind of site.
+            k: the contracted size; 0 if it changes with the data.
+        """
+        if self.dynamic is None or kind not in self.dynamic.kinds:
+            return ReasonCode.NO_DYNAMIC.text(target=self.name)
+        block = self.dynamic.block_size
+        if block is not None and (k == 0 or k % block):
+            return ReasonCode.DYNAMIC_BLOCKS.text(size=k, block=block, target=self.name)
+        return None
 
     def add_reason(self, skipping: str, why: str) -> str | None:
         """Return why the output of a product stays float in a residual add; None if it may be quantized.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from quantizer.numerics.qtype import BLOCKS_OPSET
 from quantizer.numerics.qtype import QType
 from quantizer.targets.base import TargetProfile
+from quantizer.targets.profiles import profiles
 
 __all__ = ["Format", "impossible", "least_opset_of"]
 
@@ -19,12 +20,14 @@ class Format:
     Attributes:
         activations: the format of activations; None: they stay float, and only weights are quantized.
         weights: the format of a weight.
+        dynamic: whether activations have the range of their values at each run, instead of one from calibration.
         block_size: how many neighbours along a weight's input channels share a scale; None: no blocks.
         rule: the configuration's entry from which the formats come; None: the default.
     """
 
     activations: QType | None
     weights: QType
+    dynamic: bool = False
     block_size: int | None = None
     rule: str | None = None
 
@@ -44,6 +47,15 @@ def impossible(default: Format, formats: Sequence[Format], target: TargetProfile
 def _impossible(wanted: Format, target: TargetProfile, place: str) -> list[str]:
     """Return a message for the activations and for the weights of a format if a target lacks theirs."""
     problems = []
+    if wanted.dynamic and target.dynamic is None:
+        place = f"quantizer.{place}" if wanted.rule else "quantizer.activations.ranges"
+        having = " or ".join(name for name in profiles.names() if profiles[name].dynamic)
+        return [f"{place}: {target.name} has no kernels for ranges at run time; take {having}, or static ranges"]
+    if wanted.dynamic and wanted.weights.is_packed and not target.reads_dynamic:
+        problems.append(
+            f"quantizer.{place}: {target.name} has kernels for ranges at run time with weights in int8 alone, got "
+            f"{wanted.weights.name}; take int8, or activations: float"
+        )
     for what, dtype, known in (
         ("activations", wanted.activations, target.activation_dtypes),
         ("weights", wanted.weights, target.weight_dtypes),

@@ -19,6 +19,7 @@ ALWAYS: Mapping[str, Severity] = {
     "opset-format": "error",
     "scale-value": "error",
     "scale-constant": "warning",
+    "dynamic-range": "warning",
     "scale-type": "warning",
     "pair-differs": "warning",
     "format": "warning",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quantizer.targets.base import DynamicRanges
 from quantizer.targets.base import TargetProfile
 from quantizer.targets.graph_rules import ALWAYS
 from quantizer.targets.graph_rules import GraphRules
@@ -18,6 +19,8 @@ ONNXRUNTIME = profiles.add("onnxruntime")(
         # Its fused integer kernels need U8 activations; with S8 half of the products stay float after DequantizeLinear.
         unsigned_activations="all",
         zero_points=frozenset({"linear", "conv"}),
+        # DynamicQuantizeMatMul and MatMulIntegerToFloat. What it has for convolutions gains nothing.
+        dynamic=DynamicRanges(),
         activation_dtypes=frozenset({"int8", "uint8"}),
         weight_dtypes=frozenset({"int8", "int4"}),
         # Quantized attention matmuls and adds gained no speed.

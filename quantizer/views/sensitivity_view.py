@@ -53,7 +53,7 @@ class Sensitivity(View[SensitivityRow]):
     @classmethod
     def from_ranking(cls, ranking: Sequence[GroupSensitivity], fallback: Fallback | None, measure: str) -> Sensitivity:
         """Return the view of a ranking by ``measure``, in which the groups of ``fallback`` are marked."""
-        back = set(fallback.groups) if fallback is not None else set()
+        back = set(fallback.reasons()) if fallback is not None else set()
         rows = [SensitivityRow(**asdict(entry), fallback=back.issuperset(entry.parts)) for entry in ranking]
         return cls(rows, fallback, measure)
 

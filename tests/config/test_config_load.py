@@ -228,7 +228,10 @@ TUNING = GOOD.replace("  evaluation:", "  tuning: {name: stsb-csv, offset: 128, 
 @pytest.mark.parametrize(
     ("fallback", "problem"),
     [
-        ("{}", "none of num, ratio, names and max_drop is set; expected exactly one of them, such as num: 4"),
+        (
+            "{}",
+            "none of num, ratio, names, max_drop and min_speedup is set; expected exactly one of them, such as num: 4",
+        ),
         ("{names: []}", "fallback.names: is an empty list"),
         ("{names: [a, a]}", "fallback.names: 'a' is listed twice"),
         ("{names: a}", r"fallback.names: got the text 'a'; .*write \[a\]"),

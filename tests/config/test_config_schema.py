@@ -102,7 +102,7 @@ def test_residual_add_keeps_its_kind(value: object) -> None:
     ("changes", "match"),
     [
         ({"fallback": {"num": 1, "ratio": 0.5}, "amp": {}}, "num is 1 and ratio is 0.5"),
-        ({"fallback": {}, "amp": {}}, "none of num, ratio, names and max_drop is set"),
+        ({"fallback": {}, "amp": {}}, "none of num, ratio, names, max_drop and min_speedup is set"),
         ({"fallback": {"max_drop": 0.1}, "amp": {}}, "data.tuning: is missing; expected the rows to score on"),
         ({"data": {**DATA, "tuning": {"name": "c"}}}, "data.tuning: is used by fallback.max_drop, "),
         (

@@ -58,6 +58,19 @@ def computed_scale(computed: bool) -> Graph:
     return g
 
 
+def run_time_range(dynamic: bool) -> Graph:
+    g = Graph("float32")
+    x = g.input("x", ["batch", 32])
+    if dynamic:
+        codes, scale, zero = "codes", "scale", "zero"
+        g.nodes.append(onnx.helper.make_node("DynamicQuantizeLinear", [x], [codes, scale, zero], "dynamic"))
+        rounded = g.node("DequantizeLinear", codes, scale, zero)
+    else:
+        rounded = g.rounded(x, kind="uint8", zero=128)
+    g.output(g.node("MatMul", rounded, g.weight((32, 32), 1)))
+    return g
+
+
 def scale_types(q: str, dq: str) -> Graph:
     g = Graph(opset=23)  # from here on the types may differ
     x = g.quantize(g.input("x", ["batch", 32]), g.number(SCALE, q))
@@ -316,6 +329,14 @@ CASES = [
         lambda: computed_scale(False),
         "QuantizeLinear_1",
         "is computed when the model runs",
+    ),
+    Case(
+        "dynamic-range",
+        lambda: run_time_range(True),
+        lambda: run_time_range(False),
+        "dynamic",
+        "openvino computes the range in floats",
+        OPENVINO,
     ),
     *(
         Case(
@@ -679,6 +700,13 @@ def test_a_graph_that_breaks_a_rule_is_caught_by_it_alone(case: Case, tmp_path: 
 def test_the_mended_graph_has_no_finding(case: Case, tmp_path: Path) -> None:
     found = check_file(case.mended().save(tmp_path / "m.onnx"), case.target)
     assert not found, "\n".join(map(str, found))
+
+
+def test_ranges_at_run_time_where_there_are_kernels(tmp_path: Path) -> None:
+    assert not check_file(run_time_range(True).save(tmp_path / "m.onnx"), ONNXRUNTIME)
+    found = check_file(tmp_path / "m.onnx", TENSORRT)
+    assert "foreign-operator" in {finding.rule for finding in found}
+    assert "scale-constant" not in {finding.rule for finding in found}
 
 
 def test_what_bounds_values_is_no_mask(tmp_path: Path) -> None:

@@ -362,8 +362,8 @@ def test_sensitivity_before_amp() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({}, "takes one of num, ratio, names, max_drop; got num=None, ratio=None"),
-        ({"num": 1, "ratio": 0.5}, "takes one of num, ratio, names, max_drop; got num=1, ratio=0.5"),
+        ({}, "takes one of num, ratio, names, max_drop, min_speedup; got num=None, ratio=None"),
+        ({"num": 1, "ratio": 0.5}, "takes one of num, ratio, names, max_drop, min_speedup; got num=1, ratio=0.5"),
         ({"num": -1}, "num=-1: expected a whole number of groups, 0 or more"),
         ({"num": 1.5}, "num=1.5: expected a whole number"),
         ({"num": True}, "num=True: expected a whole number"),

@@ -22,6 +22,10 @@ from quantizer.report import memory_entries
 from quantizer.report import size_entries
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.placement_record import GroupTime
+from quantizer.report.placement_record import Placement
+from quantizer.report.placement_record import PlacementPoint
+from quantizer.report.placement_record import SpeedCheck
 from quantizer.report.record import Evaluation
 from quantizer.report.record import Histogram
 from quantizer.report.record import RangeCandidate
@@ -73,6 +77,28 @@ def sample_choice() -> EngineChoice:
     )
 
 
+def sample_placement() -> Placement:
+    """The times of three groups, of which one is slower in low precision, and a speed that was reached."""
+    groups = (
+        GroupTime(group="layer.0.dense", low_us=100.0, float_us=400.0),
+        GroupTime(group="layer.1.dense", low_us=100.0, float_us=300.0),
+        GroupTime(group="layer.0.add", low_us=90.0, float_us=40.0, slower="slower in low precision than in float"),
+    )
+    points = ((0, 1.0, 0.5), (1, 1.3, 0.1), (2, 1.5, 0.0))
+    return Placement(
+        where="openvino, 8 x 128, 1 thread",
+        estimated=False,
+        low_ms=1.0,
+        float_ms=2.0,
+        predicted_ms=1.25,
+        back=2,
+        groups=groups,
+        frontier=tuple(PlacementPoint(back=back, milliseconds=ms, error=error) for back, ms, error in points),
+        min_speedup=1.5,
+        checks=(SpeedCheck(predicted=1.5, groups=1, speedup=1.58),),
+    )
+
+
 def sample_record() -> RunRecord:
     """A complete record, the same on every call."""
     draw = random.Random(0)
@@ -108,6 +134,7 @@ def sample_record() -> RunRecord:
         measure="gradient",
         fallback=sample_search((ranking[0].group,)),
         choice=sample_choice(),
+        placement=sample_placement(),
         engine=EngineFile(
             backend="openvino", path="engine/model.xml", build_seconds=1.42, verified="48 of 48 sites run in INT8"
         ),

@@ -17,6 +17,7 @@ import pytest
 from report_samples import bare_record
 from report_samples import sample_choice
 from report_samples import sample_histogram
+from report_samples import sample_placement
 from report_samples import sample_record
 from rich.console import Console
 
@@ -36,6 +37,7 @@ from quantizer.report import verdict
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.charts.candidates_plot import candidates_svg
+from quantizer.report.charts.frontier_plot import frontier_svg
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.page.page_content import diff_files
 from quantizer.report.record import Cause
@@ -351,13 +353,29 @@ def test_the_page_shows_how_the_engine_was_chosen() -> None:
     page = html_from_record(sample_record())
     header = page[page.index("<header>") : page.index("</header>")]
     assert "Openvino int8 is the fastest, 2.84× as fast as the fastest engine in float" in header  # noqa: RUF001
-    section = page[page.index('<section id="choice">') : page.index('<section id="engine">')]
+    section = page[page.index('<section id="choice">') : page.index('<section id="placement">')]
     assert "failed: &lt;it&gt; crashed" in section
     assert "Not tried, as it is not installed: other: pip install" in section
     # Three ran, and the chosen one has a ring.
     assert section.count("<title>") == 3
     assert section.count('r="9"') == 1
     assert '<section id="choice">' not in html_from_record(bare_record())
+
+
+def test_the_page_shows_what_groups_are_worth() -> None:
+    page = html_from_record(sample_record())
+    section = page[page.index('<section id="placement">') : page.index('<section id="engine">')]
+    assert "1 group went back because low precision makes the engine slower there." in section
+    assert "Asked for 1.50× the speed of float: the engine has 1.58x, reached." in section  # noqa: RUF001
+    # A point for each plan, and one more for the plan that was taken: that of 1.3 ms is the nearest to 1.25.
+    assert section.count("<title>") == 4
+    assert section.count('r="7"') == 1
+    assert "1 group in float: 1.30 ms" in section
+    assert '<section id="placement">' not in html_from_record(bare_record())
+
+
+def test_the_picture_of_a_placement_without_errors() -> None:
+    assert "the run has no amp" in frontier_svg(dataclasses.replace(sample_placement(), frontier=()))
 
 
 def test_the_picture_of_a_choice() -> None:

@@ -99,7 +99,7 @@ def exports(place: Place, monkeypatch: pytest.MonkeyPatch) -> Exports:
         made.append(dtype)
         shutil.copy(place.float / "openvino" / "model.onnx", path)
 
-    def export(_: object, __: object, path: Path, ___: object) -> None:
+    def export(_: object, __: object, path: Path, ___: object, **____: object) -> None:
         shutil.copy(place.done / "openvino" / "model.onnx", path)
 
     monkeypatch.setattr(maker, "export_onnx", export_float)
@@ -344,9 +344,11 @@ def _with_a_wrong_scale(build: Callable[..., Any]) -> Callable[..., Any]:
 
         model = onnx.load(str(path))
         scales = {node.input[1] for node in model.graph.node if node.op_type == "DequantizeLinear"}
-        scale = next(value for value in model.graph.initializer if value.name in scales and value.dims)
-        scale.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scale) * 4, scale.name))
-        onnx.save(model, str(path))
+        found = [value for value in model.graph.initializer if value.name in scales and value.dims]
+        # The float model's file has none.
+        for scale in found[:1]:
+            scale.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scale) * 4, scale.name))
+            onnx.save(model, str(path))
         return build(name, path, engine, options)
 
     return built
@@ -362,7 +364,8 @@ def test_an_engine_that_computes_something_else_is_refused(
     assert "openvino engine, batch 1 x sequence 16, output 'logits': SQNR " in said
     assert " dB against the float model where PyTorch has " in said
     assert "expected an SQNR of 30 dB or more, or at most 3 dB further from the float model than PyTorch" in said
-    assert not list(tmp_path.iterdir())
+    # The times of engines stay, for a conversion that repeats this one.
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] in ([], ["model.times.json"])
 
 
 STEPS = [

@@ -20,8 +20,10 @@ import torch
 import yaml
 
 import quantizer.runs.measure as run_measure
+import quantizer.runs.placement.place_groups as place_groups
 import quantizer.runs.run as pipeline
 import quantizer.runs.run_context as stages
+import quantizer.runs.run_engines as run_engines
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
@@ -99,7 +101,7 @@ def at(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return copied("model.onnx")(None, *arguments[1:])
 
     monkeypatch.setattr(Quantizer, "export", exported)
-    monkeypatch.setattr(pipeline, "export_onnx", copied("float.onnx"))
+    monkeypatch.setattr(run_engines, "export_onnx", copied("float.onnx"))
     monkeypatch.setattr(run_measure, "peak_memory_mib", lambda *_, **__: PeakMemory(peak_mib=3.0, baseline_mib=1.0))
     return tmp_path
 
@@ -113,7 +115,8 @@ def test_the_folder_is_complete(place: Place) -> None:
     files = {path.name for path in (place.done / "quantizer").iterdir()}
     assert files == {".quantizer.json", "observed.safetensors", "quantizer.yaml", "ranges.safetensors"}
     left = {path.name for path in place.folder.iterdir()}
-    assert left == {"model", "vocab.txt", "calibration.csv", "evaluation.csv", "tiny.yaml", "done"}
+    # A run that repeats this one finds the times of its engines.
+    assert left == {"model", "vocab.txt", "calibration.csv", "evaluation.csv", "tiny.yaml", "done", "done.times.json"}
     assert oct(place.done.stat().st_mode)[-3:] == "755"
 
 
@@ -167,6 +170,10 @@ def test_the_report_holds_every_part(place: Place) -> None:
     assert names == [
         "load model and data",
         "calibrate",
+        "quantize",
+        "export",
+        "build the engines",
+        "time the groups",
         "measure sensitivity",
         "quantize",
         "export",
@@ -359,13 +366,11 @@ def test_a_bf16_rest_is_not_for_every_engine(at: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.promise("A run whose engine does less than half of the asked work in low precision fails.")
 def test_an_engine_that_lacks_the_precision_ends_the_run(
-    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    at: Path, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build = stages.build_engine
     # The float model in the place of the quantized one.
-    monkeypatch.setattr(
-        stages, "build_engine", lambda name, path, *rest: build(name, path.with_name("float.onnx"), *rest)
-    )
+    monkeypatch.setattr(stages, "build_engine", lambda name, path, *rest: build(name, place.done / "float.onnx", *rest))
     assert main(["run", "tiny.yaml", "--output", "out"]) == 1
     assert "the openvino engine lacks the precision that was asked for: the graph asks for INT8" in (
         capsys.readouterr().err
@@ -385,10 +390,11 @@ STAGES: dict[str, tuple[Any, str]] = {
     "save": (Quantizer, "save"),
     "score": (pipeline, "score_record"),
     "export": (Quantizer, "export"),
-    "export float": (pipeline, "export_onnx"),
+    "export float": (run_engines, "export_onnx"),
     "build": (stages, "build_engine"),
     "inspect": (pipeline, "observe_engine"),
-    "load engine": (pipeline, "load_engine"),
+    "load engine": (run_engines, "load_engine"),
+    "price": (place_groups, "price_groups"),
     "latency": (run_measure, "interleaved_latency"),
     "memory": (run_measure, "peak_memory_mib"),
     "report": (pipeline, "write_record"),
@@ -397,7 +403,8 @@ STAGES: dict[str, tuple[Any, str]] = {
 
 
 def _left(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """What a folder holds, without the times of engines, which stay for a run that repeats the one that ended."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "out.times.json")
 
 
 def _fail(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:

@@ -28,6 +28,8 @@ from quantizer.engines import Inspection
 from quantizer.errors import EngineError
 from quantizer.report import RunRecord
 from quantizer.report import read_record
+from quantizer.runs.placement.run_placement import RunPlacement
+from quantizer.runs.run_engines import RunEngines
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.sensitivity import Fallback
 from quantizer.tasks import Predictions
@@ -115,21 +117,23 @@ def search(files: dict[str, Any], expected: Expected, tmp_path: Path, monkeypatc
         search.found = fallback(self, *arguments, **keywords)
         return search.found
 
-    def build(self: Any, *_: Any) -> dict[str, BuildResult]:
+    def build(self: RunEngines, *_: Any, **__: Any) -> dict[str, BuildResult]:
         built = {}
-        for name, file in (("float", "float.engine"), ("engine", "model.engine")):
-            (self.target / file).write_bytes(b"engine")
-            built[name] = BuildResult(path=self.target / file, size_bytes=6, seconds=0.0)
+        for name, stem in (("float", "float"), ("engine", "model")):
+            path = self.files(stem).engine
+            path.write_bytes(b"engine")
+            built[name] = BuildResult(path=path, size_bytes=6, seconds=0.0)
         return built
 
     # Of 16 rows the accuracy has 17 values, the distance from the float outputs has many.
     monkeypatch.setattr(tasks[TASK], "score", lambda _, predictions, rows: expected.closeness(predictions, rows))
     monkeypatch.setattr(TaskMetric, "__call__", counted)
     monkeypatch.setattr(Quantizer, "fallback", noted)
-    monkeypatch.setattr(pipeline._Run, "_export_and_build", build)
+    monkeypatch.setattr(RunEngines, "build", build)
     unseen = Inspection(backend="openvino", verified=False, note="nothing was built")
     monkeypatch.setattr(pipeline._Run, "_inspect", lambda *_: unseen)
-    monkeypatch.setattr(pipeline._Run, "_load", lambda *_: {})
+    monkeypatch.setattr(RunEngines, "load", lambda *_: {})
+    monkeypatch.setattr(RunPlacement, "price", lambda *_: None)
     return search
 
 
@@ -182,6 +186,7 @@ def _no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     def enough(*_: Any, **__: Any) -> None:
         raise EngineError("far enough")
 
+    monkeypatch.setattr(RunPlacement, "price", lambda *_: None)
     monkeypatch.setattr(Quantizer, "quantize", enough)
 
 
@@ -223,7 +228,7 @@ def test_an_error_after_the_search_keeps_its_scores(
         raise EngineError("no engine")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline._Run, "_export_and_build", fails)
+        patch.setattr(RunEngines, "build", fails)
         _run(code=1)
     assert capsys.readouterr().err == "error: no engine\n"
     needed = search.taken

@@ -426,7 +426,8 @@ def test_metrics_that_are_none(metric: Any, message: str) -> None:
 )
 def test_exactly_one_way_to_choose(given: dict[str, Any]) -> None:
     _, _, quantizer, amp = _measured()
-    with pytest.raises(SensitivityError, match=r"fallback\(\) takes one of num, ratio, names, max_drop; got num="):
+    said = r"fallback\(\) takes one of num, ratio, names, max_drop, min_speedup; got num="
+    with pytest.raises(SensitivityError, match=said):
         quantizer.fallback(amp, **given)
 
 

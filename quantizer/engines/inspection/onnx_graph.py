@@ -116,7 +116,8 @@ class _Graph:
 
     def layers(self) -> Iterator[Layer]:
         """Yield the products, and the nodes that only convert."""
-        roles = {"QuantizeLinear": "quantizer", "DequantizeLinear": "quantizer", "Cast": "cast", "Softmax": "softmax"}
+        quantizers = ("QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear")
+        roles = {**dict.fromkeys(quantizers, "quantizer"), "Cast": "cast", "Softmax": "softmax"}
         for index, node in enumerate(self.nodes):
             name = node.name or f"{node.op_type} {index}"
             if node.op_type in PRODUCTS:

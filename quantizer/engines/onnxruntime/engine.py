@@ -32,6 +32,7 @@ from quantizer.engines.engine_file import checked_output
 from quantizer.engines.engine_file import sign_onnx
 from quantizer.engines.engine_file import whole_file
 from quantizer.engines.error_hints import explain_error
+from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.from_layers import run_note
 from quantizer.engines.inspection.inspection import Inspection
@@ -154,7 +155,7 @@ class ONNXRuntimeBackend:
         return ONNXRuntimeEngine(_session(ort, path, _settings(ort, threads)))
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
     ) -> Inspection:
         """Run an engine file or any other ONNX file under the profiler."""
         checked_onnx(path)
@@ -165,8 +166,8 @@ class ONNXRuntimeBackend:
             engine = ONNXRuntimeEngine(session)
             return partial(engine, working_inputs(engine, batch, sequence))
 
-        layers = observed_layers(partial(_session, ort, path), _settings(ort, threads), prepared)
-        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
+        layers = observed_layers(partial(_session, ort, path), _settings(ort, threads), prepared, runs)
+        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads, runs))
 
     def _check_options(self, options: BuildOptions) -> None:
         if options.compute_capability is not None:

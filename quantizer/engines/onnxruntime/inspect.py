@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import tempfile
 from collections import defaultdict
@@ -51,6 +52,8 @@ _ROLES = {
     **dict.fromkeys(("LayerNormalization", "SimplifiedLayerNormalization"), "normalization"),
     "Cast": "cast",
 }
+# What its optimizer adds to the name of a node that it fuses with another or gives another layout.
+_DECORATED = re.compile(r"^fused |_nchwc$|_token_\d+$")
 # These quantize their first input themselves, or hold no operand of it in floats.
 _INTEGER = ("DynamicQuantize", "QLinear", "QGemm", "QAttention")
 _PRECISIONS = {
@@ -65,7 +68,10 @@ _PRECISIONS = {
 
 
 def observed_layers(
-    session_from: Callable[[Any], Any], settings: Any, prepared: Callable[[Any], Callable[[], object]]
+    session_from: Callable[[Any], Any],
+    settings: Any,
+    prepared: Callable[[Any], Callable[[], object]],
+    runs: int = RUNS,
 ) -> list[Layer]:
     """Return the nodes of the optimized graph, with the facts from profiled runs.
 
@@ -73,6 +79,7 @@ def observed_layers(
         session_from: makes a session from settings.
         settings: ``onnxruntime.SessionOptions`` to add profiling to.
         prepared: returns a function that runs a session once.
+        runs: how many runs the time of a layer is the median of.
 
     Raises:
         EngineError: it does not run.
@@ -86,10 +93,10 @@ def observed_layers(
         settings.profile_file_prefix = str(Path(folder) / "profile")
         session = session_from(settings)
         run = prepared(session)
-        for _ in range(WARMUP + RUNS):
+        for _ in range(WARMUP + runs):
             run()
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-        return list(_layers(read_graph(optimized), _by_node(events)))
+        return list(_layers(read_graph(optimized), _by_node(events), runs))
 
 
 def _by_node(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -101,7 +108,7 @@ def _by_node(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _layers(model: Any, profile: Mapping[str, list[dict[str, Any]]]) -> Iterator[Layer]:
+def _layers(model: Any, profile: Mapping[str, list[dict[str, Any]]], runs: int) -> Iterator[Layer]:
     readers = defaultdict(list)
     for node in model.graph.node:
         for name in node.input:
@@ -111,14 +118,14 @@ def _layers(model: Any, profile: Mapping[str, list[dict[str, Any]]]) -> Iterator
         events = profile.get(node.name, [])
         types = events[-1]["args"] if events else {}
         inputs, outputs = _tensors(types, "input_type_shape"), _tensors(types, "output_type_shape")
-        times = [event["dur"] for event in events[-RUNS:]]
+        times = [event["dur"] for event in events[-runs:]]
         yield Layer(
             name=node.name,
             type=node.op_type,
             role=_ROLES.get(node.op_type, ""),
             precision=_precision(node.op_type, inputs, outputs),
             writes=outputs[0][0] if outputs else "unknown",
-            nodes=(node.name,),
+            nodes=(_DECORATED.sub("", node.name),),
             readers=tuple(dict.fromkeys(reader for name in node.output for reader in readers[name])),
             multiply_adds=_work(node, inputs, outputs, weights),
             time_us=float(statistics.median(times)) if times else None,

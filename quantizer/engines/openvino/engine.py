@@ -3,8 +3,8 @@
 An engine file is OpenVINO's own export of the compiled model: one file, which loads faster than the ONNX file compiles.
 Like a TensorRT engine it belongs to the release and the kind of processor that made it; OpenVINO checks both when it
 loads one. (Its portable form, IR, is two files.) The export does not state the inference precision for which it was
-compiled, and has to be loaded with the same; nor does it keep the names of dimensions. A line at the file's end holds
-both.
+compiled, nor the blocks of ranges at run time, and has to be loaded with the same; nor does it keep the names of
+dimensions. A line at the file's end holds all of them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from quantizer.engines.engine_file import checked_output
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
 from quantizer.engines.error_hints import explain_error
+from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.from_layers import run_note
 from quantizer.engines.inspection.inspection import Inspection
@@ -42,12 +43,16 @@ from quantizer.engines.openvino.inspect import observed_layers
 from quantizer.engines.openvino.signal_stack import kept_signal_stack
 from quantizer.engines.optional_import import import_library
 from quantizer.errors import EngineError
+from quantizer.targets.openvino import DYNAMIC_BLOCK
 
 __all__ = ["OpenVINOBackend", "OpenVINOEngine"]
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _EMULATED = "this CPU has no BF16 instructions: OpenVINO emulates them, which is slower than float32"
 _NOTE = "inference_precision "
+_GROUP = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
+"""How many neighbours share a range where OpenVINO rounds the other operand of a stored weight at run time. It holds at
+a load, whatever the build had."""
 
 Dimensions: TypeAlias = Mapping[str, Sequence[str]]
 
@@ -107,8 +112,11 @@ class OpenVINOBackend:
         ov = import_library("openvino", "openvino")
         if options.progress:
             options.progress(0.0, "compile")
-        blob = _compile(ov, onnx_path, _settings(1, precision)).export_model()
-        write_engine(engine_path, blob.getbuffer(), f"{_NOTE}{precision} {json.dumps(_dimensions(onnx_path))}")
+        compiled = _compile(ov, onnx_path, _settings(1, precision))
+        told = f"{precision},{compiled.get_property(_GROUP)}"
+        write_engine(
+            engine_path, compiled.export_model().getbuffer(), f"{_NOTE}{told} {json.dumps(_dimensions(onnx_path))}"
+        )
         if options.progress:
             options.progress(1.0, "compile")
         emulated = precision == "bfloat16" and "BF16" not in _capabilities(ov)
@@ -130,16 +138,16 @@ class OpenVINOBackend:
         return OpenVINOEngine(*_loaded(path, threads, verify=verify))
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
     ) -> Inspection:
         """Run an engine file, or an ``.onnx`` file, with performance counters on."""
         compiled, dimensions = _loaded(path, threads, {"PERF_COUNT": True})
         inputs = made_up_inputs(OpenVINOEngine(compiled, dimensions).inputs, batch, sequence)
         try:
-            layers = observed_layers(compiled, inputs)
+            layers = observed_layers(compiled, inputs, runs)
         except RuntimeError as error:
             raise EngineError(f"OpenVINO could not run {path} on made-up inputs: {_reason(error)}") from error
-        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
+        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads, runs))
 
     def _check_options(self, options: BuildOptions) -> None:
         if options.compute_capability is not None:
@@ -170,14 +178,15 @@ def _loaded(
         return _compile(import_library("openvino", "openvino"), path, settings), _dimensions(path)
     checked_engine(path)
     blob, note = read_engine(path, verify=verify)
-    precision, _, names = note.removeprefix(_NOTE).partition(" ")
-    if not note.startswith(_NOTE) or precision not in _PRECISIONS:
+    told, _, names = note.removeprefix(_NOTE).partition(" ")
+    precision, _, group = told.partition(",")
+    if not note.startswith(_NOTE) or precision not in _PRECISIONS or not (group or "0").isdecimal():
         raise EngineError(
             f"{path} is not an engine of backend openvino, or is cut short: it does not end with the precision "
             "that it was built for; build it again from its ONNX file"
         )
     ov = import_library("openvino", "openvino")
-    settings = {**_settings(threads, precision), **more}
+    settings = {**_settings(threads, precision), **({_GROUP: int(group)} if group else {}), **more}
     try:
         with kept_signal_stack():
             compiled = ov.Core().import_model(blob, "CPU", settings)
@@ -226,11 +235,18 @@ def _compile(ov: Any, onnx_path: Path, settings: Mapping[str, object]) -> Any:
     try:
         model = core.read_model(str(onnx_path))
         with kept_signal_stack():
-            compiled = core.compile_model(model, "CPU", dict(settings))
+            compiled = core.compile_model(model, "CPU", {**_dynamic_group(model), **settings})
     except RuntimeError as error:
         raise EngineError(f"OpenVINO refused {onnx_path}: {explain_error(onnx_path, _reason(error))}") from error
     _check_outputs(model, compiled, onnx_path)
     return _checked_precision(compiled, onnx_path, settings)
+
+
+def _dynamic_group(model: Any) -> dict[str, object]:
+    """Return the setting of ranges at run time: the one of our plans, unless weights of 4 bits may have smaller blocks,
+    which would turn it off."""
+    stored = (node.get_element_type().get_type_name() for node in model.get_ops() if node.get_type_name() == "Constant")
+    return {} if {"i4", "u4"}.intersection(stored) else {_GROUP: DYNAMIC_BLOCK}
 
 
 def _check_outputs(model: Any, compiled: Any, path: Path) -> None:

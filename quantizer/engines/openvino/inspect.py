@@ -37,16 +37,17 @@ _PRECISIONS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8":
 _UNIT = 1e6
 
 
-def observed_layers(compiled: Any, inputs: Mapping[str, Array]) -> list[Layer]:
+def observed_layers(compiled: Any, inputs: Mapping[str, Array], runs: int = RUNS) -> list[Layer]:
     """Return the layers of a compiled model, with the counters of its runs.
 
     Args:
         compiled: an ``openvino.CompiledModel`` with PERF_COUNT on.
         inputs: the inputs, in the order of its ports.
+        runs: how many runs the time of a layer is the median of.
     """
     request = compiled.create_infer_request()
     times = defaultdict(list)
-    for run in range(WARMUP + RUNS):
+    for run in range(WARMUP + runs):
         request.infer(dict(enumerate(inputs.values())))
         if run >= WARMUP:
             for counted in request.get_profiling_info():

@@ -22,6 +22,7 @@ from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
 from quantizer.engines.error_hints import hint_for
 from quantizer.engines.error_hints import named_node
+from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.from_layers import run_note
 from quantizer.engines.inspection.inspection import Inspection
@@ -130,7 +131,7 @@ class TensorRTBackend:
         return TensorRTEngine(self.name, self._import(), path, content, note)
 
     def inspect(
-        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = 5
+        self, path: Path, *, threads: int = 1, batch: int = 8, sequence: int = 128, runs: int = RUNS
     ) -> Inspection:
         """Run an engine on the GPU under a profiler and read its inspector.
 
@@ -138,8 +139,8 @@ class TensorRTBackend:
             EngineError: there is no NVIDIA GPU with a driver here, or the engine was built for another GPU or release.
         """
         engine = self.load(path, threads=threads)
-        layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence))
-        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads))
+        layers = engine.observed_layers(made_up_inputs(engine.inputs, batch, sequence), runs)
+        return inspection_from_layers(self.name, layers, verified=True, note=run_note(batch, sequence, threads, runs))
 
     def _import(self) -> Any:
         return import_library(self.name, *self._modules)

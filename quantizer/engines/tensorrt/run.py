@@ -137,14 +137,14 @@ class TensorRTEngine:
         stream.synchronize()
         return {name: tensors[name].cpu().numpy() for name in self.output_names}
 
-    def observed_layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
+    def observed_layers(self, inputs: Mapping[str, Array], runs: int = RUNS) -> list[Layer]:
         """Return the layers that the inspector reports at the shapes of ``inputs``, with the times of a profiler."""
         for _ in range(WARMUP):
             self(inputs)
         times: dict[str, list[float]] = defaultdict(list)
         profiler = trt_profiler(self._trt, times)
         self._context.profiler = profiler
-        for _ in range(RUNS):
+        for _ in range(runs):
             self(inputs)
         inspector = self._engine.create_engine_inspector()
         inspector.execution_context = self._context

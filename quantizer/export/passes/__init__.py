@@ -14,6 +14,7 @@ from quantizer.export.passes.einsum_weights import EinsumWeights
 from quantizer.export.passes.folding.fold_batch_norm import FoldBatchNorm
 from quantizer.export.passes.folding.fold_channel_factors import FoldChannelFactors
 from quantizer.export.passes.folding.fold_convolution_factors import FoldConvolutionFactors
+from quantizer.export.passes.folding.fold_padding import FoldPadding
 from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 from quantizer.export.passes.layout_before_quantize import LayoutBeforeQuantize
 from quantizer.export.passes.name_nodes import NameNodes
@@ -33,6 +34,7 @@ PASSES: tuple[GraphPass, ...] = (
     WeightsAsRead(),
     FoldBatchNorm(),
     FoldConvolutionFactors(),
+    FoldPadding(),
     LayoutBeforeQuantize(),
     ScaleBeforeQuantize(),
     FoldChannelFactors(),

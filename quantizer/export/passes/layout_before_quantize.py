@@ -14,6 +14,7 @@ from quantizer.export.passes.base import MatchPass
 from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
 from quantizer.qdq.graph import floats
+from quantizer.qdq.graph import is_dynamic_quantize
 from quantizer.qdq.graph import pair_before
 
 __all__ = ["LayoutBeforeQuantize"]
@@ -40,9 +41,13 @@ class LayoutBeforeQuantize(MatchPass[tuple[Any, Any]]):
         pair = pair_before(node.inputs[0])
         if pair is None or node.outputs[0].is_graph_output():
             return None
-        alone = all(len(list(entry.outputs[0].uses())) == 1 for entry in pair)
+        if any(len(list(entry.outputs[0].uses())) != 1 for entry in pair):
+            return None
+        if is_dynamic_quantize(pair[0]):
+            # Its scale is that of all values, in any order, and always of one type.
+            return pair if node.op_type in _LAYOUT else None
         scale = floats(pair[0].inputs[1])
-        return pair if alone and scale is not None and scale.ndim == 0 else None
+        return pair if scale is not None and scale.ndim == 0 else None
 
     def apply(self, model: Any, node: Any, found: tuple[Any, Any]) -> None:
         import onnx_ir

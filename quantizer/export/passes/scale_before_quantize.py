@@ -23,6 +23,7 @@ from quantizer.export.passes.base import insert_before
 from quantizer.export.passes.base import smallest_normal
 from quantizer.export.passes.base import take_out
 from quantizer.qdq.graph import floats
+from quantizer.qdq.graph import is_dynamic_quantize
 from quantizer.qdq.graph import pair_before
 from quantizer.qdq.graph import scalar
 
@@ -97,7 +98,7 @@ def _keeps_rank(value: Any, factor: Any) -> bool:
 
 def _may_take(quantize: Any, dequantize: Any, factor: float) -> bool:
     """Return whether the pair has no other reader, and one scale that keeps its precision."""
-    if any(len(list(node.outputs[0].uses())) != 1 for node in (quantize, dequantize)):
+    if is_dynamic_quantize(quantize) or any(len(list(node.outputs[0].uses())) != 1 for node in (quantize, dequantize)):
         return False
     scale = floats(quantize.inputs[1])
     return scale is not None and scale.ndim == 0 and float(scale) * factor >= smallest_normal(scale.dtype)

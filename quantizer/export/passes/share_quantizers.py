@@ -13,6 +13,8 @@ from quantizer.export.passes.base import take_out
 
 __all__ = ["ShareQuantizers"]
 
+_KINDS = ("QuantizeLinear", "DynamicQuantizeLinear", "DequantizeLinear")
+
 
 class ShareQuantizers:
     """``Q(x, s) .. Q(x, s)`` becomes ``Q(x, s)``, and DQs that read it likewise."""
@@ -22,14 +24,17 @@ class ShareQuantizers:
 
     def run(self, model: Any) -> int:
         changed = 0
-        for kind in ("QuantizeLinear", "DequantizeLinear"):
+        for kind in _KINDS:
             for first, second in _alike(model, kind):
+                # The scale and the zero point of a dynamic Q, and then its codes.
+                for held, other in zip(first.outputs[1:], second.outputs[1:], strict=True):
+                    other.replace_all_uses_with(held)
                 take_out(model, second, first.outputs[0])
                 changed += 1
         return changed
 
     def ensures(self, model: Any) -> str | None:
-        left = [second.name for kind in ("QuantizeLinear", "DequantizeLinear") for _, second in _alike(model, kind)]
+        left = [second.name for kind in _KINDS for _, second in _alike(model, kind)]
         return f"a tensor is quantized twice in the same way: {left[0]}" if left else None
 
 

@@ -26,7 +26,7 @@ __all__ = ["gemm_bias", "half_site", "quantized_bias", "quantized_mask", "site_k
 @rules.add("half-site")
 def half_site(subject: Subject) -> Iterator[Fault]:
     """Quantize both operands of a product, or neither; weights alone only to save memory on purpose."""
-    weights_alone = all(is_constant(node.inputs[0]) for node in subject.quantizes)
+    weights_alone = all(is_constant(node.inputs[0]) for node in [*subject.quantizes, *subject.dynamic_quantizes])
     for pair in subject.products:
         if pair[0].quantized == pair[1].quantized:
             continue

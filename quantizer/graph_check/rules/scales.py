@@ -14,7 +14,7 @@ from quantizer.qdq.graph import element
 from quantizer.qdq.graph import is_constant
 from quantizer.qdq.graph import name_of
 
-__all__ = ["scale_constant", "scale_type", "scale_value"]
+__all__ = ["dynamic_range", "scale_constant", "scale_type", "scale_value"]
 
 
 @rules.add("scale-constant")
@@ -24,6 +24,16 @@ def scale_constant(subject: Subject) -> Iterator[Fault]:
         if not is_constant(node.inputs[1]):
             problem = f"its scale {node.inputs[1].name} is computed when the model runs"
             yield Fault(name_of(node), problem, "calibrate, and store the scale as a constant")
+
+
+@rules.add("dynamic-range")
+def dynamic_range(subject: Subject) -> Iterator[Fault]:
+    """Take ranges at run time only where the target has kernels for them."""
+    if subject.target.reads_dynamic or "DynamicQuantizeLinear" in subject.limits.refused:
+        return
+    for node in subject.dynamic_quantizes:
+        problem = f"{subject.target.name} computes the range in floats, and the products that read the tensor too"
+        yield Fault(name_of(node), problem, "calibrate, and store the scale as a constant in a QuantizeLinear")
 
 
 @rules.add("scale-value")

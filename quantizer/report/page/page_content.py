@@ -11,6 +11,7 @@ import yaml
 
 from quantizer.errors import MissingDependencyError
 from quantizer.report.charts.candidates_plot import candidates_svg
+from quantizer.report.charts.frontier_plot import frontier_svg
 from quantizer.report.charts.heat_map import sensitivity_heatmap
 from quantizer.report.charts.histogram_plot import histogram_figure
 from quantizer.report.charts.pareto_plot import pareto_svg
@@ -48,6 +49,8 @@ from quantizer.report.tables.headline import covered_share
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.headline import verdict
 from quantizer.report.tables.measure_labels import error_words
+from quantizer.report.tables.placement_table import placement_lines
+from quantizer.report.tables.placement_table import placement_table
 from quantizer.report.tables.search_table import evaluation_caption
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
@@ -106,6 +109,9 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
         "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],
+        "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
+        "placement_table": _safe(placement_table(record.placement) if record.placement else ""),
+        "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
         "causes": [text.typeset(line) for line in cause_lines(record.causes)],
         "tiles": tiles(record),
         "latency": text.typeset(_latency_note(record)),

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantizer.reasons import counted
 from quantizer.report.record import Fallback
+from quantizer.report.record import Operand
 from quantizer.report.record import RunRecord
 from quantizer.report.record import SensitivityRow
 from quantizer.report.record import Site
@@ -164,13 +165,19 @@ def coverage_table(sites: Sequence[Site]) -> str:
     return html_table(columns, rows, label="Every site", style=False)
 
 
+def _format(operand: Operand) -> str:
+    if not operand.quantized:
+        return "float"
+    return text.format_name(operand.dtype, operand.block_size, operand.zero_point, dynamic=operand.dynamic)
+
+
 def ranges_table(sites: Sequence[Site]) -> str:
-    """Return format, range, scale and SQNR of every operand that has a range; empty if none has."""
+    """Return format, range, scale and SQNR of every operand with a range, also one of run time; empty if none has."""
     rows = [
         (
             site.name,
             operand.name,
-            text.format_name(operand.dtype, operand.block_size, operand.zero_point) if operand.quantized else "float",
+            _format(operand),
             text.granularity(operand.channels, operand.block_size),
             operand.minimum,
             operand.maximum,
@@ -183,7 +190,7 @@ def ranges_table(sites: Sequence[Site]) -> str:
         )
         for site in sites
         for operand in site.operands
-        if operand.amax is not None or operand.scale is not None
+        if operand.amax is not None or operand.scale is not None or operand.dynamic
     ]
     columns = [
         Column(title="Site", mono=True),

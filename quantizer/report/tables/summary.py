@@ -18,6 +18,7 @@ from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.report.tables.choice_table import print_choice
 from quantizer.report.tables.engine_table import print_inspection
 from quantizer.report.tables.headline import quantized_score
+from quantizer.report.tables.placement_table import placement_lines
 
 __all__ = ["print_record", "print_summary"]
 
@@ -37,6 +38,9 @@ def print_record(record: RunRecord, folder: Path | str, console: Console) -> Non
     folder = Path(folder)
     if record.choice is not None:
         print_choice(record.choice, console)
+    if record.placement is not None and (record.placement.back or record.placement.min_speedup is not None):
+        for line in placement_lines(record.placement):
+            console.print(Text(line), soft_wrap=True)
     for line in cause_lines(record.causes):
         console.print(Text(line))
     console.print(_table(record))

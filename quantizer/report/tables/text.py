@@ -119,10 +119,15 @@ def counted(number: int, what: str) -> str:
     return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 
-def format_name(dtype: str, block_size: int | None = None, zero_point: int | None = None) -> str:
-    """Return a format with block size and zero point: ``int8``, ``int4 /128`` in blocks of 128, ``uint8 zp 113``."""
+def format_name(
+    dtype: str, block_size: int | None = None, zero_point: int | None = None, *, dynamic: bool = False
+) -> str:
+    """Return a format with block size and zero point: ``int8``, ``int4 /128`` in blocks of 128, ``uint8 zp 113``.
+
+    ``dynamic``: with ranges at run time, ``uint8 dynamic``.
+    """
     blocks = "" if block_size is None else f" /{block_size}"
-    return dtype + blocks + ("" if zero_point is None else f" zp {zero_point}")
+    return dtype + blocks + ("" if zero_point is None else f" zp {zero_point}") + (" dynamic" if dynamic else "")
 
 
 def granularity(scales: int, block_size: int | None = None) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,10 +29,15 @@ from quantizer.runs.convert.folder import ONNX
 from quantizer.runs.convert.inputs import ConversionInputs
 from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.engine_budget import EngineBudget
+from quantizer.runs.placement.place_groups import GroupPlacer
+from quantizer.runs.placement.price_groups import EngineFiles
+from quantizer.runs.placement.price_groups import TimeCache
+from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
 from quantizer.runs.task_metric import TaskMetric
+from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.targets import profile
 from quantizer.tasks import Batch
 from quantizer.tasks import Row
@@ -96,6 +103,7 @@ class EngineMaker:
         self.tuning = tuning
         self.scratch = scratch
         self.stage = context.timer
+        self._plain: dict[str, Made] = {}
 
     def quantized(self, name: str, quantizer: Quantizer, folder: Path) -> Made:
         """Quantize, export, build and check, with ``max_drop`` again until the engine meets it, too."""
@@ -103,31 +111,63 @@ class EngineMaker:
         budget = EngineBudget(self.context, allowed, self.tuning, checked=runs_here(name))
         read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
         metric = TaskMetric(read, self.context.task, budget.searched, [], self.stage.tell)
+        made = self._quantized(name, quantizer, folder)
+        prices = None if made.engine is None else self._prices(made, quantizer)
+        if prices is not None and prices.slower():
+            quantizer.fallback(None, prices=prices)
         while True:
             if allowed is not None:
                 if amp is None:
                     amp = quantizer.amp(model)
                     measure_sensitivity(self.context, quantizer, amp, self.batches[:_AMP_BATCHES])
-                search_fallback(self.context, quantizer, amp, metric, allowed)
-            with self.stage("quantize"):
-                quantized = quantizer.quantize(model)
-            with self.stage("export"):
-                quantizer.export(quantized, folder / ONNX, self.context.task.example())
-            built, chosen = self._built(name, folder / ONNX, folder / ENGINE), quantizer.chosen_fallback
-            engine = self._loaded(built, name)
-            allowed = budget.next_drop(engine, 0 if chosen is None else len(chosen.groups))
+                search_fallback(self.context, quantizer, amp, metric, allowed, prices=prices)
+            chosen = quantizer.chosen_fallback
+            if chosen is not None and chosen.reasons():
+                made = self._quantized(name, quantizer, folder)
+            allowed = budget.next_drop(made.engine, 0 if chosen is None else len(chosen.groups))
             if allowed is None:
                 break
-        return Made(
-            name=name,
-            onnx=folder / ONNX,
-            built=built,
-            quantized=quantized,
-            quantizer=quantizer,
-            budget=tuple(budget.checks),
-            engine=engine,
-            checks=self._checks(name, engine, quantized),
+        return replace(made, budget=tuple(budget.checks), checks=self._checks(name, made.engine, made.quantized))
+
+    def _quantized(self, name: str, quantizer: Quantizer, folder: Path) -> Made:
+        """Quantize, export and build."""
+        with self.stage("quantize"):
+            quantized = quantizer.quantize(self.context.model)
+        with self.stage("export"):
+            quantizer.export(quantized, folder / ONNX, self.context.task.example())
+        built = self._built(name, folder / ONNX, folder / ENGINE)
+        engine = self._loaded(built, name)
+        return Made(name=name, onnx=folder / ONNX, built=built, quantized=quantized, quantizer=quantizer, engine=engine)
+
+    def _prices(self, made: Made, quantizer: Quantizer) -> Prices:
+        """Return what the groups of a plan are worth in time, in the middle one of the shapes."""
+        assert made.quantized is not None
+        plain = self.plain_engine(made.name)
+        batch, sequence = self.facts.shapes[len(self.facts.shapes) // 2]
+        placer = GroupPlacer(
+            model=self.context.model,
+            example=self.context.task.example(),
+            timing=Timing(backend=made.name, batch=batch, sequence=sequence or batch, threads=self.asked.threads),
+            cache=TimeCache(self.context.resume.times),
+            build=partial(self._built, made.name),
+            folder=self.scratch,
+            say=self.stage.say,
         )
+        low, high = (EngineFiles(onnx=one.onnx, engine=one.built.path) for one in (made, plain))
+        with self.stage("time the groups"):
+            return placer.prices(quantizer, made.quantized, low, high)
+
+    def plain_engine(self, name: str) -> Made:
+        """Return the engine of the float model of a backend, in a file that is not kept; it is built once."""
+        if name not in self._plain:
+            engine = self.scratch / f"{name}.engine"
+            self._plain[name] = self.float_engine(name, self.float_file(name), engine, checked=False)
+        return self._plain[name]
+
+    def checked_plain_engine(self, name: str) -> Made:
+        """Return it with its outputs checked."""
+        made = self.plain_engine(name)
+        return replace(made, checks=self._checks(name, made.engine))
 
     def float_engine(self, name: str, onnx: Path, engine: Path, *, checked: bool = True) -> Made:
         """Export the float model, if ``onnx`` does not exist, and build and check its engine."""

@@ -190,9 +190,7 @@ class _Run:
         if made.engine is not None:
             models: dict[str, nn.Module | Engine] = {_PYTORCH: self.model}
             if made.quantized is not None:
-                plain = maker.float_engine(
-                    name, maker.float_file(name), maker.scratch / f"{name}.engine", checked=False
-                ).engine
+                plain = maker.plain_engine(name).engine
                 assert plain is not None
                 models["float engine"] = plain
             latency = self._latency({**models, "engine": made.engine})
@@ -252,7 +250,7 @@ class _Run:
             QuantizerError: it cannot be made, is wrong, or misses ``max_drop``; nothing of it stays.
         """
         if not quantized:
-            return maker.float_engine(name, maker.float_file(name), maker.scratch / f"{name}.engine")
+            return maker.checked_plain_engine(name)
         folder = self.target / name
         folder.mkdir()
         try:

@@ -86,7 +86,7 @@ def _rounds(reader: Any, index: int) -> bool:
     if reader.op_type in MATMULS and index == 0:
         weight = operands(reader)[1]
         return weight.quantized and weight.is_weight
-    return bool(reader.op_type == "QuantizeLinear")
+    return bool(reader.op_type in ("QuantizeLinear", "DynamicQuantizeLinear"))
 
 
 def _edits(value: Any, factors: np.ndarray[Any, Any]) -> list[_Edit] | None:

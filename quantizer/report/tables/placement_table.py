@@ -1,0 +1,46 @@
+"""A placement by measured time as sentences and a table."""
+
+from __future__ import annotations
+
+from quantizer.report.placement_record import Placement
+from quantizer.report.tables import text
+from quantizer.report.tables.tables import Column
+from quantizer.report.tables.tables import html_table
+
+__all__ = ["placement_lines", "placement_table"]
+
+
+def placement_lines(placement: Placement) -> list[str]:
+    """Return what low precision wins, what the plan is predicted to take, and how a goal was met, in sentences."""
+    how = "estimated for" if placement.estimated else "measured:"
+    low, plain, taken = (
+        text.milliseconds(value) for value in (placement.low_ms, placement.float_ms, placement.predicted_ms)
+    )
+    lines = [f"{how} {placement.where}; everything in low precision takes {low}, the float model {plain}"]
+    slower = sum(group.slower is not None for group in placement.groups)
+    if slower:
+        lines.append(f"{text.counted(slower, 'group')} went back because low precision makes the engine slower there")
+    if placement.back:
+        lines.append(f"with {text.counted(placement.back, 'group')} in float the plan is predicted to take {taken}")
+    if placement.min_speedup is not None and placement.checks:
+        last = placement.checks[-1]
+        met = "reached" if last.speedup >= placement.min_speedup else "not reached"
+        asked, got = text.times(placement.min_speedup), text.times(last.speedup)
+        lines.append(f"asked for {asked} the speed of float: the engine has {got}, {met}")
+    return lines
+
+
+def placement_table(placement: Placement) -> str:
+    """Return a table with a row for each group: its time in low precision and in float, and what it wins."""
+    columns: list[Column | str] = [
+        "Group",
+        Column(title="Low, us", numeric=True, show=lambda value: f"{value:.0f}"),
+        Column(title="Float, us", numeric=True, show=lambda value: f"{value:.0f}"),
+        Column(title="Won, us", numeric=True, show=lambda value: f"{value:.0f}"),
+        "",
+    ]
+    rows = [
+        (group.group, group.low_us, group.float_us, group.float_us - group.low_us, "back" if group.slower else "")
+        for group in placement.groups
+    ]
+    return html_table(columns, rows, label="Times of groups", style=False)

@@ -1,0 +1,84 @@
+"""The prices of a quantizer's groups, for people who write Python."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantizer.engines.backends import backend
+from quantizer.engines.backends import build_engine
+from quantizer.engines.base import BuildOptions
+from quantizer.errors import EngineError
+from quantizer.export import export_onnx
+from quantizer.quantizer import Quantizer
+from quantizer.runs.placement.place_groups import GroupPlacer
+from quantizer.runs.placement.price_groups import EngineFiles
+from quantizer.runs.placement.price_groups import TimeCache
+from quantizer.runs.placement.price_groups import Timing
+from quantizer.sensitivity.prices.group_prices import Prices
+
+__all__ = ["measured_prices"]
+
+
+def measured_prices(
+    quantizer: Quantizer,
+    model: nn.Module,
+    example: Any,
+    *,
+    batch: int = 8,
+    sequence: int = 128,
+    threads: int = 1,
+    cache: str | os.PathLike[str] | None = None,
+) -> Prices:
+    """Build an engine of the plan and one of the float model, and return what each group takes in both.
+
+    For ``fallback(prices=...)``: groups that low precision makes slower go back, the others by their error per
+    microsecond.
+
+    Args:
+        quantizer: a calibrated quantizer for a backend whose engines run on this machine's CPU, without a fallback.
+        model: the float model.
+        example: one batch, to export with.
+        batch: rows of the inputs that are timed.
+        sequence: size of their other dynamic dimensions.
+        threads: threads of the CPU.
+        cache: a JSON file of times, which are taken from there if files and machine are the same.
+
+    Raises:
+        EngineError: engines of the backend do not run on a CPU, groups fell back already, or an engine fails.
+        CalibrationError: nothing was calibrated yet.
+    """
+    name = quantizer.config.backend
+    if backend(name).device != "cpu":
+        raise EngineError(f"measured_prices() times engines on this CPU, and those of {name} run on a GPU")
+    if quantizer.chosen_fallback is not None:
+        raise EngineError("measured_prices() prices all groups, and some fell back: call clear_fallback() first")
+    times = TimeCache(None if cache is None else Path(cache))
+    with tempfile.TemporaryDirectory() as folder:
+        low, plain = (
+            EngineFiles(onnx=Path(folder) / f"{stem}.onnx", engine=Path(folder) / f"{stem}.engine")
+            for stem in ("model", "float")
+        )
+        quantized = quantizer.quantize(model)
+        quantizer.export(quantized, low.onnx, example)
+        export_onnx(model, plain.onnx, example, opset=quantizer.config.target.opset, dtype=torch.float32)
+
+        def build(onnx: Path, engine: Path) -> None:
+            build_engine(name, onnx, engine, BuildOptions())
+
+        for files in (low, plain):
+            build(files.onnx, files.engine)
+        placer = GroupPlacer(
+            model=model,
+            example=example,
+            timing=Timing(backend=name, batch=batch, sequence=sequence, threads=threads),
+            cache=times,
+            build=build,
+            folder=Path(folder),
+        )
+        return placer.prices(quantizer, quantized, low, plain)

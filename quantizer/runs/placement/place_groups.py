@@ -1,0 +1,84 @@
+"""The stage that prices the groups of a plan by measured time, and finds those that low precision makes slower."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quantizer.quantizer import Quantizer
+from quantizer.runs.placement.price_groups import EngineFiles
+from quantizer.runs.placement.price_groups import TimeCache
+from quantizer.runs.placement.price_groups import Timing
+from quantizer.runs.placement.price_groups import is_faster
+from quantizer.runs.placement.price_groups import price_groups
+from quantizer.sensitivity.prices.group_prices import Prices
+
+__all__ = ["GroupPlacer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPlacer:
+    """Prices the groups of a quantizer's plan in the engines of its backend.
+
+    Attributes:
+        model: the float model.
+        example: one batch, to export with.
+        timing: how engines are timed.
+        cache: times that were measured before.
+        build: builds an engine of the backend from an ONNX file.
+        folder: where engines may lie while they are timed.
+        opset: the ONNX opset; None: the target's.
+        say: called with what was found, in words.
+    """
+
+    model: nn.Module
+    example: Any
+    timing: Timing
+    cache: TimeCache
+    build: Callable[[Path, Path], Any]
+    folder: Path
+    opset: int | None = None
+    say: Callable[[str], None] = lambda words: None
+
+    def prices(self, quantizer: Quantizer, quantized: nn.Module, low: EngineFiles, plain: EngineFiles) -> Prices:
+        """Return the prices of all groups of a plan; those by which a group is slower hold for the plan as a whole.
+
+        Gains of single groups do not add up exactly. So an engine without the slower groups is built and timed beside
+        the other: if it is not faster, no group counts as slower.
+
+        Args:
+            quantizer: a quantizer without a fallback.
+            quantized: its frozen proxy.
+            low: the engine of ``quantized``.
+            plain: the engine of the float model.
+
+        Raises:
+            EngineError: an engine cannot be built or run, or its library tells no times of layers.
+        """
+        prices = price_groups(quantizer.plan, quantized, low, plain, self.timing, self.cache)
+        slower = prices.slower()
+        if not slower:
+            return prices
+        faster = self.cache.faster(low.onnx, plain.onnx, self.timing, lambda: self._faster(quantizer, prices, low))
+        what = f"{len(slower)} groups are slower in {quantizer.config.dtype} than in float"
+        self.say(f"{what}, and go back" if faster else f"{what}, but the engine is not faster without them")
+        return prices if faster else replace(prices, least_loss_us=math.inf)
+
+    def _faster(self, quantizer: Quantizer, prices: Prices, low: EngineFiles) -> bool:
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            placed = EngineFiles(onnx=Path(scratch) / "placed.onnx", engine=Path(scratch) / "placed.engine")
+            quantizer.fallback(None, prices=prices)
+            try:
+                quantized = quantizer.quantize(self.model)
+                quantizer.export(quantized, placed.onnx, self.example, opset=self.opset)
+            finally:
+                quantizer.clear_fallback()
+            self.build(placed.onnx, placed.engine)
+            return is_faster(placed, low, self.timing)

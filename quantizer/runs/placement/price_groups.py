@@ -1,0 +1,207 @@
+"""The prices of a plan's groups: an engine of the plan and one of the float model, timed layer by layer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from dataclasses import asdict
+from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from quantizer.common.plain_values import decoded
+from quantizer.common.plain_values import json_values
+from quantizer.engines import Engine
+from quantizer.engines import inspect_engine
+from quantizer.engines import interleaved_latency
+from quantizer.engines import load_engine
+from quantizer.engines import medians
+from quantizer.engines.inspection.place_times import place_times
+from quantizer.engines.inspection.product_names import product_names
+from quantizer.engines.measure.dummy_inputs import working_inputs
+from quantizer.errors import EngineError
+from quantizer.files import whole_file
+from quantizer.plan.site_plan import Plan
+from quantizer.proxy.build import sites_of
+from quantizer.report import collect_machine
+from quantizer.report import collect_versions
+from quantizer.sensitivity.prices.group_prices import Prices
+from quantizer.sensitivity.prices.group_prices import prices_from_places
+
+__all__ = ["EngineFiles", "TimeCache", "Timing", "is_faster", "price_groups"]
+
+_ROUNDS = 15
+_RUNS = 10
+"""Runs of which a layer's time is the median."""
+
+_LEAST_GAIN = 1.02
+"""A plan with groups put back for the time is taken from this gain on, measured as a whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFiles:
+    """An engine and the file that it was built from."""
+
+    onnx: Path
+    engine: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Conditions in which engines are timed: their backend, the shape of the inputs, and the threads."""
+
+    backend: str
+    batch: int
+    sequence: int
+    threads: int
+
+    def __str__(self) -> str:
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{self.backend}, {self.batch} x {self.sequence}, {threads}"
+
+    def load(self, path: Path) -> Engine:
+        return load_engine(self.backend, path, threads=self.threads, verify=False)
+
+    def of_places(self, engines: Mapping[str, EngineFiles], places: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return the time of each place in each engine, in microseconds, the lower of two measurements.
+
+        The engines take turns. What else runs on the machine makes layers slower, and seldom the same ones twice.
+        """
+        size = {"threads": self.threads, "batch": self.batch, "sequence": self.sequence}
+        found: dict[str, dict[str, float]] = {}
+        for _ in range(2):
+            for name, files in engines.items():
+                seen = inspect_engine(self.backend, files.engine, **size, runs=_RUNS)
+                times = place_times(seen, places, product_names(files.onnx))
+                found[name] = {place: min(time, found.get(name, times)[place]) for place, time in times.items()}
+        return found
+
+    def latencies(self, paths: Mapping[str, Path]) -> dict[str, float]:
+        """Return the median latency of each engine in microseconds, all in turns, on made-up inputs."""
+        engines = {name: self.load(path) for name, path in paths.items()}
+        calls = {
+            name: partial(engine, working_inputs(engine, self.batch, self.sequence)) for name, engine in engines.items()
+        }
+        return {name: 1e6 * seconds for name, seconds in medians(interleaved_latency(calls, rounds=_ROUNDS)).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Times:
+    """Latencies in microseconds, and the time of each place, in the engine of a plan and in that of the float model.
+
+    Attributes:
+        faster: whether the plan is faster without its slower groups; None: not measured.
+    """
+
+    low_us: float
+    float_us: float
+    low: Mapping[str, float]
+    plain: Mapping[str, float]
+    faster: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """The content of a file of times: what was measured, by what it was measured on."""
+
+    times: Mapping[str, _Times]
+
+
+class TimeCache:
+    """Times in a JSON file, so that a run that is resumed or repeated takes them from there.
+
+    A file that holds something else is an error: it is not overwritten.
+
+    Args:
+        path: the file; None: nothing is kept.
+
+    Raises:
+        EngineError: the file holds no times.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._times: dict[str, _Times] = {}
+        if path is not None and path.exists():
+            try:
+                document: _Document = decoded(_Document, json_values(path.read_bytes()), "the file")
+            except (OSError, ValueError) as error:
+                raise EngineError(f"{path} holds no times of engines ({error}); remove it, and run again") from error
+            self._times = dict(document.times)
+
+    def times(self, low: Path, plain: Path, timing: Timing, take: Callable[[], _Times]) -> _Times:
+        """Return the times of the engines of two ONNX files, measured at the first call only."""
+        key = _key(low, plain, timing)
+        if key not in self._times:
+            self._put(key, take())
+        return self._times[key]
+
+    def faster(self, low: Path, plain: Path, timing: Timing, take: Callable[[], bool]) -> bool:
+        """Return whether a plan whose times are known is faster without its slower groups, measured once likewise."""
+        key = _key(low, plain, timing)
+        known = self._times[key].faster
+        if known is None:
+            known = take()
+            self._put(key, replace(self._times[key], faster=known))
+        return known
+
+    def _put(self, key: str, times: _Times) -> None:
+        self._times[key] = times
+        if self.path is not None:
+            with whole_file(self.path, EngineError) as part:
+                part.write_text(json.dumps(asdict(_Document(times=self._times)), indent=1), encoding="utf-8")
+
+
+def price_groups(
+    plan: Plan, quantized: nn.Module, low: EngineFiles, plain: EngineFiles, timing: Timing, cache: TimeCache
+) -> Prices:
+    """Return what each group of a plan takes in low precision and in float, in engines of this machine.
+
+    Args:
+        plan: the plan with all groups quantized.
+        quantized: its frozen proxy.
+        low: the engine of ``quantized``.
+        plain: the engine of the float model.
+        timing: how they are timed.
+        cache: times that were measured before, of the same files on the same machine.
+
+    Raises:
+        EngineError: an engine cannot be run, or its library tells no times of layers.
+    """
+    hosts = {site.path: site.host_path for site in sites_of(quantized)}
+
+    def take() -> _Times:
+        latency = timing.latencies({"low": low.engine, "plain": plain.engine})
+        spent = timing.of_places({"low": low, "plain": plain}, set(hosts.values()))
+        times = _Times(low_us=latency["low"], float_us=latency["plain"], low=spent["low"], plain=spent["plain"])
+        if not sum(times.low.values()) or not sum(times.plain.values()):
+            raise EngineError(f"an engine of {timing.backend} tells no times of its layers")
+        return times
+
+    times = cache.times(low.onnx, plain.onnx, timing, take)
+    return prices_from_places(
+        plan, hosts, times.low, times.plain, low_us=times.low_us, float_us=times.float_us, where=str(timing)
+    )
+
+
+def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
+    """Return whether the engine ``placed`` is faster than ``low`` by more than noise."""
+    latency = timing.latencies({"placed": placed.engine, "low": low.engine})
+    return latency["low"] >= _LEAST_GAIN * latency["placed"]
+
+
+def _key(low: Path, plain: Path, timing: Timing) -> str:
+    """Return a checksum of the files, the machine, the libraries and the shape."""
+    machine, versions = collect_machine(), collect_versions()
+    parts = [str(timing), json.dumps([machine, versions], sort_keys=True)]
+    found = hashlib.sha256("\0".join(parts).encode())
+    for path in (low, plain):
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()

@@ -1,0 +1,112 @@
+"""The two engines of a run in its folder: that of the quantized model, and that of the float model beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quantizer.config import RunConfig
+from quantizer.engines import BuildResult
+from quantizer.engines import Engine
+from quantizer.engines import load_engine
+from quantizer.engines import runs_here
+from quantizer.export import export_onnx
+from quantizer.quantizer import Quantizer
+from quantizer.runs.measure import build_options
+from quantizer.runs.placement.price_groups import EngineFiles
+from quantizer.runs.placement.price_groups import Timing
+from quantizer.runs.run_context import RunContext
+
+__all__ = ["FLOAT_STEM", "QUANTIZED_STEM", "RunEngines"]
+
+FLOAT_STEM, QUANTIZED_STEM = "float", "model"
+"""The names of the two files of each engine, without their endings."""
+
+
+class RunEngines:
+    """Exports and builds the engines of a run, each anew only if its model has changed.
+
+    Args:
+        context: the model and its task.
+        config: the configuration, with the backend.
+        folder: the folder of the run.
+        built: the engines of the float model and of the plan without a fallback, which lie in the folder already.
+    """
+
+    def __init__(
+        self, context: RunContext, config: RunConfig, folder: Path, built: dict[str, BuildResult] | None = None
+    ) -> None:
+        self._context = context
+        self._config = config
+        self._folder = folder
+        self._built = built or {}
+        self._back: frozenset[str] | None = frozenset() if built else None
+
+    @property
+    def runs_here(self) -> bool:
+        """True if this machine has the device of the engines."""
+        return runs_here(self._config.quantizer.backend)
+
+    @property
+    def timing(self) -> Timing:
+        """Conditions in which the engines are timed."""
+        report = self._config.report
+        return Timing(
+            backend=self._config.quantizer.backend,
+            batch=report.latency_batch,
+            sequence=report.latency_sequence,
+            threads=self._config.engine.threads,
+        )
+
+    def files(self, stem: str) -> EngineFiles:
+        """Return the files of an engine."""
+        return EngineFiles(onnx=self._folder / f"{stem}.onnx", engine=self._folder / f"{stem}.engine")
+
+    def build(self, quantizer: Quantizer, quantized: nn.Module, *, trained: bool = False) -> dict[str, BuildResult]:
+        """Return the engines ``engine`` and ``float``, built of the frozen proxy and of the float model.
+
+        Args:
+            quantizer: what made the proxy.
+            quantized: the frozen proxy.
+            trained: whether it was trained, so that an engine of the same plan is not the same.
+        """
+        chosen = quantizer.chosen_fallback
+        back = None if trained else frozenset(() if chosen is None else chosen.reasons())
+        missing = {} if "float" in self._built else {"float": self.files(FLOAT_STEM)}
+        if "engine" not in self._built or back is None or back != self._back:
+            missing["engine"] = self.files(QUANTIZED_STEM)
+        if not missing:
+            return dict(self._built)
+        opset, example, timer = self._config.export.opset, self._context.task.example(), self._context.timer
+        with timer("export"):
+            if "float" in missing:
+                export_onnx(self._context.model, missing["float"].onnx, example, opset=opset, dtype=torch.float32)
+            if "engine" in missing:
+                quantizer.export(quantized, missing["engine"].onnx, example, opset=opset)
+        with timer("build the engines"):
+            for name, files in missing.items():
+                self._built[name] = self.build_file(files.onnx, files.engine)
+        self._back = back
+        return dict(self._built)
+
+    def build_file(self, onnx: Path, engine: Path) -> BuildResult:
+        """Build an engine with the options of the run."""
+        return self._context.timer.build(self._config.quantizer.backend, onnx, engine, build_options(self._config))
+
+    def load(self) -> dict[str, Engine]:
+        """Return the engines that were built; none if they need a GPU that is not here."""
+        backend, threads = self._config.quantizer.backend, self._config.engine.threads
+        if not self.runs_here:
+            return {}
+        return {name: load_engine(backend, result.path, threads=threads) for name, result in self._built.items()}
+
+    def adopt(self, name: str, onnx: Path, built: BuildResult) -> None:
+        """Take an engine that was built elsewhere of the same model, with the file that it was built of."""
+        files = self.files(FLOAT_STEM if name == "float" else QUANTIZED_STEM)
+        onnx.replace(files.onnx)
+        built.path.replace(files.engine)
+        self._built[name] = replace(built, path=files.engine)
+        self._back = frozenset()

@@ -1,0 +1,128 @@
+"""Runs whose plan goes by measured time: what goes back, what is kept, and a speed that is not reached."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import quantizer.runs.placement.place_groups as place_groups
+from quantizer.cli.main import main
+from quantizer.report import RunRecord
+from quantizer.report import read_record
+from quantizer.runs.placement.price_groups import TimeCache
+from quantizer.runs.placement.price_groups import Timing
+from quantizer.sensitivity.prices.group_prices import GroupPrice
+from quantizer.sensitivity.prices.group_prices import Prices
+
+for _package in ("transformers", "sklearn", "jinja2", "openvino"):
+    pytest.importorskip(_package, reason="a run needs quantizer[hf,report,openvino]")
+
+from tiny_run import tiny_run  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A run in the current folder, whose times are given: 100 us of 1,000 for each group, in float 300."""
+    monkeypatch.chdir(tmp_path)
+    run = tiny_run(tmp_path)
+    run["report"] |= {"formats": ["json"]}
+    monkeypatch.setattr("quantizer.runs.run.measure_memory", lambda *_: ())
+
+    def given(plan: Any, *_: Any, **__: Any) -> Prices:
+        names = {operand.group for site in plan.values() for operand in site.operands if operand.quantized}
+        groups = {
+            name: GroupPrice(group=name, low_us=100.0, float_us=60.0 if "value" in name else 300.0)
+            for name in sorted(names)
+        }
+        return Prices(groups=groups, low_us=1000.0, float_us=4000.0, where="openvino, 2 x 16, 1 thread")
+
+    monkeypatch.setattr(place_groups, "price_groups", given)
+    monkeypatch.setattr(TimeCache, "faster", lambda self, low, plain, timing, take: take())
+    return run
+
+
+def _run(run: dict[str, Any], code: int = 0) -> RunRecord:
+    Path("tiny.yaml").write_text(yaml.safe_dump(run))
+    assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == code
+    return read_record(Path("out/report.json"))
+
+
+def _engines(monkeypatch: pytest.MonkeyPatch, **microseconds: float) -> None:
+    """Give the latencies of engines by their names, in microseconds."""
+    monkeypatch.setattr(Timing, "latencies", lambda self, paths: {name: microseconds[name] for name in paths})
+
+
+@pytest.mark.parametrize(("placed", "back"), [(900.0, 1), (995.0, 0)], ids=["faster", "not faster"])
+def test_slower_groups_go_back_where_the_engine_is_faster(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, placed: float, back: int
+) -> None:
+    _engines(monkeypatch, placed=placed, low=1000.0)
+    record = _run(asked)
+    assert record.placement is not None
+    slower = [group for group in record.placement.groups if group.slower is not None]
+    assert (len(slower), record.placement.back) == (back, back)
+    assert record.fallback is None or record.fallback.groups == ()
+    reasons = [row.reason for row in record.coverage if row.reason.startswith("slower in low precision")]
+    # The group is the input of three linears.
+    assert len(reasons) == 3 * back
+
+
+@pytest.mark.promise("puts back what costs most accuracy while the engine stays twice as fast as in float.")
+def test_a_speed_that_is_reached_at_the_second_engine(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[float] = []
+
+    def latencies(self: Timing, paths: dict[str, Path]) -> dict[str, float]:
+        if "placed" in paths:
+            return {"placed": 1000.0, "low": 1000.0}
+        taken.append(0)
+        return {"engine": 2400.0 if len(taken) == 1 else 1900.0, "float": 4000.0}
+
+    monkeypatch.setattr(Timing, "latencies", latencies)
+    record = _run({**asked, "amp": {"batches": 1}, "fallback": {"min_speedup": 2.0}})
+    assert record.placement is not None
+    assert record.fallback is not None
+    first, last = record.placement.checks
+    assert (round(first.speedup, 3), round(last.speedup, 3)) == (1.667, 2.105)
+    assert last.groups == len(record.fallback.groups) < first.groups
+    assert last.predicted == pytest.approx(2.0 * 1.01 * 2.0 / (4000 / 2400))
+    assert len(record.placement.frontier) == len(record.placement.groups) + 1
+
+
+def test_a_speed_that_no_plan_reaches(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _engines(monkeypatch, placed=1000.0, low=1000.0, engine=1000.0, float=4000.0)
+    record = _run({**asked, "amp": {"batches": 1}, "fallback": {"min_speedup": 5.0}}, code=1)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "fallback.min_speedup: 5 is not reached: the fastest plan found is 4.00 times as fast as in float" in said
+    assert "out holds it" in said
+    assert record.placement is not None
+    assert [check.groups for check in record.placement.checks] == [0]
+
+
+def test_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tiny_run(tmp_path)
+    run["report"] |= {"formats": ["json"]}
+    monkeypatch.setattr("quantizer.runs.run.measure_memory", lambda *_: ())
+    first = _run(run).placement
+    kept = json.loads(Path("out.times.json").read_text())
+    assert len(kept["times"]) == 1
+
+    def measured(*_: Any) -> None:
+        pytest.fail("the times were measured again")
+
+    monkeypatch.setattr(Timing, "of_places", measured)
+    second = _run(run).placement
+    assert first is not None
+    assert second is not None
+    assert replace(second, back=first.back, predicted_ms=first.predicted_ms) == first
+    Path("out.times.json").write_text('{"times": 1}')
+    assert main(["run", "tiny.yaml", "--output", "out", "--force"]) == 1

@@ -1,0 +1,135 @@
+"""Frozen proxies that are put back and frozen again: equal, bit for bit, to those that are built anew."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from calibrated import make_calibrated
+from helpers import ConvNet
+from helpers import Mlp
+from helpers import Snapshot
+from helpers import assert_same
+from torch import Tensor
+from torch import nn
+from tries import seen
+from tries import without
+
+from quantizer.plan.apply import frozen_proxy
+from quantizer.plan.frozen_tries import FrozenTries
+from quantizer.plan.site_plan import Plan
+from quantizer.plan.site_plan import with_fallback
+
+
+class _Stateful(nn.Module):
+    """A net with state of every kind that a pass can change: buffer, tensor, number, list and object."""
+
+    class Memory:
+        """An object that a pass writes into."""
+
+        def __init__(self) -> None:
+            self.calls: list[int] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Mlp(16)
+        self.memory = self.Memory()
+        self.also = [self.memory]
+        self.kept = torch.zeros(16)
+        self.register_buffer("total", torch.zeros(16))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.memory.calls.append(self.count)
+        self.kept += x.detach().mean((0, 1))
+        self.total.add_(x.detach().mean((0, 1)))
+        assert self.also[0] is self.memory, "what was one object stays one"
+        return self.body(x) + self.kept + self.total + len(self.memory.calls)
+
+
+def _cast(proxy: nn.Module) -> None:
+    proxy.half()
+
+
+def _train(proxy: nn.Module) -> None:
+    proxy.train()
+    with torch.no_grad():
+        proxy(torch.randn(2, 5, 16))
+
+
+def _rewire(proxy: nn.Module) -> None:
+    proxy.body = nn.Identity()  # type: ignore[assignment]
+    proxy.register_forward_hook(lambda module, args, output: output * 0)
+    proxy.memory.calls.extend([7, 7])  # type: ignore[union-attr]
+
+
+def _overwrite(proxy: nn.Module) -> None:
+    with torch.no_grad():
+        for value in proxy.state_dict().values():
+            value.zero_()
+
+
+def _stateful() -> tuple[nn.Module, Plan, Tensor]:
+    torch.manual_seed(3)
+    model, x = _Stateful().eval(), torch.randn(2, 5, 16)
+    return model, make_calibrated(model, [x], backend="openvino").plan, x
+
+
+@pytest.mark.parametrize("harm", [_cast, _train, _rewire, _overwrite])
+def test_nothing_is_left_of_what_was_done_with_a_proxy(harm: Callable[[nn.Module], None]) -> None:
+    model, plan, x = _stateful()
+    tries, choice = FrozenTries(model), random.Random(1)
+    before = Snapshot.of(model)
+    for share in (0.0, 0.5, 0.0):
+        tried = without(plan, choice, share)
+        harm(tries.of(tried))
+        assert_same(seen(tries.of(tried), x), seen(frozen_proxy(model, tried), x))
+    before.assert_unchanged(model)
+
+
+def test_a_proxy_that_is_kept_is_left_alone() -> None:
+    model, plan, x = _stateful()
+    tries = FrozenTries(model)
+    kept = tries.of(plan)
+    parts = tries.of(with_fallback(plan, {"body.up.forward.linear_0": "tried"})).body
+    assert next(kept.buffers()) is not next(tries.of(plan).buffers())
+    assert_same(kept(x), frozen_proxy(model, plan)(x))
+    assert tries.of(plan).body is not parts
+
+
+def test_changed_weights_are_not_computed_with() -> None:
+    model = ConvNet().eval()
+    x = torch.randn(2, 3, 16, 16)
+    plan = make_calibrated(model, [x], backend="openvino").plan
+    tries = FrozenTries(model)
+    tries.of(plan)
+    with torch.no_grad():
+        model.body.weight[0] += 1
+    assert_same(seen(tries.of(plan), x), seen(frozen_proxy(model, plan), x))
+    model.stem.weight = nn.Parameter(model.stem.weight * 2)
+    assert_same(seen(tries.of(plan), x), seen(frozen_proxy(model, plan), x))
+    model.head.weight.data.mul_(-1)
+    assert_same(seen(tries.of(plan), x), seen(frozen_proxy(model, plan), x))
+
+
+class _CopiesItself(Mlp):
+    """A model that says itself how it is copied."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "copied": True}
+
+
+def test_a_model_with_a_copy_of_its_own_is_built_anew() -> None:
+    model, x = _CopiesItself().eval(), torch.randn(3, 32)
+    plan = make_calibrated(model, [x], backend="openvino").plan
+    tries = FrozenTries(model)
+    first = tries.of(plan)
+    assert_same(seen(first, x), seen(frozen_proxy(model, plan), x))
+    references = weakref.ref(first)
+    del first
+    assert tries.of(plan) is not references()
