@@ -21,7 +21,7 @@ def cpu_candidates() -> tuple[tuple[str, ...], tuple[str, ...]]:
     Raises:
         EngineError: none is installed.
     """
-    names = [name for name in backends.names() if backends[name].device == "cpu"]
+    names = [name for name in backends.names() if backends[name].device == "cpu" and profile(name).in_auto]
     # In the order of the profiles: where nothing is measured, the first stands for all.
     names.sort(key=list(profiles).index)
     variants = {profile(name).exact_variant for name in names}
