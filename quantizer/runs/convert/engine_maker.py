@@ -139,8 +139,8 @@ class EngineMaker:
         engine = self._loaded(built, name)
         return Made(name=name, onnx=folder / ONNX, built=built, quantized=quantized, quantizer=quantizer, engine=engine)
 
-    def _prices(self, made: Made, quantizer: Quantizer) -> Prices:
-        """Return what the groups of a plan are worth in time, in the middle one of the shapes."""
+    def _prices(self, made: Made, quantizer: Quantizer) -> Prices | None:
+        """Return what the groups of a plan are worth in time, in the middle one of the shapes, if that can be told."""
         assert made.quantized is not None
         plain = self.plain_engine(made.name)
         batch, sequence = self.facts.shapes[len(self.facts.shapes) // 2]

@@ -81,4 +81,7 @@ def measured_prices(
             build=build,
             folder=Path(folder),
         )
-        return placer.prices(quantizer, quantized, low, plain)
+        prices = placer.prices(quantizer, quantized, low, plain)
+    if prices is None:
+        raise EngineError(f"engines of {name} tell no times of their layers, so that groups have no price")
+    return prices

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,10 @@ class GroupPlacer:
     opset: int | None = None
     say: Callable[[str], None] = lambda words: None
 
-    def prices(self, quantizer: Quantizer, quantized: nn.Module, low: EngineFiles, plain: EngineFiles) -> Prices:
+    def prices(self, quantizer: Quantizer, quantized: nn.Module, low: EngineFiles, plain: EngineFiles) -> Prices | None:
         """Return the prices of all groups of a plan; those by which a group is slower hold for the plan as a whole.
+
+        None: the library tells no times of layers.
 
         Gains of single groups do not add up exactly. So an engine without the slower groups is built and timed beside
         the other: if it is not faster, no group counts as slower.
@@ -60,14 +63,13 @@ class GroupPlacer:
             plain: the engine of the float model.
 
         Raises:
-            EngineError: an engine cannot be built or run, or its library tells no times of layers.
+            EngineError: an engine cannot be built or run.
         """
         prices = price_groups(quantizer.plan, quantized, low, plain, self.timing, self.cache)
-        slower = prices.slower()
-        if not slower:
+        if prices is None or not prices.slower():
             return prices
-        faster = self.cache.faster(low.onnx, plain.onnx, self.timing, lambda: self._faster(quantizer, prices, low))
-        what = f"{len(slower)} groups are slower in {quantizer.config.dtype} than in float"
+        faster = self.cache.faster(low.onnx, plain.onnx, self.timing, partial(self._faster, quantizer, prices, low))
+        what = f"{len(prices.slower())} groups are slower in {quantizer.config.dtype} than in float"
         self.say(f"{what}, and go back" if faster else f"{what}, but the engine is not faster without them")
         return prices if faster else replace(prices, least_loss_us=math.inf)
 

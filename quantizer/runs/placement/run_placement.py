@@ -32,7 +32,7 @@ class RunPlacement:
         folder: where engines may lie while they are timed.
 
     Attributes:
-        prices: the times of the groups; None: no engine runs here.
+        prices: the times of the groups; None: no engine runs here, or it tells no times.
     """
 
     def __init__(self, context: RunContext, config: RunConfig, folder: Path) -> None:
@@ -63,7 +63,7 @@ class RunPlacement:
         low, plain = engines.files(QUANTIZED_STEM), engines.files(FLOAT_STEM)
         with self._context.timer("time the groups"):
             self.prices = placer.prices(quantizer, quantized, low, plain)
-        if self.prices.slower():
+        if self.prices is not None and self.prices.slower():
             quantizer.fallback(None, prices=self.prices)
 
     def is_fast_enough(self, quantizer: Quantizer, proxy: nn.Module | None, engines: RunEngines) -> bool:
