@@ -88,7 +88,7 @@ fp8 = Quantizer(preset="fast", backend="reference", dtype="fp8")
 fp8.calibrate(net, [torch.ones(1, 4)])
 with pytest.raises(ConfigError, match="quantizer.dtype: reference has no activations in fp8; it takes int8, uint8"):
     fp8.quantize(net)
-with pytest.raises(ConfigError, match="'onnxruntime-avx2' or 'reference'; did you mean 'reference'"):
+with pytest.raises(ConfigError, match="'torch-avx2' or 'reference'; did you mean 'reference'"):
     Quantizer(preset="fast", backend="referense")
 with pytest.raises(ConfigError, match="reference does not compute in it; expected int8 or uint8"):
     ConversionRequest(model="m", output=Path("out"), backends=["reference"], quantization=True, dtype="fp8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,9 +56,12 @@ def compile_graph(module: fx.GraphModule, specs: Sequence[TensorSpec], batch: in
     axes = tuple({axis: dynamic for axis, size in enumerate(spec.shape) if size is None} for spec in specs)
     arrays = made_up_inputs(specs, batch, sequence)
     inputs = tuple(torch.from_numpy(arrays[spec.name]) for spec in specs)
-    with tempfile.TemporaryDirectory(prefix="quantizer-") as folder, torch.no_grad(), prepacking_without_data():
+    quiet = warnings.catch_warnings()
+    with tempfile.TemporaryDirectory(prefix="quantizer-") as folder, torch.no_grad(), prepacking_without_data(), quiet:
         path = Path(folder) / "compiled.pt2"
         try:
+            # Inductor warns of its own deprecated calls.
+            warnings.simplefilter("ignore")
             program = torch.export.export(module, inputs, dynamic_shapes=axes)
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_SETTINGS)
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -26,7 +26,7 @@ def prepare_eager(module: fx.GraphModule) -> fx.GraphModule:
         if is_call(node, LINEAR_PREPACK, CONVOLUTION_PREPACK):
             _prepack(module, node)
         elif is_call(node, quantize) and node.args[5] is torch.uint8 and node.args[3:5] == (0, 255):
-            node.target, node.args = quantize_to_bytes, node.args[:3]
+            node.target, node.args = _quantize_to_bytes, node.args[:3]
         elif is_call(node, aten.mul.Tensor) and _owned(node.args[0]):
             node.target = aten.mul_.Tensor
     module.graph.eliminate_dead_code()
@@ -55,7 +55,7 @@ def _owned(value: Any) -> bool:
     return is_call(value, LINEAR, aten.gelu.default) and only_reader(value) is not None
 
 
-def quantize_to_bytes(values: torch.Tensor, scale: float, zero: int) -> torch.Tensor:
+def _quantize_to_bytes(values: torch.Tensor, scale: float, zero: int) -> torch.Tensor:
     """Return UINT8 codes, clamp(round(values / scale) + zero, 0, 255).
 
     ``int_repr`` would copy them one by one, which takes four times as long as making them; the codes' own memory is
@@ -72,4 +72,4 @@ def _announced() -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        quantize_to_bytes(torch.zeros(1), 1.0, 0)
+        _quantize_to_bytes(torch.zeros(1), 1.0, 0)

@@ -103,7 +103,7 @@ def inspect_graph(
 
 
 def _layers(module: fx.GraphModule, values: dict[fx.Node, torch.Tensor], times: dict[str, float]) -> list[Layer]:
-    nodes = [node for node in module.graph.nodes if is_layer(node, values)]
+    nodes = [node for node in module.graph.nodes if _is_layer(node, values)]
     names = _names(nodes)
     return [
         Layer(
@@ -121,7 +121,7 @@ def _layers(module: fx.GraphModule, values: dict[fx.Node, torch.Tensor], times: 
     ]
 
 
-def is_layer(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> bool:
+def _is_layer(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> bool:
     """Return whether a node computes at run time: no constant, and no prepacking of one."""
     return node.op == "call_function" and node in values and not is_call(node, *_PACKS)
 

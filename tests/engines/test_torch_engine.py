@@ -1,0 +1,156 @@
+"""The torch engine: what it computes beside another library, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import batch
+from helpers import tiny
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
+from quantizer.engines import inspect_engine
+from quantizer.engines import load_engine
+from quantizer.errors import EngineError
+from quantizer.export import export_onnx
+
+onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+pytest.importorskip("onnxruntime", reason="the other library is quantizer[onnxruntime]")
+
+pytestmark = pytest.mark.usefixtures("exact_byte_products")
+
+EAGER = BuildOptions(compiled=False)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A quantized and a float file of a tiny encoder."""
+    folder, model, inputs = tmp_path_factory.mktemp("torch"), tiny("bert"), batch("bert")
+    q = Quantizer(preset="fast", backend="torch")
+    q.calibrate(model, [inputs])
+    return {
+        "int8": q.export(q.quantize(model), folder / "low.onnx", inputs),
+        "float": export_onnx(model, folder / "float.onnx", inputs, opset=20, dtype=torch.float32),
+    }
+
+
+def _inputs(engine: Any, rows: int, tokens: int) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(rows * tokens)
+    shapes = {spec.name: spec.dtype for spec in engine.inputs}
+    return {
+        name: (np.ones((rows, tokens)) if "mask" in name else draw.integers(0, 2, (rows, tokens))).astype(dtype)
+        for name, dtype in shapes.items()
+    }
+
+
+def _sqnr_db(found: np.ndarray, expected: np.ndarray) -> float:
+    noise = np.square(found.astype(np.float64) - expected).sum()
+    return float(10 * np.log10(np.square(expected.astype(np.float64)).sum() / max(noise, 1e-30)))
+
+
+@pytest.mark.parametrize(("kind", "least_db"), [("int8", 40), ("float", 100)])
+def test_eager_kernels_compute_what_another_library_does(
+    files: dict[str, Path], tmp_path: Path, kind: str, least_db: float
+) -> None:
+    build_engine("torch", files[kind], tmp_path / "m.engine", EAGER)
+    engine, other = load_engine("torch", tmp_path / "m.engine"), load_engine("onnxruntime", files[kind])
+    assert engine.input_names == other.input_names
+    for rows, tokens in ((1, 5), (3, 12)):
+        given = _inputs(other, rows, tokens)
+        found, expected = engine(given), other(given)
+        assert list(found) == list(expected)
+        for name, values in expected.items():
+            assert _sqnr_db(found[name], values) > least_db, name
+
+
+def test_products_run_in_integers(files: dict[str, Path], tmp_path: Path) -> None:
+    build_engine("torch", files["int8"], tmp_path / "m.engine", EAGER)
+    seen = inspect_engine("torch", tmp_path / "m.engine", batch=2, sequence=8)
+    low = [layer for layer in seen.layers if layer.precision == "int8" and layer.role == "product"]
+    graph = onnx.load(files["int8"]).graph
+    asked = sum(node.op_type in ("MatMul", "Gemm") and _has_weight(graph, node) for node in graph.node)
+    # Query, key and value read the same input, and are one product.
+    assert asked - 2 * 2 <= len(low) <= asked
+    assert len(low) > 0
+    assert seen.verified
+
+
+def _has_weight(graph: Any, node: Any) -> bool:
+    stored = {tensor.name for tensor in graph.initializer}
+    made = {name: entry for entry in graph.node for name in entry.output}
+    entry = made.get(node.input[1])
+    return entry is not None and entry.op_type == "DequantizeLinear" and entry.input[0] in stored
+
+
+class Convolutions(nn.Module):
+    """Convolutions with activations, a depthwise one, and a residual add: [rows, 3, size, size] to [rows, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide = nn.Conv2d(3, 8, 3, padding=1, stride=2), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.last, self.head = nn.Conv2d(8, 8, 1), nn.Linear(8, 10)
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.first(x_BCHW))
+        y = y + self.last(nn.functional.hardswish(self.wide(y)))
+        return self.head(y.mean((2, 3)))
+
+
+def test_convolutions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Convolutions().eval(), torch.randn(2, 3, 16, 16)
+    q = Quantizer(preset="fast", backend="torch")
+    q.calibrate(model, [x])
+    frozen = q.quantize(model)
+    q.export(frozen, tmp_path / "m.onnx", x)
+    build_engine("torch", tmp_path / "m.onnx", tmp_path / "m.engine", EAGER)
+    engine = load_engine("torch", tmp_path / "m.engine")
+    (found,) = engine({engine.input_names[0]: x}).values()
+    with torch.no_grad():
+        assert _sqnr_db(found, frozen(x).numpy()) > 35
+
+
+def test_the_compiled_road_computes_the_same(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantizer.engines.torch_engine.compiled import missing_compiler
+
+    if (reason := missing_compiler()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    build_engine("torch", files["int8"], tmp_path / "m.engine", BuildOptions(compiled=True))
+    engine, other = load_engine("torch", tmp_path / "m.engine"), load_engine("onnxruntime", files["int8"])
+    for rows, tokens in ((1, 5), (3, 12)):
+        given = _inputs(other, rows, tokens)
+        for name, values in other(given).items():
+            assert _sqnr_db(engine(given)[name], values) > 40
+
+
+def test_files_hold_json_and_tensors(files: dict[str, Path], tmp_path: Path) -> None:
+    path = build_engine("torch", files["int8"], tmp_path / "m.engine", EAGER).path
+    with zipfile.ZipFile(path) as archive:
+        assert sorted(archive.namelist()) == ["engine.json", "weights.safetensors"]
+        assert json.loads(archive.read("engine.json"))["format"] == 1
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(EngineError, match="damaged"):
+        load_engine("torch", path)
+
+
+def test_an_operator_that_it_lacks_is_named(tmp_path: Path) -> None:
+    text = """
+    <ir_version: 10, opset_import: ["" : 20]> g (float[2, 4] x) => (float[2, 4] y) { y = Hardmax (x) }
+    """
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    with pytest.raises(EngineError, match="Hardmax"):
+        build_engine("torch", tmp_path / "m.onnx", tmp_path / "m.engine", EAGER)
+    assert not (tmp_path / "m.engine").exists()
