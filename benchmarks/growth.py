@@ -10,7 +10,7 @@ folder's YAML in MiB, processor seconds of saving and loading.
 tries: BERT of 14 layers, 384 and 768 wide, in 128 groups, of which a search puts back a tenth, others each time:
 processor milliseconds until the frozen proxy is there, built anew and by ``FrozenTries``, and those of its pass.
 
-memory: BERT of 8 and 16 layers, 256 wide, one row of 256 and 1,024 tokens: the peak of an eager float pass and of one
+memory: BERT of 8 and 16 layers, 256 wide, one row of 1,024 tokens: the peak of an eager float pass and of one
 batch of ``amp``, in MiB beyond what the process had, in a process whose freed memory goes back at once.
 """
 
@@ -43,7 +43,7 @@ from quantizer.plan.site_plan import with_fallback
 _LAYERS = (2, 8, 32, 96)
 _SITES = (750, 1500, 3000)
 _WIDTHS = (384, 768)
-_SHAPES = ((8, 256), (8, 1024), (16, 1024))
+_SHAPES = ((8, 1024), (16, 1024))
 _PASSES = 5
 
 
