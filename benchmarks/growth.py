@@ -1,6 +1,6 @@
 """What grows with a model: the export with its layers, calibration and the saved folder with the sites of one group.
 
-    python benchmarks/growth.py [layers | sites | tries]...
+    python benchmarks/growth.py [layers | sites | tries | memory]...
 
 layers: BERT of 2, 8, 32 and 96 layers, 128 wide, random weights: processor seconds of an export, without imports.
 
@@ -8,13 +8,20 @@ sites: 750, 1,500 and 3,000 linears that read one tensor, and so are one group: 
 folder's YAML in MiB, processor seconds of saving and loading.
 
 tries: BERT of 14 layers, 384 and 768 wide, in 128 groups, of which a search puts back a tenth, others each time:
-processor milliseconds until the frozen proxy is there, built anew and by ``FrozenTries``, and those of a pass.
+processor milliseconds until the frozen proxy is there, built anew and by ``FrozenTries``, and those of its pass.
+
+memory: BERT of 8 and 16 layers, 256 wide, one row of 1,024 tokens: the peak of an eager float pass and of one
+batch of ``amp``, in MiB beyond what the process had, in a process whose freed memory goes back at once.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +43,7 @@ from quantizer.plan.site_plan import with_fallback
 _LAYERS = (2, 8, 32, 96)
 _SITES = (750, 1500, 3000)
 _WIDTHS = (384, 768)
+_SHAPES = ((8, 1024), (16, 1024))
 _PASSES = 5
 
 
@@ -127,10 +135,52 @@ def try_rows() -> None:
         print(f"| {width} | {' | '.join(cells)} |", flush=True)
 
 
-_TABLES = {"layers": layer_rows, "sites": site_rows, "tries": try_rows}
+def memory_rows() -> None:
+    print(heading("Memory of one amp batch: BERT, 256 wide, one thread"))
+    print("| layers | tokens | float pass MiB | amp MiB | in float passes |\n|---|---|---|---|---|")
+    for layers, tokens in _SHAPES:
+        call = [sys.executable, __file__, "memory_of", str(layers), str(tokens)]
+        # Without the threshold blocks of memory stay with the process, by chance.
+        done = subprocess.run(call, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}, stdout=-1, check=True)
+        plain, measured = map(float, done.stdout.split()[-2:])
+        print(f"| {layers} | {tokens:,} | {plain:.0f} | {measured:.0f} | {measured / plain:.1f} |", flush=True)
+
+
+def _memory_of(layers: int, tokens: int) -> None:
+    model, batch = _bert(layers, 256, intermediate=1024, tokens=(1, tokens))
+    model.set_attn_implementation("eager")
+    small = {name: value[:, :64] for name, value in batch.items()}
+    quantizer = Quantizer(preset="fast", backend="openvino")
+    quantizer.calibrate(model, [small], progress=False)
+    amp = quantizer.amp(model)
+    amp(**small)
+    with torch.no_grad():
+        model(**small)
+        print(_peak_mib(partial(model, **batch)), _peak_mib(partial(amp, **batch)))
+
+
+def _peak_mib(call: Callable[[], object]) -> float:
+    """Return the most memory during a call beyond what there was before it; Linux only."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _status_mib("VmRSS")
+    call()
+    return _status_mib("VmHWM") - before
+
+
+def _status_mib(name: str) -> float:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+_TABLES = {"layers": layer_rows, "sites": site_rows, "tries": try_rows, "memory": memory_rows}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for table in sys.argv[1:] or _TABLES:
-        _TABLES[table]()
+    if sys.argv[1:2] == ["memory_of"]:
+        _memory_of(*map(int, sys.argv[2:]))
+    else:
+        for table in sys.argv[1:] or _TABLES:
+            _TABLES[table]()

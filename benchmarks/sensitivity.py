@@ -32,6 +32,7 @@ from quantizer.observe.padding import padding_mask
 from quantizer.proxy.build import sites_of
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.groups import groups_of
+from quantizer.sensitivity.site_changes import Pending
 from quantizer.sensitivity.site_changes import watched
 
 _WORST, _FIRST = 5, 8
@@ -91,7 +92,8 @@ def _peers(case: Case, quantizer: Quantizer) -> dict[str, Costs]:
         for name, change in changes.items():
             products[name] += float((gradient * change).double().square().sum())
 
-    def visit(site: object, output: Tensor, changes: dict[str, Tensor]) -> Tensor:
+    def visit(site: object, output: Tensor, pending: Pending) -> Tensor:
+        changes = pending.changes().by_group
         for name, change in changes.items():
             absolute[name] += float(change.double().square().mean())
         if output.requires_grad:

@@ -238,7 +238,9 @@ class ModelSession:
 
     def effective_plan(self) -> Plan:
         """Return the plan after the fallback."""
-        plan = self.decided()
+        return self._after_fallback(self.decided())
+
+    def _after_fallback(self, plan: Plan) -> Plan:
         if self.fallback is None:
             return plan
         if not {*self.fallback.groups, *self.fallback.slower} <= set(operands_of(plan)):
@@ -330,7 +332,8 @@ class ModelSession:
 
     def coverage(self) -> Coverage:
         """Return the coverage: all sites, and the products that torch computed in calibration."""
-        decided, final = self.decided(), self.effective_plan()
+        decided = self.decided()
+        final = self._after_fallback(decided)
         back = [path for path, entry in decided.items() if entry.quantized and not final[path].quantized]
         regions = self.decisions.regions()
         return Coverage.from_plan(final, self._skipped, self.decisions.products(), back, self._patches, regions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from quantizer.common.paths import is_file
 from quantizer.common.paths import is_folder
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
+from quantizer.graph_check.held_back import HeldBack
+from quantizer.graph_check.held_back import light_message
 from quantizer.graph_check.subject import Subject
 from quantizer.qdq.structure import structural_fault
 from quantizer.targets.base import TargetProfile
@@ -33,14 +36,15 @@ def read_subject(path: Path, target: TargetProfile) -> Subject:
             __import__(package)
         except ImportError as error:
             raise MissingDependencyError(package, "onnx") from error
-    proto = _proto(path)
-    light, large = _without_weights(proto)
-    model = _model(path, light, large)
-    refused = tuple(_refused_data(model, path.parent))
+    proto, held = _proto(path)
+    light, large = _without_weights(proto, held)
+    model = _model(path, light, large, held)
+    refused = tuple(_refused_data(model, path.parent, held))
     return Subject(model, target, "" if refused else _said_by_checker(path, proto, light), refused)
 
 
-def _proto(path: Path) -> Any:
+def _proto(path: Path) -> tuple[Any, dict[str, HeldBack]]:
+    """Return the message of a file, and the data of large initializers that it was read without, by name."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -48,7 +52,7 @@ def _proto(path: Path) -> Any:
         what = "is a folder" if is_folder(path) else "does not exist"
         raise ExportError(f"{path} {what}; expected an ONNX file")
     try:
-        proto = onnx.load_model(path, load_external_data=False)
+        proto, held = _message(onnx, path)
     except DecodeError as error:
         raise ExportError(
             f"{path} is no ONNX file, or only a part of one ({error}); export or copy it again"
@@ -59,15 +63,25 @@ def _proto(path: Path) -> Any:
         raise ExportError(f"{path} is damaged: a name in it is no text; export or copy it again") from error
     if not proto.graph.node:
         raise ExportError(f"{path} is no ONNX file, or an empty one: it has no node; export or copy it again")
-    fault = structural_fault(onnx, proto)
+    fault = structural_fault(onnx, proto, {name: data.length for name, data in held.items()})
     if fault is not None:
         raise ExportError(
             f"{path} is damaged, or was written wrongly: {fault}; export it again, and hold it to onnx.checker"
         )
-    return proto
+    return proto, held
 
 
-def _without_weights(proto: Any) -> tuple[Any, list[Any]]:
+def _message(onnx: Any, path: Path) -> tuple[Any, dict[str, HeldBack]]:
+    read = light_message(path)
+    if read is not None:
+        proto = onnx.load_model_from_string(read[0])
+        # An initializer that is an input as well, as in old files, stays what it is, with its data.
+        if not any(value.name in read[1] for value in proto.graph.input):
+            return proto, read[1]
+    return onnx.load_model(path, load_external_data=False), {}
+
+
+def _without_weights(proto: Any, held: Mapping[str, HeldBack]) -> tuple[Any, list[Any]]:
     """Return a copy of a model in which large initializers are inputs, and those initializers.
 
     ONNX's shape inference and checker take a model as bytes and make another one of them: with the weights in it that
@@ -80,7 +94,8 @@ def _without_weights(proto: Any) -> tuple[Any, list[Any]]:
     _copy_fields(proto.graph, light.graph, "initializer")
     inputs = {value.name for value in light.graph.input}
     for tensor in proto.graph.initializer:
-        if tensor.ByteSize() < _LARGE or tensor.data_location == tensor.EXTERNAL or tensor.name in inputs:
+        small = tensor.ByteSize() < _LARGE and tensor.name not in held
+        if small or tensor.data_location == tensor.EXTERNAL or tensor.name in inputs:
             light.graph.initializer.add().CopyFrom(tensor)
             continue
         large.append(tensor)
@@ -101,13 +116,14 @@ def _copy_fields(source: Any, target: Any, left_out: str) -> None:
             setattr(target, field.name, value)
 
 
-def _model(path: Path, proto: Any, large: list[Any]) -> Any:
+def _model(path: Path, proto: Any, large: list[Any], held: Mapping[str, HeldBack]) -> Any:
     """Return the graph with functions inlined, and with the types and shapes that ONNX infers.
 
     Args:
         path: the file, for messages.
         proto: the model without its large initializers, which are inputs.
         large: these initializers.
+        held: the data of those whose data is in the file only.
     """
     import onnx
     import onnx_ir
@@ -124,12 +140,28 @@ def _model(path: Path, proto: Any, large: list[Any]) -> Any:
         for tensor in large:
             value = values[tensor.name]
             model.graph.inputs.remove(value)
-            # It reads from the message, and copies nothing.
-            value.const_value = onnx_ir.from_proto(tensor)
+            # It reads from the message or from the file, and copies nothing.
+            value.const_value = onnx_ir.from_proto(tensor) if tensor.name not in held else _in_file(path, tensor, held)
             model.graph.register_initializer(value)
         return model
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         raise ExportError(f"{path} holds a graph that does not fit together: {_first_line(error)}") from error
+
+
+def _in_file(path: Path, tensor: Any, held: Mapping[str, HeldBack]) -> Any:
+    """Return an initializer whose data is read from the model's own file when it is asked for."""
+    import onnx_ir
+
+    offset, length = held[tensor.name]
+    return onnx_ir.ExternalTensor(
+        path.name,
+        offset,
+        length,
+        onnx_ir.DataType(tensor.data_type),
+        shape=onnx_ir.Shape(tensor.dims),
+        name=tensor.name,
+        base_dir=path.parent,
+    )
 
 
 def _said_by_checker(path: Path, proto: Any, light: Any) -> str:
@@ -154,9 +186,12 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _refused_data(model: Any, folder: Path) -> Iterator[tuple[str, str]]:
+def _refused_data(model: Any, folder: Path, held: Mapping[str, HeldBack]) -> Iterator[tuple[str, str]]:
     """Yield name and reason of each external tensor that is not opened; make all others readable."""
+    own = {id(model.graph.initializers[name].const_value) for name in held if name in model.graph.initializers}
     for tensor in _external(model):
+        if id(tensor) in own:
+            continue
         tensor.base_dir = folder
         problem = _problem(tensor, folder)
         if problem is not None:

@@ -13,13 +13,25 @@ from quantizer.functional import fake_quantize
 from quantizer.numerics.granularity import in_blocks
 from quantizer.numerics.qtype import QType
 
-__all__ = ["least_error_amax", "over_scale", "weight_amax"]
+__all__ = ["least_error_amax", "over_scale", "scale_bounds", "weight_amax"]
 
 _SHARES = tuple(round(1 - 0.02 * number, 2) for number in range(31))
 """The shares of the largest magnitude that ``mse`` compares: 1 to 0.4. INT4 clips most, and seldom below half."""
 
 
-def weight_amax(values: Tensor, axis: int | None, block_size: int | None, dtype: QType, estimate: str | None) -> Tensor:
+def scale_bounds(values: Tensor, axis: int | None, block_size: int | None) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest value of each scale of a weight [*]; arguments as in ``weight_amax``."""
+    return over_scale(values, axis, block_size, torch.amin), over_scale(values, axis, block_size, torch.amax)
+
+
+def weight_amax(
+    values: Tensor,
+    axis: int | None,
+    block_size: int | None,
+    dtype: QType,
+    estimate: str | None,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return the range of each scale of a weight.
 
     Legend: w the values of one scale, r the range, w_r their rounded values with the scale r / qmax.
@@ -31,17 +43,19 @@ def weight_amax(values: Tensor, axis: int | None, block_size: int | None, dtype:
         dtype: the format of the weight.
         estimate: ``mse``: the share of max|w| with the least sum of (w_r - w)^2; ``percentile P``: the least |w| that P
             percent of the magnitudes do not exceed; None: max|w|.
+        bounds: what ``scale_bounds`` returns for the weight; None: it is computed.
 
     Returns:
         The ranges, float32, in the shape of the scale (see ``numerics/granularity.py``).
     """
-    magnitudes = values.abs()
-    largest = over_scale(magnitudes, axis, block_size, torch.amax)
+    low, high = scale_bounds(values, axis, block_size) if bounds is None else bounds
+    # Two passes over the weight, where its magnitudes would be written and read besides.
+    largest = torch.maximum(low.abs(), high.abs())
     # A weight with NaN is refused by the caller, with its name.
     if estimate is None or not bool(torch.isfinite(largest).all()):
         return largest
     if estimate.startswith("percentile "):
-        return _percentile(magnitudes, axis, block_size, float(estimate.split()[1]))
+        return _percentile(values.abs(), axis, block_size, float(estimate.split()[1]))
     return least_error_amax(values, largest, axis, block_size, dtype, _SHARES)
 
 

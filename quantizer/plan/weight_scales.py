@@ -20,6 +20,7 @@ from quantizer.numerics.qtype import QType
 from quantizer.numerics.qtype import qtype
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
+from quantizer.plan.weight_range import scale_bounds
 from quantizer.plan.weight_range import weight_amax
 from quantizer.reasons import ReasonCode
 
@@ -60,7 +61,8 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
     values, kind = as_rounded(operand, weight), qtype(operand.dtype)
     # A smaller range makes larger codes of what it clips, which such a target cannot add.
     bounded = qmax is not None and kind == INT8
-    amax = _amax(operand, values, kind, None if bounded else operand.estimate)
+    bounds = scale_bounds(values, operand.axis, operand.block_size)
+    amax = _amax(operand, values, kind, None if bounded else operand.estimate, bounds)
     if not bool(torch.isfinite(amax).all()):
         raise CalibrationError(
             f"{operand.parameter}: the weight has NaN or infinite values, so no scale of it means anything; load a "
@@ -76,8 +78,8 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
         reason=reason,
         amax=amax,
         scale=scale,
-        minimum=float(values.min()),
-        maximum=float(values.max()),
+        minimum=float(bounds[0].min()),
+        maximum=float(bounds[1].max()),
         note="; ".join(text for text in notes if text is not None) or None,
     )
 
@@ -159,10 +161,16 @@ def as_rounded(operand: OperandPlan, weight: Tensor) -> Tensor:
     return values * operand.smooth.to(values.device).reshape([-1] + [1] * after)
 
 
-def _amax(operand: OperandPlan, values: Tensor, kind: QType, estimate: str | None) -> Tensor:
+def _amax(
+    operand: OperandPlan,
+    values: Tensor,
+    kind: QType,
+    estimate: str | None,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return the range of each scale of a weight [*]; with ``spread`` one range times the factor of each channel."""
     if operand.spread is None:
-        return weight_amax(values, operand.axis, operand.block_size, kind, estimate)
+        return weight_amax(values, operand.axis, operand.block_size, kind, estimate, bounds)
     assert operand.axis is not None
     spread = operand.spread.to(values.device)
     equal = values / spread.reshape([-1] + [1] * (values.dim() - 1 - operand.axis))

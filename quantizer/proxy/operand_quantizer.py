@@ -24,6 +24,9 @@ from quantizer.proxy.weight import laid_out
 
 __all__ = ["OperandQuantizer", "Watcher"]
 
+_SLICE = 2**20
+"""About how many values of a weight are in float32 at once, on the way to another float type."""
+
 
 class Watcher(Protocol):
     """A listener to values that are rounded while gradients are recorded."""
@@ -174,9 +177,29 @@ class OperandQuantizer(nn.Module):
     def dequantized(self) -> Tensor:
         """Return the stored weight in its own float type, multiplied by its factor."""
         assert self.stored is not None
+        assert self.scale is not None
+        recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        if self.scale.dtype != self.stored_dtype and self.stored.numel() > _SLICE and not recorded:
+            return self._in_slices(self.stored, self.scale)
         values = self._values_of(self.stored)
         # An export would keep a conversion to the same type until its end, for each weight.
         return values if values.dtype == self.stored_dtype else values.to(self.stored_dtype)
+
+    def _in_slices(self, stored: Tensor, scale: Tensor) -> Tensor:
+        """Return ``dequantized()`` by slices along the first axis, so that no pass has a large weight in float32 whole.
+
+        Memory of that size is new to the process at each pass, and takes longer to get than to fill.
+        """
+        along = self.axis is not None and (self.axis % stored.dim() == 0) != (self.block_size is not None)
+        if self.axis is not None and not along:
+            return self._values_of(stored).to(self.stored_dtype)
+        result = torch.empty_like(stored, dtype=self.stored_dtype)
+        rows = max(1, _SLICE * len(stored) // stored.numel())
+        for start in range(0, len(stored), rows):
+            part = slice(start, start + rows)
+            scales = scale[part] if along else scale
+            result[part] = ops.dequantize(stored[part], scales, self.dtype, self.axis, self.block_size)
+        return result
 
     def as_parameter(self) -> Tensor:
         """Return the stored weight as the model's own parameter: in its own float type, without the factor."""

@@ -7,6 +7,7 @@ its shape and type require. Large files take no longer: no data is read.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -20,21 +21,22 @@ _BITS = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
 """Types of which a byte holds several, and the bits of one."""
 
 
-def structural_fault(onnx: Any, model: Any) -> str | None:
+def structural_fault(onnx: Any, model: Any, held: Mapping[str, int] | None = None) -> str | None:
     """Return the first structural fault; None if there is none.
 
     Args:
         onnx: the module.
         model: an ``onnx.ModelProto``.
+        held: the bytes of data of the initializers that were read without it, by name.
     """
     opsets = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
     schema = partial(_schema, onnx, opsets, {})
-    return next(_graph_faults(onnx, schema, model.graph), None)
+    return next(_graph_faults(onnx, schema, model.graph, held or {}), None)
 
 
-def _graph_faults(onnx: Any, schema: Any, graph: Any) -> Iterator[str]:
+def _graph_faults(onnx: Any, schema: Any, graph: Any, held: Mapping[str, int]) -> Iterator[str]:
     for tensor in graph.initializer:
-        yield from _tensor_faults(onnx, tensor, f"the tensor {tensor.name!r}")
+        yield from _tensor_faults(onnx, tensor, f"the tensor {tensor.name!r}", held.get(tensor.name))
     for value in (*graph.input, *graph.output, *graph.value_info):
         told = value.type.tensor_type
         if told.elem_type and told.elem_type not in onnx.TensorProto.DataType.values():
@@ -54,7 +56,7 @@ def _graph_faults(onnx: Any, schema: Any, graph: Any) -> Iterator[str]:
                 yield from _tensor_faults(onnx, entry.t, f"{place}: its attribute {entry.name!r}")
             for below in (entry.g, *entry.graphs):
                 if below.node:
-                    yield from _graph_faults(onnx, schema, below)
+                    yield from _graph_faults(onnx, schema, below, {})
 
 
 def _node_faults(schema: Any, node: Any, place: str) -> Iterator[str]:
@@ -104,7 +106,7 @@ def _schema(onnx: Any, opsets: dict[str, int], known: dict[tuple[str, str], Any]
     return known[key]
 
 
-def _tensor_faults(onnx: Any, tensor: Any, place: str) -> Iterator[str]:
+def _tensor_faults(onnx: Any, tensor: Any, place: str, held: int | None = None) -> Iterator[str]:
     if tensor.data_type not in onnx.TensorProto.DataType.values() or not tensor.data_type:
         yield f"{place} is of the type {tensor.data_type}, which ONNX does not have"
         return
@@ -115,8 +117,8 @@ def _tensor_faults(onnx: Any, tensor: Any, place: str) -> Iterator[str]:
         return
     name, count = onnx.TensorProto.DataType.Name(tensor.data_type), prod(tensor.dims)
     bits = _BITS.get(name) or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-    if tensor.HasField("raw_data"):
-        got, wanted, unit = len(tensor.raw_data), -(-count * bits // 8), "bytes"
+    if held is not None or tensor.HasField("raw_data"):
+        got, wanted, unit = len(tensor.raw_data) if held is None else held, -(-count * bits // 8), "bytes"
     else:
         field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
         got, unit = len(getattr(tensor, field)), "numbers"

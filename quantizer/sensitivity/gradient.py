@@ -10,10 +10,13 @@ rows of its sites. It takes the errors of rows as independent, so that thousands
 single random direction. With a loss, g is the gradient of the loss, and the estimate that of the empirical Fisher
 matrix.
 
-The result leaves out two kinds of groups. No gradient reaches the first: they stand before a rounding, an argmax or a
+Autograd keeps only what a block gets: on the way back a block is computed again, so that memory does not grow with the
+layers but by their inputs.
+
+The result leaves out three kinds of groups. No gradient reaches the first: they stand before a rounding, an argmax or a
 block without gradients. The changes of the second are not small: a range clips a few rows on which the rest of the
 network depends (the first token of many decoders). There the second order is no estimate: the true cost is bounded, or
-far larger.
+far larger. The operands of the third are overwritten by the model before the backward pass, which computes the changes.
 """
 
 from __future__ import annotations
@@ -31,11 +34,16 @@ from torch import nn
 
 from quantizer.errors import SensitivityError
 from quantizer.observe.padding import padding_mask
+from quantizer.proxy.restored_state import unmoved
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.divergence import Divergence
 from quantizer.sensitivity.divergence import Probe
 from quantizer.sensitivity.groups import Group
+from quantizer.sensitivity.passes import RepeatedCalls
+from quantizer.sensitivity.passes import overwritten
 from quantizer.sensitivity.passes import pass_of
+from quantizer.sensitivity.site_changes import Changes
+from quantizer.sensitivity.site_changes import Pending
 from quantizer.sensitivity.site_changes import watched
 
 __all__ = ["Loss", "gradient"]
@@ -61,42 +69,56 @@ def gradient(
         SensitivityError: the loss is no scalar that depends on the output, or the output holds no float.
     """
     divergence = Divergence(result, padding_mask(keywords, args))
+    run = partial(pass_of, proxy, args, keywords)
+    numbered = {group.block for group in groups if group.block.rpartition(".")[2].isdigit()}
+    blocks = RepeatedCalls(module for path, module in proxy.named_modules() if path in numbered)
+    with unmoved(proxy), blocks:
+        costs = _costs(run, groups, divergence, loss, later=True)
+    if blocks.held:
+        return costs
+    try:
+        return _costs(run, groups, divergence, loss, later=False)
+    except RuntimeError as error:
+        if loss is not None or not overwritten(error):
+            raise
+        # The model changes in place what its own backward pass would need: it has no gradient.
+        return {}
+
+
+def _costs(
+    run: Callable[[], Any], groups: Sequence[Group], divergence: Divergence, loss: Loss | None, *, later: bool
+) -> dict[str, float]:
+    """Return the estimates by a pass forward and one backward; ``later`` as in ``watched``."""
     costs: dict[str, float] = defaultdict(float)
     large: set[str] = set()
     anchor = torch.zeros((), requires_grad=True)
 
-    def add(changes: dict[str, Tensor], value: Tensor, gradient: Tensor) -> None:
-        for name, change in changes.items():
-            if loss is None and not _is_small(change, value, gradient):
+    def add(changes: Changes, gradient: Tensor) -> None:
+        for name, change in changes.by_group.items():
+            if loss is None and not _is_small(change, changes.output, gradient):
                 large.add(name)
             product = gradient * change
             costs[name] += float((product.sum(-1) if product.dim() else product).double().square().sum())
 
-    def visit(site: Site, output: Tensor, changes: dict[str, Tensor]) -> Tensor:
+    def visit(site: Site, output: Tensor, pending: Pending) -> Tensor:
         if not site.source.in_place:
-            added = partial(add, changes, output.detach())
-            passed: Tensor = _Watch.apply(output, anchor, added)  # type: ignore[no-untyped-call]
+            given = (output, anchor, add, pending.compute, *pending.tensors)
+            passed: Tensor = _Watch.apply(*given)  # type: ignore[no-untyped-call]
             return passed
         # Other code holds this very tensor: a copy would not change with it.
         if output.requires_grad:
-            output.register_hook(partial(add, changes, output.detach()))  # type: ignore[no-untyped-call]
+            output.register_hook(partial(add, pending.changes()))  # type: ignore[no-untyped-call]
         return output
 
-    with torch.enable_grad():
-        with watched(groups, visit):
-            output = pass_of(proxy, args, keywords)
+    # The backward pass repeats calls, in which the sites must do as in the first pass.
+    with torch.enable_grad(), watched(groups, visit, later=later):
+        output = run()
         probe = divergence.probe(output) if loss is None else _of_loss(loss, output)
         reached = [pair for pair in zip(probe.tensors, probe.directions, strict=True) if pair[0].requires_grad]
         if reached:
             # The gradient of the anchor is 0. On the way to it autograd passes every site and computes no parameter's.
             tensors, directions = zip(*reached, strict=True)
-            try:
-                torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
-            except RuntimeError as error:
-                if loss is not None or "modified by an inplace operation" not in str(error):
-                    raise
-                # The model changes in place what its own backward pass would need: it has no gradient.
-                return {}
+            torch.autograd.grad(tensors, [anchor], directions, allow_unused=True)
     return {name: cost * probe.factor for name, cost in costs.items() if name not in large}
 
 
@@ -110,18 +132,29 @@ def _is_small(change: Tensor, value: Tensor, gradient: Tensor) -> bool:
 
 
 class _Watch(torch.autograd.Function):
-    """The identity, which calls a function with the gradient on its way back."""
+    """The identity, which calls a function with changes and with the gradient on its way back."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, show: Callable[[Tensor], None]) -> Tensor:
-        ctx.show = show
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        anchor: Tensor,
+        show: Callable[[Changes, Tensor], None],
+        compute: Callable[..., Changes],
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.show, ctx.compute = show, compute
+        # Not as attributes: where a call is repeated, autograd frees what it saved and saves it anew.
+        ctx.save_for_backward(*tensors)
         # A copy, since autograd forbids in-place changes of an input that a function returns.
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        ctx.show(gradient)
-        return gradient, torch.zeros(()), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Asked for once: each time would repeat the call.
+        tensors = ctx.saved_tensors
+        ctx.show(ctx.compute(*tensors), gradient)
+        return gradient, torch.zeros(()), None, None, *[None] * len(tensors)
 
 
 def _of_loss(loss: Loss, output: Any) -> Probe:

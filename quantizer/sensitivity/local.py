@@ -20,6 +20,7 @@ from quantizer.observe.padding import without_padding
 from quantizer.proxy.site import Site
 from quantizer.sensitivity.groups import Group
 from quantizer.sensitivity.passes import pass_of
+from quantizer.sensitivity.site_changes import Pending
 from quantizer.sensitivity.site_changes import watched
 
 __all__ = ["local"]
@@ -33,10 +34,10 @@ def local(
     mask = padding_mask(keywords, args)
     errors: dict[str, list[float]] = defaultdict(list)
 
-    def visit(site: Site, output: Tensor, changes: dict[str, Tensor]) -> Tensor:
+    def visit(site: Site, output: Tensor, pending: Pending) -> Tensor:
         last = site.operation.name == "linear"
         power = float(without_padding(output, mask, channels_last=last).double().square().sum())
-        for name, change in changes.items():
+        for name, change in pending.changes().by_group.items():
             error = float(without_padding(change, mask, channels_last=last).double().square().sum())
             errors[name].append(error / power if power > 0 else 0.0)
         return output

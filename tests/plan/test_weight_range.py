@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import nn
 
 from quantizer import Quantizer
+from quantizer.calibration.session import CalibrationSession
 from quantizer.errors import ConfigError
 from quantizer.numerics.qtype import INT4
 from quantizer.numerics.qtype import INT8
@@ -160,3 +161,26 @@ def test_bad_input() -> None:
         Quantizer(preset="fast", weights={"calibrator": "entropy"})
     with pytest.raises(ConfigError, match=r"weights.percentile: got .*0.* expected a number, above 0 and at most 100"):
         Quantizer(preset="fast", weights={"percentile": 0})
+
+
+@pytest.mark.parametrize(("axis", "block_size"), GRANULARITIES)
+@pytest.mark.parametrize("value", [None, 0.0, -3.0, math.nan, -math.inf])
+def test_the_largest_magnitude_is_found_without_the_magnitudes(
+    axis: int | None, block_size: int | None, value: float | None
+) -> None:
+    weight = heavy(8, 8)
+    if value is not None:
+        weight[2:6] = value
+    found = weight_amax(weight, axis, block_size, INT8, None)
+    expected = torch.stack([row.abs().max() for row in rows(weight, axis, block_size)]).reshape(found.shape)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(-1.0), expected.nan_to_num(-1.0))
+    assert not found.signbit().logical_and(~found.isnan()).any(), "no range is -0"
+
+
+def test_a_coverage_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantizer = make_calibrated(nn.Sequential(nn.Linear(32, 32)).eval(), [torch.randn(4, 32)], backend="openvino")
+    decide, calls = CalibrationSession.decide, []
+    monkeypatch.setattr(CalibrationSession, "decide", lambda session: calls.append(session) or decide(session))
+    assert len(quantizer.coverage) == 1
+    assert len(calls) == 1

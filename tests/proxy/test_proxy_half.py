@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from calibrated import make_calibrated
+from helpers import assert_same
 from helpers import batch
 from helpers import tiny
 from torch import Tensor
@@ -21,6 +22,10 @@ from quantizer import Quantizer
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 from quantizer.float16.float32_modules import Float32Modules
+from quantizer.numerics.granularity import scale_shape
+from quantizer.numerics.torch_operators import dequantize
+from quantizer.proxy import operand_quantizer
+from quantizer.proxy.operand_quantizer import OperandQuantizer
 
 LARGEST_HALF = 65504.0
 
@@ -479,3 +484,22 @@ def test_tensorrt_rtx_builds_it(exported: tuple[Quantizer, nn.Module, Path], tmp
     quantizer, _, path = exported
     built = quantizer.build(path, tmp_path / "model.engine", dynamic={"batch": (1, 8, 64)}, compute_capability="sm89")
     assert built.path.stat().st_size > 0
+
+
+@pytest.mark.parametrize(("axis", "block_size"), [(None, None), (0, None), (1, None), (-1, None), (1, 4), (0, 5)])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp8"])
+def test_a_weight_in_slices_is_the_weight(
+    axis: int | None, block_size: int | None, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(20, 20, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    quantizer = OperandQuantizer()
+    scale = torch.rand(scale_shape(weight.shape, axis, block_size)) + 0.1
+    quantizer.set_scale(scale, dtype, axis, block_size)
+    quantizer.store(weight)
+    whole = quantizer.dequantized()
+    assert quantizer.stored is not None
+    exact = dequantize(quantizer.stored, scale, dtype, axis, block_size).to(torch.bfloat16)
+    monkeypatch.setattr(operand_quantizer, "_SLICE", 70)
+    for found in (whole, quantizer.dequantized()):
+        assert_same(found, exact)
+        assert found.stride() == exact.stride()
