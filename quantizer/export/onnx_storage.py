@@ -18,6 +18,8 @@ from quantizer.files.place import file_behind
 from quantizer.files.place import settle
 from quantizer.files.place import sync_folder
 from quantizer.files.temporary import temporary_beside
+from quantizer.qdq.light_message import light_message
+from quantizer.qdq.light_message import without_weights
 
 __all__ = ["write_onnx"]
 
@@ -47,7 +49,7 @@ def write_onnx(ir_model: Any, path: Path) -> None:
             made = folder / place.name
             data = _write_tensors(ir_model, made) if size > _ONE_FILE else None
             _write_message(ir_model, made)
-            onnx.checker.check_model(str(made))
+            _check(onnx, made)
             settle(folder)
             if data is not None:
                 os.replace(data, place.with_name(data.name))
@@ -58,6 +60,21 @@ def write_onnx(ir_model: Any, path: Path) -> None:
         raise ExportError(f"{path}: onnx.checker refuses the graph: {error}") from error
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _check(onnx: Any, made: Path) -> None:
+    """Raise what ONNX's checker refuses. It gets no large weight, of which it would make two copies.
+
+    Raises:
+        onnx.checker.ValidationError: the checker refuses the graph.
+    """
+    read = light_message(made)
+    if read is None:
+        # With the path the checker looks at data in another file as well.
+        onnx.checker.check_model(str(made))
+    else:
+        light, _ = without_weights(onnx.load_model_from_string(read[0]), read[1])
+        onnx.checker.check_model(light)
 
 
 def _write_message(ir_model: Any, made: Path) -> None:

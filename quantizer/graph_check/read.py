@@ -12,16 +12,14 @@ from quantizer.common.paths import is_file
 from quantizer.common.paths import is_folder
 from quantizer.errors import ExportError
 from quantizer.errors import MissingDependencyError
-from quantizer.graph_check.held_back import HeldBack
-from quantizer.graph_check.held_back import light_message
 from quantizer.graph_check.subject import Subject
+from quantizer.qdq.light_message import HeldBack
+from quantizer.qdq.light_message import light_message
+from quantizer.qdq.light_message import without_weights
 from quantizer.qdq.structure import structural_fault
 from quantizer.targets.base import TargetProfile
 
 __all__ = ["read_subject"]
-
-_LARGE = 1 << 16
-"""The bytes from which on an initializer is kept out of what ONNX's own tools read."""
 
 
 def read_subject(path: Path, target: TargetProfile) -> Subject:
@@ -37,7 +35,7 @@ def read_subject(path: Path, target: TargetProfile) -> Subject:
         except ImportError as error:
             raise MissingDependencyError(package, "onnx") from error
     proto, held = _proto(path)
-    light, large = _without_weights(proto, held)
+    light, large = without_weights(proto, held)
     model = _model(path, light, large, held)
     refused = tuple(_refused_data(model, path.parent, held))
     return Subject(model, target, "" if refused else _said_by_checker(path, proto, light), refused)
@@ -79,41 +77,6 @@ def _message(onnx: Any, path: Path) -> tuple[Any, dict[str, HeldBack]]:
         if not any(value.name in read[1] for value in proto.graph.input):
             return proto, read[1]
     return onnx.load_model(path, load_external_data=False), {}
-
-
-def _without_weights(proto: Any, held: Mapping[str, HeldBack]) -> tuple[Any, list[Any]]:
-    """Return a copy of a model in which large initializers are inputs, and those initializers.
-
-    ONNX's shape inference and checker take a model as bytes and make another one of them: with the weights in it that
-    is four times the file. They need no more of a weight than its type and shape; its data is held to these before.
-    """
-    import onnx
-
-    light, large = onnx.ModelProto(), []
-    _copy_fields(proto, light, "graph")
-    _copy_fields(proto.graph, light.graph, "initializer")
-    inputs = {value.name for value in light.graph.input}
-    for tensor in proto.graph.initializer:
-        small = tensor.ByteSize() < _LARGE and tensor.name not in held
-        if small or tensor.data_location == tensor.EXTERNAL or tensor.name in inputs:
-            light.graph.initializer.add().CopyFrom(tensor)
-            continue
-        large.append(tensor)
-        light.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    return light, large
-
-
-def _copy_fields(source: Any, target: Any, left_out: str) -> None:
-    """Copy the fields of a message but one."""
-    for field, value in source.ListFields():
-        if field.name == left_out:
-            continue
-        if hasattr(value, "extend"):
-            getattr(target, field.name).extend(value)
-        elif field.message_type is not None:
-            getattr(target, field.name).CopyFrom(value)
-        else:
-            setattr(target, field.name, value)
 
 
 def _model(path: Path, proto: Any, large: list[Any], held: Mapping[str, HeldBack]) -> Any:

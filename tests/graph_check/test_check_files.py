@@ -18,6 +18,7 @@ from quantizer.errors import MissingDependencyError
 from quantizer.graph_check import Finding
 from quantizer.graph_check import check_file
 from quantizer.graph_check import read
+from quantizer.qdq import light_message
 from quantizer.targets import profile
 
 
@@ -199,7 +200,7 @@ def test_weights_are_kept_out_of_what_onnx_reads(file: Path, monkeypatch: pytest
 
     monkeypatch.setattr(onnx.checker, "check_model", checked)
     whole = read.read_subject(file, profile("tensorrt"))
-    monkeypatch.setattr(read, "_LARGE", 0)
+    monkeypatch.setattr(light_message, "_LARGE", 0)
     light = read.read_subject(file, profile("tensorrt"))
     assert given[0] > 0
     assert given[1] == 0

@@ -9,11 +9,13 @@ Everything but such data becomes the message.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Container
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from typing import NamedTuple
 
-__all__ = ["HeldBack", "light_message"]
+__all__ = ["HeldBack", "light_message", "without_weights"]
 
 _LARGE = 1 << 16
 """The bytes from which on the data of an initializer stays in the file."""
@@ -22,6 +24,10 @@ _GRAPH = 7  # of ModelProto
 _INITIALIZER = 5  # of GraphProto
 _RAW_DATA, _NAME, _LOCATION = 9, 8, 14  # of TensorProto
 _VARINT, _EIGHT_BYTES, _WITH_LENGTH, _FOUR_BYTES = 0, 1, 2, 5
+
+_BITS = 7
+"""The bits of a number in each of its bytes, the lowest first; the bit above them says that more bytes follow."""
+_MORE = 1 << _BITS
 
 
 class HeldBack(NamedTuple):
@@ -42,7 +48,7 @@ class _Field(NamedTuple):
 
 
 class _UnknownLayout(Exception):
-    """The bytes are no sequence of fields of the known kinds."""
+    """Bytes that are no sequence of fields of the known kinds."""
 
 
 def light_message(path: Path) -> tuple[bytes, dict[str, HeldBack]] | None:
@@ -61,6 +67,43 @@ def light_message(path: Path) -> tuple[bytes, dict[str, HeldBack]] | None:
             return _without_large(data)
         except _UnknownLayout:
             return None
+
+
+def without_weights(proto: Any, held: Container[str]) -> tuple[Any, list[Any]]:
+    """Return a copy of a model in which large initializers are inputs, and those initializers.
+
+    ``held`` has those whose data is in the file only.
+
+    ONNX's shape inference and checker take a model as bytes and make another one of them: with the weights in it that
+    is four times the file. They need no more of a weight than its type and shape; its data is held to these before.
+    """
+    import onnx
+
+    light, large = onnx.ModelProto(), []
+    _copy_fields(proto, light, "graph")
+    _copy_fields(proto.graph, light.graph, "initializer")
+    inputs = {value.name for value in light.graph.input}
+    for tensor in proto.graph.initializer:
+        small = tensor.ByteSize() < _LARGE and tensor.name not in held
+        if small or tensor.data_location == tensor.EXTERNAL or tensor.name in inputs:
+            light.graph.initializer.add().CopyFrom(tensor)
+            continue
+        large.append(tensor)
+        light.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    return light, large
+
+
+def _copy_fields(source: Any, target: Any, left_out: str) -> None:
+    """Copy the fields of a message but one."""
+    for field, value in source.ListFields():
+        if field.name == left_out:
+            continue
+        if hasattr(value, "extend"):
+            getattr(target, field.name).extend(value)
+        elif field.message_type is not None:
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
 
 
 def _without_large(data: mmap.mmap) -> tuple[bytes, dict[str, HeldBack]] | None:
@@ -130,8 +173,8 @@ def _varint(data: mmap.mmap, begin: int, end: int) -> tuple[int, int]:
     """Return a number in 7 bits a byte, the lowest first, and the place behind it."""
     number = 0
     for place in range(begin, min(end, begin + 10)):
-        number |= (data[place] & 0x7F) << 7 * (place - begin)
-        if data[place] < 0x80:
+        number |= data[place] % _MORE << _BITS * (place - begin)
+        if data[place] < _MORE:
             return number, place + 1
     raise _UnknownLayout
 
@@ -139,7 +182,7 @@ def _varint(data: mmap.mmap, begin: int, end: int) -> tuple[int, int]:
 def _with_length(number: int, content: bytes) -> bytes:
     """Return a field of a content with a length."""
     length, head = len(content), bytearray([number << 3 | _WITH_LENGTH])
-    while length >= 0x80:
-        head.append(length & 0x7F | 0x80)
-        length >>= 7
+    while length >= _MORE:
+        head.append(length % _MORE + _MORE)
+        length >>= _BITS
     return bytes([*head, length]) + content

@@ -12,9 +12,9 @@ from qdq_graphs import onnx
 
 from quantizer.errors import ExportError
 from quantizer.graph_check import check_file
-from quantizer.graph_check import held_back
 from quantizer.graph_check import read
-from quantizer.graph_check.held_back import light_message
+from quantizer.qdq import light_message as module
+from quantizer.qdq.light_message import light_message
 from quantizer.qdq.structure import structural_fault
 from quantizer.targets import profile
 
@@ -120,7 +120,7 @@ def test_other_layouts_are_read_as_a_whole(file: Path) -> None:
     assert [len(tensor.raw_data) > 0 for tensor in onnx.load_model_from_string(found[0]).graph.initializer] == [
         *[False, True, True, True, False, True]
     ], "the second of one name keeps its data"
-    file.write_bytes(data[: held_back._LARGE - 1])
+    file.write_bytes(data[: module._LARGE - 1])
     assert light_message(file) is None
 
 
