@@ -127,6 +127,7 @@ def test_the_resolved_configuration_gives_the_same_run(place: Place) -> None:
     written = yaml.safe_load((place.done / "config.yaml").read_text())
     # Every default is there.
     assert written["quantizer"]["activations"] == {
+        "ranges": "static",
         "calibrator": "output",
         "percentile": 99.99,
         "smooth": "auto",
