@@ -64,7 +64,7 @@ def for_this_cpu(config: QuantizerConfig) -> QuantizerConfig:
         return config
     from quantizer.engines.candidates import cpu_candidates
 
-    return config.model_copy(update={"backend": cpu_candidates()[0][0]})
+    return config.model_copy(update={"backend": cpu_candidates(config.candidates)[0][0], "candidates": ()})
 
 
 class ModelSession:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Annotated
 from typing import Any
 from typing import ClassVar
@@ -200,6 +201,13 @@ class FormatConfig(SelectionConfig):
 _BACKENDS = OneOf(profiles)
 
 
+def _checked_candidates(names: Sequence[Any], key: str = "") -> tuple[str, ...]:
+    known = [name for name in profiles if name != AUTO]
+    if [name for name in names if name not in known] or len(set(names)) < len(names):
+        reject((key, f"got {list(names)}; expected some of {', '.join(known)}, each of them once"))
+    return tuple(names)
+
+
 class QuantizerConfig(Section):
     """The settings of a ``Quantizer``."""
 
@@ -216,7 +224,10 @@ class QuantizerConfig(Section):
         default="tensorrt",
         description="The engine that will run the quantized model; 'openvino-avx2' and 'onnxruntime-avx2': these on "
         "x86 without VNNI, with weights of 7 bits; 'auto': those for this CPU, of which a run measures which is the "
-        "fastest.",
+        "fastest; a list such as [openvino, torch]: 'auto' among these.",
+    )
+    candidates: Annotated[tuple[str, ...], BeforeValidator(tuple_from_list), AfterValidator(_checked_candidates)] = (
+        Field(default=(), description="What 'auto' chooses from; empty: all backends that it knows for this CPU.")
     )
     dtype: Literal["int8", "fp8"] = Field(default="int8", description="Number format of what is quantized.")
     formats: Annotated[tuple[FormatConfig, ...], BeforeValidator(tuple_from_list)] = Field(
@@ -246,7 +257,24 @@ class QuantizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        return with_preset(values) if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        among = values.get("backend")
+        if isinstance(among, list | tuple) and among:
+            if values.get("candidates"):
+                reject(
+                    ("candidates", "is set, and so is a list as backend, which means the same; expected one of them")
+                )
+            values = {**values, "backend": AUTO, "candidates": _checked_candidates(among, "backend")}
+        return with_preset(values)
+
+    @model_validator(mode="after")
+    def _candidates_are_for_auto(self) -> QuantizerConfig:
+        if self.candidates and self.backend != AUTO:
+            reject(
+                ("candidates", f"got {list(self.candidates)} with backend {self.backend!r}; expected backend: {AUTO}")
+            )
+        return self
 
     @model_validator(mode="after")
     def _entropy_counts_equal_steps(self) -> QuantizerConfig:

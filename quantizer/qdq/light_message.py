@@ -31,7 +31,7 @@ _MORE = 1 << _BITS
 
 
 class HeldBack(NamedTuple):
-    """Where the data of an initializer is in its file: the first byte, and the number of bytes."""
+    """A part of a file that holds the data of an initializer: its first byte, and the number of bytes."""
 
     offset: int
     length: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
@@ -76,10 +77,14 @@ class _Tried:
 
 def with_backend(config: RunConfig, name: str) -> RunConfig:
     """Return the configuration with another backend."""
-    return config.model_copy(update={"quantizer": config.quantizer.model_copy(update={"backend": name})})
+    return config.model_copy(
+        update={"quantizer": config.quantizer.model_copy(update={"backend": name, "candidates": ()})}
+    )
 
 
-def pick_backend(context: RunContext, config: RunConfig, quantizer: Quantizer, rows: list[Row], folder: Path) -> Picked:
+def pick_backend(
+    context: RunContext, config: RunConfig, quantizer: Quantizer, rows: list[Row], folder: Path, among: Sequence[str]
+) -> Picked:
     """Return the backend with the fastest engine, and what was tried.
 
     Where an engine in float is the fastest, the run goes on with that backend, so that its ``float.engine`` is the
@@ -91,11 +96,12 @@ def pick_backend(context: RunContext, config: RunConfig, quantizer: Quantizer, r
         quantizer: a calibrated quantizer.
         rows: what engines run on while their outputs are compared and they are timed.
         folder: the folder of the run.
+        among: the backends to choose from; empty: all that ``auto`` tries.
 
     Raises:
         EngineError: nothing is right and runs here, or only engines in float.
     """
-    names, missing = cpu_candidates()
+    names, missing = cpu_candidates(among)
     report = config.report
     batch = context.task.inputs.filled(context.task.samples(rows), report.latency_batch, report.latency_sequence)
     failed: list[Candidate] = []

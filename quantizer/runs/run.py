@@ -7,6 +7,7 @@ removed on any error or interruption.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import UTC
 from datetime import datetime
 from pathlib import Path
@@ -97,11 +98,11 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         QuantizerError: the target cannot do what is asked, the folder exists already or cannot be written, or a stage
             failed.
     """
-    asked = config.quantizer.backend
-    chooses = asked == AUTO and not torch.cuda.is_available()
-    if asked == AUTO:
+    among = config.quantizer.candidates
+    chooses = config.quantizer.backend == AUTO and (bool(among) or not torch.cuda.is_available())
+    if config.quantizer.backend == AUTO:
         # The candidates share one calibration, whichever it is for.
-        config = with_backend(config, cpu_candidates()[0][0] if chooses else QuantizerConfig().backend)
+        config = with_backend(config, cpu_candidates(among)[0][0] if chooses else QuantizerConfig().backend)
     check_run(config)
     folder = Path(config.output if output is None else output).absolute()
     restore_folder(folder)
@@ -111,7 +112,9 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
         write_folder(
             folder,
-            lambda target: record.append(_Run(config, folder.name, target, kept, console).run(chooses)),
+            lambda target: record.append(
+                _Run(config, folder.name, target, kept, console).run(among if chooses else None)
+            ),
             kind=RUN,
             replace=force,
         )
@@ -164,14 +167,14 @@ class _Run:
         self.placement = RunPlacement(self.context, config, target)
         self.choice: EngineChoice | None = None
 
-    def run(self, chooses: bool) -> RunRecord:
-        """Carry out all stages, in order; ``chooses``: go on with the backend whose engine is the fastest."""
+    def run(self, among: Sequence[str] | None) -> RunRecord:
+        """Carry out all stages, in order, with the fastest backend of ``among`` (empty: of all; None: no choice)."""
         quantizer = Quantizer(self.config.quantizer)
         self._check(quantizer)
         batches = self._calibrate(quantizer)
         engines = RunEngines(self.context, self.config, self.target)
-        if chooses:
-            picked = pick_backend(self.context, self.config, quantizer, self.rows.evaluation, self.target)
+        if among is not None:
+            picked = pick_backend(self.context, self.config, quantizer, self.rows.evaluation, self.target, among)
             self.config, quantizer, self.choice = picked.config, picked.quantizer, picked.choice
             (self.target / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
             engines = picked.engines

@@ -578,8 +578,8 @@ def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
         "good.yaml:2: sites.linear: got the whole number 1; expected true or false",
         "keyword 'exclude': exclude.name: unknown key; expected one of module_types, names, sites; "
         "did you mean 'names'?",
-        "keyword 'bakend': bakend: unknown key; expected one of preset, backend, dtype, formats, fallback_dtype, "
-        "activations, weights, bias_correction, sites, include, exclude; did you mean 'backend'?",
+        "keyword 'bakend': bakend: unknown key; expected one of preset, backend, candidates, dtype, formats, "
+        "fallback_dtype, activations, weights, bias_correction, sites, include, exclude; did you mean 'backend'?",
     ]
 
 
@@ -593,6 +593,22 @@ def test_problems_of_source_and_keywords_come_together(write: Write) -> None:
         ({"exclude": {3: "x"}}, r"mapping: exclude\[3\]: the key is the whole number 3; expected a name"),
         ({"exclude": {"names": {"a"}}}, "mapping: exclude.names: got a set; expected a list"),
         ({"backend": b"openvino"}, "mapping: backend: got a bytes; expected 'auto', 'tensorrt'"),
+        (
+            {"backend": ["openvin"]},
+            r"mapping: backend: got \['openvin'\]; expected some of tensorrt, .*, each of them once",
+        ),
+        (
+            {"backend": ["torch", "torch"]},
+            r"mapping: backend: got \['torch', 'torch'\]; expected some of .* each of them",
+        ),
+        ({"backend": ["torch", "auto"]}, r"mapping: backend: got \['torch', 'auto'\]; expected some of tensorrt, "),
+        ({"backend": []}, "mapping: backend: got a list; expected 'auto'"),
+        ({"backend": ["torch"], "candidates": ["torch"]}, "mapping: candidates: is set, and so is a list as backend"),
+        (
+            {"candidates": ["torch"]},
+            r"mapping: candidates: got \['torch'\] with backend 'tensorrt'; expected backend: auto",
+        ),
+        ({"backend": "auto", "candidates": [1]}, r"mapping: candidates\[0\]: got the whole number 1; expected text"),
         (3, "quantizer configuration: got the whole number 3; expected a YAML file, a mapping or a QuantizerConfig"),
         (b"x.yaml", "quantizer configuration: got a bytes; expected a YAML file"),
     ],
@@ -609,7 +625,7 @@ def test_a_misspelt_section_does_not_give_defaults(write: Write) -> None:
 
 def test_a_list_is_no_section(write: Write) -> None:
     with pytest.raises(
-        ConfigError, match=r"good\.yaml:1: holds a list; expected a mapping with keys preset, backend, dtype"
+        ConfigError, match=r"good\.yaml:1: holds a list; expected a mapping with keys preset, backend, candidates"
     ):
         quantizer_config(write("[a]"))
 

@@ -17,8 +17,10 @@ from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.runs.measure as run_measure  # noqa: E402
 import quantizer.runs.pick_backend as pick  # noqa: E402
+import quantizer.runs.run  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.cli.main import main  # noqa: E402
+from quantizer.config import dump_yaml  # noqa: E402
 from quantizer.config import load_run  # noqa: E402
 from quantizer.engines import BuildResult  # noqa: E402
 from quantizer.engines import PeakMemory  # noqa: E402
@@ -94,3 +96,31 @@ def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_in_a_notebook_it_is_an_engine_for_this_cpu() -> None:
     assert Quantizer(backend="auto").config.backend == OPENVINO
+
+
+@pytest.mark.parametrize("written", [{"backend": [ONNXRUNTIME]}, {"backend": "auto", "candidates": [ONNXRUNTIME]}])
+@pytest.mark.promise("A list such as `backend: [openvino, torch]` narrows the choice")
+def test_a_list_narrows_the_choice(written: dict[str, Any], at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = yaml.safe_load(Path("tiny.yaml").read_text())
+    settings["quantizer"].update(written)
+    Path("tiny.yaml").write_text(yaml.safe_dump(settings))
+    config = load_run("tiny.yaml")
+    Path("again.yaml").write_text(dump_yaml(config))
+    assert load_run("again.yaml") == config
+    names: list[tuple[str, ...]] = []
+
+    def picks(*asked: Any) -> None:
+        names.append(asked[-1])
+        raise EngineError("that is enough")
+
+    monkeypatch.setattr(quantizer.runs.run, "pick_backend", picks)
+    assert main(["run", "tiny.yaml"]) == 1
+    assert names == [(ONNXRUNTIME,)]
+    assert cpu_candidates(names[0])[0] == (ONNXRUNTIME,)
+    assert Quantizer("tiny.yaml").config.backend == ONNXRUNTIME
+
+
+def test_a_list_with_an_engine_of_a_gpu(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.yaml", "quantizer.backend=[openvino, tensorrt]"]) == 1
+    assert "auto times engines on this CPU, and tensorrt's run elsewhere" in capsys.readouterr().err
+    assert not (at / "done").exists()

@@ -112,17 +112,12 @@ class ConversionRequest:
             return
         names = tuple(name for name in self.backends if name != AUTO)
         missing: tuple[str, ...] = ()
-        for name in names:
-            if name in backends.names() and backends[name].device != "cpu":
-                yield (
-                    f"--backend {AUTO} {name}: {AUTO} times engines on this CPU, and {name}'s run elsewhere; "
-                    "leave it out"
-                )
-        if not names:
+        # A name that is unknown is told of with the others that are.
+        if set(names) <= set(backends.names()):
             try:
-                names, missing = cpu_candidates()
+                names, missing = cpu_candidates(names)
             except EngineError as error:
-                yield f"--backend {AUTO}: {error}"
+                yield f"--backend {' '.join(self.backends)}: {error}"
         fit = [
             name
             for name in names
