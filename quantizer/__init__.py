@@ -15,9 +15,18 @@ if TYPE_CHECKING:
     from quantizer.errors import QuantizerError
     from quantizer.in_place import QATCalibrate
     from quantizer.quantizer import Quantizer
+    from quantizer.runs.placement.estimated_prices import estimated_prices
     from quantizer.runs.placement.measured_prices import measured_prices
 
-__all__ = ["QATCalibrate", "Quantizer", "QuantizerConfig", "QuantizerError", "functional", "measured_prices"]
+__all__ = [
+    "QATCalibrate",
+    "Quantizer",
+    "QuantizerConfig",
+    "QuantizerError",
+    "estimated_prices",
+    "functional",
+    "measured_prices",
+]
 
 __version__ = "0.1.0"
 
@@ -26,6 +35,7 @@ _HOMES = {
     "Quantizer": "quantizer.quantizer",
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
+    "estimated_prices": "quantizer.runs.placement.estimated_prices",
     "measured_prices": "quantizer.runs.placement.measured_prices",
 }
 

@@ -45,6 +45,7 @@ def test_the_public_names() -> None:
         "Quantizer",
         "QuantizerConfig",
         "QuantizerError",
+        "estimated_prices",
         "functional",
         "measured_prices",
     ]

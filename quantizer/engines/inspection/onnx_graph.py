@@ -26,7 +26,7 @@ from quantizer.qdq.operand import MOVES
 from quantizer.qdq.operand import PRODUCTS
 from quantizer.qdq.structure import structural_fault
 
-__all__ = ["graph_inspection", "precision_of", "read_graph"]
+__all__ = ["SizedGraph", "graph_inspection", "precision_of", "read_graph"]
 
 # Larger constants do not determine shapes: only their own shape is kept.
 _SMALL = 1024
@@ -58,7 +58,7 @@ def graph_inspection(path: Path, why: str, *, batch: int = 8, sequence: int = 12
         EngineError: the file is missing, broken, or no ONNX file.
         MissingDependencyError: onnx is not installed.
     """
-    graph = _Graph(read_graph(path), {"batch": batch, "sequence": sequence})
+    graph = SizedGraph(read_graph(path), {"batch": batch, "sequence": sequence})
     note = f"{why}; what follows is what the ONNX file asks for, at {batch} x {sequence}"
     return inspection_from_layers("onnx", list(graph.layers()), verified=False, note=note)
 
@@ -89,18 +89,22 @@ def precision_of(element_type: int) -> str:
     return _PRECISIONS.get(onnx.TensorProto.DataType.Name(element_type), "index") if element_type else "unknown"
 
 
-class _Graph:
+class SizedGraph:
     """ONNX graph with the shapes that it has at given sizes.
 
     Attributes:
         nodes: the nodes, in the file's order.
         precisions: precision of each tensor, if known.
         shapes: shape of each tensor, if known.
+        constants: names of the tensors that the file holds.
+        outputs: names of the tensors that it computes.
         made_by: the node that writes a tensor.
     """
 
     def __init__(self, model: Any, sizes: Mapping[str, int]) -> None:
         self.nodes = list(model.graph.node)
+        self.constants = {tensor.name for tensor in model.graph.initializer}
+        self.outputs = [value.name for value in model.graph.output]
         self.made_by = {name: node for node in self.nodes for name in node.output}
         self.precisions: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -125,19 +129,20 @@ class _Graph:
                     name=name,
                     type=node.op_type,
                     role="product",
-                    precision=self._precision(node),
+                    precision=self.precision(node),
                     nodes=(node.name,),
-                    multiply_adds=self._work(node),
+                    multiply_adds=self.work(node),
                 )
             elif node.op_type in roles:
                 role = roles[node.op_type]
-                yield Layer(name=name, type=node.op_type, role=role, precision=self._type(node.output[0]))
+                yield Layer(name=name, type=node.op_type, role=role, precision=self.type_of(node.output[0]))
 
-    def _precision(self, node: Any) -> str:
+    def precision(self, node: Any) -> str:
+        """Return what a product computes in."""
         stored = [self._stored(name) for name in node.input[:2]]
         low = [precision for precision in stored if precision in LOW_PRECISIONS]
         # An operand of one byte and one of a nibble multiply in the wider.
-        return max(low, key=("fp4", "int4", "fp8", "int8").index) if len(low) == 2 else self._type(node.output[0])
+        return max(low, key=("fp4", "int4", "fp8", "int8").index) if len(low) == 2 else self.type_of(node.output[0])
 
     def _stored(self, name: str) -> str:
         """Return the type before the DequantizeLinear that makes a tensor, also through moves; empty if none does."""
@@ -145,12 +150,14 @@ class _Graph:
             name = node.input[0]
         if node is None or node.op_type != "DequantizeLinear":
             return ""
-        return self._type(node.input[0])
+        return self.type_of(node.input[0])
 
-    def _type(self, name: str) -> str:
+    def type_of(self, name: str) -> str:
+        """Return the precision of a tensor."""
         return self.precisions.get(name, "unknown")
 
-    def _work(self, node: Any) -> int | None:
+    def work(self, node: Any) -> int | None:
+        """Return the multiply-adds of a product; None if they cannot be told."""
         names = (*node.input[:2], node.output[0])
         if any(name not in self.shapes for name in names):
             return None

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.engines.backends import backend
 from quantizer.engines.backends import build_engine
 from quantizer.engines.base import BuildOptions
+from quantizer.engines.inspection.inspect_engine import runs_here
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
@@ -41,7 +41,7 @@ def measured_prices(
     microsecond.
 
     Args:
-        quantizer: a calibrated quantizer for a backend whose engines run on this machine's CPU, without a fallback.
+        quantizer: a calibrated quantizer for a backend whose engines run on this machine, without a fallback.
         model: the float model.
         example: one batch, to export with.
         batch: rows of the inputs that are timed.
@@ -50,12 +50,15 @@ def measured_prices(
         cache: a JSON file of times, which are taken from there if files and machine are the same.
 
     Raises:
-        EngineError: engines of the backend do not run on a CPU, groups fell back already, or an engine fails.
+        EngineError: engines of the backend do not run here, groups fell back already, or an engine fails.
         CalibrationError: nothing was calibrated yet.
     """
     name = quantizer.config.backend
-    if backend(name).device != "cpu":
-        raise EngineError(f"measured_prices() times engines on this CPU, and those of {name} run on a GPU")
+    if not runs_here(name):
+        raise EngineError(
+            f"measured_prices() times engines of {name}, and this machine has no GPU for them: "
+            "estimated_prices() goes by a model of one"
+        )
     if quantizer.chosen_fallback is not None:
         raise EngineError("measured_prices() prices all groups, and some fell back: call clear_fallback() first")
     times = TimeCache(None if cache is None else Path(cache))

@@ -8,9 +8,13 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.config import RunConfig
+from quantizer.engines.estimate import DEFAULT
+from quantizer.engines.estimate import least
 from quantizer.quantizer import Quantizer
 from quantizer.report.placement_record import Placement
+from quantizer.runs.placement.estimated_prices import prices_of_files
 from quantizer.runs.placement.place_groups import GroupPlacer
+from quantizer.runs.measure import build_options
 from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.speed_goal import SpeedGoal
 from quantizer.runs.plan_records import placement_record
@@ -44,12 +48,27 @@ class RunPlacement:
         self._goal = SpeedGoal(None if config.fallback is None else config.fallback.min_speedup, context.timer)
 
     def price(self, quantizer: Quantizer, engines: RunEngines) -> None:
-        """Price the groups of the plan, and put back those that low precision makes slower."""
-        if not engines.runs_here:
+        """Price the groups of the plan, and put back those that low precision makes slower.
+
+        Where no engine runs, the prices are estimated, if something is to be chosen by them.
+        """
+        if not engines.runs_here and self._config.amp is None and self._config.fallback is None:
             return
         with self._context.timer("quantize"):
             quantized = quantizer.quantize(self._context.model)
         engines.build(quantizer, quantized)
+        low, plain = engines.files(QUANTIZED_STEM), engines.files(FLOAT_STEM)
+        if not engines.runs_here:
+            self.prices = prices_of_files(
+                quantizer.plan,
+                quantized,
+                low.onnx,
+                plain.onnx,
+                capability=least(build_options(self._config).capabilities or (DEFAULT,)),
+                batch=engines.timing.batch,
+                sequence=engines.timing.sequence,
+            )
+            return
         placer = GroupPlacer(
             model=self._context.model,
             example=self._context.task.example(),
@@ -60,7 +79,6 @@ class RunPlacement:
             opset=self._config.export.opset,
             say=self._context.timer.say,
         )
-        low, plain = engines.files(QUANTIZED_STEM), engines.files(FLOAT_STEM)
         with self._context.timer("time the groups"):
             self.prices = placer.prices(quantizer, quantized, low, plain)
         if self.prices is not None and self.prices.slower():
@@ -69,11 +87,15 @@ class RunPlacement:
     def is_fast_enough(self, quantizer: Quantizer, proxy: nn.Module | None, engines: RunEngines) -> bool:
         """Return whether the engine reaches the speed that was asked for; if not, choose groups to quantize again.
 
+        An engine that does not run here is taken as it was estimated.
+
         Args:
             quantizer: what made the plan of the engine.
             proxy: its amp proxy.
             engines: the engines that were built.
         """
+        if not engines.runs_here:
+            return True
         chosen = quantizer.chosen_fallback
         wanted = self._goal.next_speedup(engines, 0 if chosen is None else len(chosen.groups))
         if wanted is not None:

@@ -19,7 +19,14 @@ _MARGIN = 1.01
 
 def missed_speed(placement: Placement | None) -> str | None:
     """Return why the goal of a placement is missed, in words; None if it is reached, or there is none."""
-    if placement is None or placement.min_speedup is None or not placement.checks:
+    if placement is None or placement.min_speedup is None:
+        return None
+    if placement.estimated and (speedup := placement.float_ms / placement.predicted_ms) < placement.min_speedup:
+        return (
+            f"fallback.min_speedup: {placement.min_speedup:g} is not reached on {placement.where}: the fastest plan is "
+            f"estimated to be {speedup:.2f} times as fast as in float"
+        )
+    if not placement.checks:
         return None
     last = placement.checks[-1]
     if last.speedup >= placement.min_speedup:

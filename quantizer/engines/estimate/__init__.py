@@ -1,0 +1,11 @@
+"""Times of the layers of an engine that cannot be run here, by a model of its GPU."""
+
+from __future__ import annotations
+
+from quantizer.engines.estimate.gpu import DEFAULT
+from quantizer.engines.estimate.gpu import Gpu
+from quantizer.engines.estimate.gpu import gpu_of
+from quantizer.engines.estimate.gpu import least
+from quantizer.engines.estimate.layer_times import estimated_inspection
+
+__all__ = ["DEFAULT", "Gpu", "estimated_inspection", "gpu_of", "least"]
