@@ -171,3 +171,36 @@ def test_measured_prices_name_what_does_without_a_gpu(block: tuple[Quantizer, nn
     q, model, x = block
     with pytest.raises(EngineError, match=r"this machine has no GPU for them: estimated_prices\(\) goes by a model"):
         measured_prices(q, model, x)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(("speedup", "code"), [(0.9, 0), (50.0, 1)], ids=["reached", "not reached"])
+@pytest.mark.promise("a run with `amp` or `fallback` takes estimated times, and says so")
+def test_a_run_for_a_gpu_that_is_not_here(
+    speedup: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("transformers", "sklearn", "tensorrt_rtx_bindings"):
+        pytest.importorskip(package, reason="needs quantizer[hf,report,tensorrt-rtx]")
+    from tiny_run import tiny_run
+
+    monkeypatch.chdir(tmp_path)
+    run: dict[str, Any] = tiny_run(tmp_path)
+    run["quantizer"] = {"backend": "tensorrt-rtx", "preset": "fast"}
+    run |= {"amp": {"batches": 1}, "fallback": {"min_speedup": speedup}, "engine": {"compute_capability": "sm89"}}
+    run["report"] |= {"formats": ["json"]}
+    Path("tiny.yaml").write_text(yaml.safe_dump(run))
+    assert main(["run", "tiny.yaml", "--output", "out"]) == code
+    said = capsys.readouterr()
+    placement = read_record(Path("out/report.json")).placement
+    assert placement is not None
+    assert placement.estimated
+    assert placement.where.startswith("sm89 (L4), ")
+    assert len(placement.frontier) == len(placement.groups) + 1
+    assert placement.checks == ()
+    reached = placement.float_ms / placement.predicted_ms
+    met = "reached" if code == 0 else "not reached"
+    assert f"estimated for {placement.where}" in " ".join(said.out.split())
+    assert f"the engine is estimated to have {reached:.2f}x, {met}" in " ".join(said.out.split())
+    assert (placement.back > 0) == (code == 0)
+    if code:
+        assert "fallback.min_speedup: 50 is not reached on sm89 (L4)" in " ".join(said.err.split())

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from quantizer.engines.estimate import DEFAULT
@@ -16,11 +15,10 @@ from quantizer.engines.estimate import estimated_inspection
 from quantizer.engines.estimate import gpu_of
 from quantizer.engines.inspection.place_times import place_times
 from quantizer.engines.inspection.product_names import product_names
-from quantizer.errors import EngineError
-from quantizer.export import export_onnx
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
 from quantizer.quantizer import Quantizer
+from quantizer.runs.placement.exported_pair import exported_pair
 from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.sensitivity.prices.group_prices import prices_from_places
 
@@ -53,16 +51,11 @@ def estimated_prices(
         EngineError: groups fell back already, or there are no figures of such a GPU.
         CalibrationError: nothing was calibrated yet.
     """
-    if quantizer.chosen_fallback is not None:
-        raise EngineError("estimated_prices() prices all groups, and some fell back: call clear_fallback() first")
     gpu_of(capability)
     with tempfile.TemporaryDirectory() as folder:
-        low, plain = (Path(folder) / f"{stem}.onnx" for stem in ("model", "float"))
-        quantized = quantizer.quantize(model)
-        quantizer.export(quantized, low, example)
-        export_onnx(model, plain, example, opset=quantizer.config.target.opset, dtype=torch.float32)
+        quantized, low, plain = exported_pair(quantizer, model, example, Path(folder))
         return prices_of_files(
-            quantizer.plan, quantized, low, plain, capability=capability, batch=batch, sequence=sequence
+            quantizer.plan, quantized, low.onnx, plain.onnx, capability=capability, batch=batch, sequence=sequence
         )
 
 

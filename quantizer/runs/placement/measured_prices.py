@@ -7,17 +7,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from quantizer.engines.backends import build_engine
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.inspection.inspect_engine import runs_here
 from quantizer.errors import EngineError
-from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
+from quantizer.runs.placement.exported_pair import exported_pair
 from quantizer.runs.placement.place_groups import GroupPlacer
-from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.sensitivity.prices.group_prices import Prices
@@ -59,17 +57,9 @@ def measured_prices(
             f"measured_prices() times engines of {name}, and this machine has no GPU for them: "
             "estimated_prices() goes by a model of one"
         )
-    if quantizer.chosen_fallback is not None:
-        raise EngineError("measured_prices() prices all groups, and some fell back: call clear_fallback() first")
     times = TimeCache(None if cache is None else Path(cache))
     with tempfile.TemporaryDirectory() as folder:
-        low, plain = (
-            EngineFiles(onnx=Path(folder) / f"{stem}.onnx", engine=Path(folder) / f"{stem}.engine")
-            for stem in ("model", "float")
-        )
-        quantized = quantizer.quantize(model)
-        quantizer.export(quantized, low.onnx, example)
-        export_onnx(model, plain.onnx, example, opset=quantizer.config.target.opset, dtype=torch.float32)
+        quantized, low, plain = exported_pair(quantizer, model, example, Path(folder))
 
         def build(onnx: Path, engine: Path) -> None:
             build_engine(name, onnx, engine, BuildOptions())

@@ -12,9 +12,9 @@ from quantizer.engines.estimate import DEFAULT
 from quantizer.engines.estimate import least
 from quantizer.quantizer import Quantizer
 from quantizer.report.placement_record import Placement
+from quantizer.runs.measure import build_options
 from quantizer.runs.placement.estimated_prices import prices_of_files
 from quantizer.runs.placement.place_groups import GroupPlacer
-from quantizer.runs.measure import build_options
 from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.speed_goal import SpeedGoal
 from quantizer.runs.plan_records import placement_record
