@@ -91,7 +91,7 @@ def quantizer_config(
 
 
 def dump_yaml(config: Section) -> str:
-    """Return ``config`` as YAML with every field; reading it gives an equal configuration."""
+    """Return ``config`` as YAML with every field that says something; reading it gives an equal configuration."""
     plain = config.model_dump(mode="json")
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
 

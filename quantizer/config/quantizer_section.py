@@ -227,7 +227,12 @@ class QuantizerConfig(Section):
         "fastest; a list such as [openvino, torch]: 'auto' among these.",
     )
     candidates: Annotated[tuple[str, ...], BeforeValidator(tuple_from_list), AfterValidator(_checked_candidates)] = (
-        Field(default=(), description="What 'auto' chooses from; empty: all backends that it knows for this CPU.")
+        Field(
+            default=(),
+            description="What 'auto' chooses from; empty: all backends that it knows for this CPU.",
+            # It means nothing beside the name of one backend, and every saved quantizer has one.
+            exclude_if=lambda names: not names,
+        )
     )
     dtype: Literal["int8", "fp8"] = Field(default="int8", description="Number format of what is quantized.")
     formats: Annotated[tuple[FormatConfig, ...], BeforeValidator(tuple_from_list)] = Field(

@@ -72,3 +72,12 @@ class Placement(Record):
     """How many times as fast as in float the engine had to be; null if that was not asked for."""
     checks: tuple[SpeedCheck, ...] = ()
     """The engines that were timed against it, the last of them delivered."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Speed of the delivered engine, in that of the float one; None: none was asked for, or it was not timed."""
+        if self.min_speedup is None:
+            return None
+        if self.estimated:
+            return self.float_ms / self.predicted_ms
+        return self.checks[-1].speedup if self.checks else None

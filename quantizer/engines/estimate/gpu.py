@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quantizer.engines.inspection.inspection import LOW_PRECISIONS
 from quantizer.errors import EngineError
 
-__all__ = ["DEFAULT", "Gpu", "gpu_of", "least", "width"]
+__all__ = ["DEFAULT", "Gpu", "gpu_of", "least"]
 
 DEFAULT = "sm89"
 """The compute capability that is taken where none is named."""
-
-_BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8, "fp64": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Gpu:
 
     def math_us(self, multiply_adds: int, precision: str) -> float:
         """Return the time of products, in microseconds. 32-bit floats count as 16-bit ones."""
-        tera = self.low_tera if _BITS.get(precision, 16) <= 8 else self.half_tera
+        tera = self.low_tera if precision in LOW_PRECISIONS else self.half_tera
         return 2 * multiply_adds / (tera * 1e6 * self.math_share)
 
     def memory_us(self, size: float) -> float:
@@ -83,8 +82,3 @@ def least(capabilities: Sequence[str]) -> str:
 
 def _number(capability: str) -> int:
     return int(capability.removeprefix("sm"))
-
-
-def width(precision: str) -> float:
-    """Return the bytes of a number; those of a float are 2, as an engine stores what is not quantized."""
-    return 4.0 if precision == "index" else _BITS.get(precision, 16) / 8

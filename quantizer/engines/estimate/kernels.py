@@ -13,7 +13,6 @@ from dataclasses import field
 from math import prod
 from typing import Any
 
-from quantizer.engines.estimate.gpu import width
 from quantizer.engines.inspection.onnx_graph import SizedGraph
 from quantizer.qdq.operand import MOVES
 from quantizer.qdq.operand import PRODUCTS
@@ -44,6 +43,9 @@ _BARRIERS = frozenset(
 
 _READ_THROUGH = frozenset({"DequantizeLinear", *MOVES})
 
+_BYTES = {"int4": 0.5, "fp4": 0.5, "int8": 1.0, "fp8": 1.0, "index": 4.0}
+"""The bytes of a number; those of any float are 2, as engines store what is not quantized."""
+
 
 @dataclass(kw_only=True)
 class Kernel:
@@ -52,7 +54,8 @@ class Kernel:
     Attributes:
         nodes: its nodes, in the file's order.
         read: the tensors that it reads from memory.
-        written: the tensors that it writes there, each with the nodes of other kernels that read it.
+        written: the tensors that it writes there, each with the nodes of other kernels that read it; None
+            among these: it is an output of the graph.
     """
 
     nodes: list[Any] = field(default_factory=list)
@@ -137,4 +140,4 @@ def kernels(graph: SizedGraph) -> Iterator[Kernel]:
 
 def size(graph: SizedGraph, name: str) -> float:
     """Return the bytes of a tensor; 0 where its shape is not known."""
-    return prod(graph.shapes[name]) * width(graph.type_of(name)) if name in graph.shapes else 0.0
+    return prod(graph.shapes[name]) * _BYTES.get(graph.type_of(name), 2.0) if name in graph.shapes else 0.0

@@ -22,11 +22,9 @@ def placement_lines(placement: Placement) -> list[str]:
         lines.append(f"{text.counted(slower, 'group')} went back because low precision makes the engine slower there")
     if placement.back:
         lines.append(f"with {text.counted(placement.back, 'group')} in float the plan is predicted to take {taken}")
-    if placement.min_speedup is not None and (placement.checks or placement.estimated):
-        estimate = placement.float_ms / placement.predicted_ms
-        speedup = estimate if placement.estimated else placement.checks[-1].speedup
-        met = "reached" if speedup >= placement.min_speedup else "not reached"
-        asked, got = text.times(placement.min_speedup), text.times(speedup)
+    if placement.min_speedup is not None and placement.speedup is not None:
+        met = "reached" if placement.speedup >= placement.min_speedup else "not reached"
+        asked, got = text.times(placement.min_speedup), text.times(placement.speedup)
         has = "is estimated to have" if placement.estimated else "has"
         lines.append(f"asked for {asked} the speed of float: the engine {has} {got}, {met}")
     return lines

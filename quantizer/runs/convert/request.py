@@ -112,8 +112,8 @@ class ConversionRequest:
             return
         names = tuple(name for name in self.backends if name != AUTO)
         missing: tuple[str, ...] = ()
-        # A name that is unknown is told of with the others that are.
-        if set(names) <= set(backends.names()):
+        # Names that are unknown, or there twice, are told of with the other problems of names.
+        if set(names) <= set(backends.names()) and len(set(names)) == len(names):
             try:
                 names, missing = cpu_candidates(names)
             except EngineError as error:

@@ -19,21 +19,16 @@ _MARGIN = 1.01
 
 def missed_speed(placement: Placement | None) -> str | None:
     """Return why the goal of a placement is missed, in words; None if it is reached, or there is none."""
-    if placement is None or placement.min_speedup is None:
+    if placement is None or placement.min_speedup is None or placement.speedup is None:
         return None
-    if placement.estimated and (speedup := placement.float_ms / placement.predicted_ms) < placement.min_speedup:
-        return (
-            f"fallback.min_speedup: {placement.min_speedup:g} is not reached on {placement.where}: the fastest plan is "
-            f"estimated to be {speedup:.2f} times as fast as in float"
-        )
-    if not placement.checks:
+    if placement.speedup >= placement.min_speedup:
         return None
-    last = placement.checks[-1]
-    if last.speedup >= placement.min_speedup:
-        return None
+    asked, reached = f"fallback.min_speedup: {placement.min_speedup:g} is not reached", f"{placement.speedup:.2f} times"
+    if placement.estimated:
+        return f"{asked} on {placement.where}: the fastest plan is estimated to be {reached} as fast as in float"
     return (
-        f"fallback.min_speedup: {placement.min_speedup:g} is not reached: the fastest plan found is {last.speedup:.2f} "
-        f"times as fast as in float, with {last.groups} groups in float for the accuracy"
+        f"{asked}: the fastest plan found is {reached} as fast as in float, with {placement.checks[-1].groups} groups "
+        "in float for the accuracy"
     )
 
 
