@@ -64,7 +64,7 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -c constraints.txt '.[bench]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m pip install --quiet --no-deps -r benchmarks/requirements-no-deps.txt
 	$(BIN)/python benchmarks/engine_speed.py
 	$(BIN)/python benchmarks/proxy_speed.py

@@ -1,0 +1,251 @@
+"""The engine that ``backend: auto`` would choose beside every engine in float, ONNX Runtime's own quantizer and NNCF.
+
+    python benchmarks/chosen_engine.py [minilm | bert-base | dinov2 | efficientnet]... [ROUNDS]
+
+One thread. Each candidate is quantized from one calibration, with the groups put back that its own engine runs slower
+in INT8, and built; all are timed in turns at each shape. The first half of the rounds chooses, as ``auto`` does, and
+the second half says what the choice is worth, so that no engine is praised for the noise that it was chosen by.
+BERT-base has random weights, with which the time is the same. NNCF has its transformer preset for all but EfficientNet.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import torch
+import transformers
+from common import SHARED
+from common import heading
+from common import minilm
+from common import stsb
+from data import imagenet_sample
+from efficientnet_lite import efficientnet_lite0
+from engine_speed import dynamic_file
+from engine_speed import openvino_engine
+from engine_speed import plain_session
+from torch import nn
+
+from quantizer import Quantizer
+from quantizer import measured_prices
+from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
+from quantizer.engines import interleaved_latency
+from quantizer.engines import load_engine
+from quantizer.engines import medians
+from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.int8_saturation import saturates
+from quantizer.errors import EngineError
+from quantizer.export import export_onnx
+from quantizer.report.candidate_record import Candidate
+from quantizer.runs.choose_engine import FLOAT
+from quantizer.runs.choose_engine import choose
+
+Run = Callable[[dict[str, np.ndarray]], object]
+BASE, DYNAMIC, NNCF = "ONNX Runtime FP32, its own session", "ONNX Runtime, quantize_dynamic", "OpenVINO, NNCF INT8"
+TEXTS, IMAGES = ((1, 16), (1, 128), (8, 128), (32, 128)), ((1, None), (8, None))
+_WORK = 4096
+"""Rows times tokens up to which a shape gets all rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model with what it is calibrated on; ``inputs`` makes those of a shape."""
+
+    model: nn.Module
+    calibration: Sequence[Any]
+    inputs: Callable[[int, int | None], dict[str, np.ndarray]]
+    shapes: Sequence[tuple[int, int | None]]
+    preset: str = "balanced"
+    transformer: bool = True
+
+
+def case_minilm() -> Case:
+    model, task = minilm()
+    return Case(
+        model=model,
+        calibration=task.batches(stsb("train", 64)),
+        inputs=lambda batch, sequence: _arrays(task.random_batch(batch, sequence or 128)),
+        shapes=TEXTS,
+    )
+
+
+def case_bert_base() -> Case:
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig()).eval()
+
+    def inputs(batch: int, sequence: int | None) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 30_000, (batch, sequence or 128), generator=torch.Generator().manual_seed(1))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    batches = [inputs(4, 64) for _ in range(2)]
+    return Case(
+        model=model, calibration=batches, inputs=lambda *size: _arrays(inputs(*size)), shapes=TEXTS, preset="fast"
+    )
+
+
+def case_dinov2() -> Case:
+    model = transformers.AutoModel.from_pretrained(SHARED / "models/dinov2-small", dtype=torch.float32).eval()
+    images = imagenet_sample()[0]
+    return Case(
+        model=model,
+        calibration=[{"pixel_values": part} for part in images[:32].split(8)],
+        inputs=lambda batch, _: {"pixel_values": images[:batch].numpy()},
+        shapes=IMAGES,
+    )
+
+
+def case_efficientnet() -> Case:
+    images, _, tuned = imagenet_sample()
+    return Case(
+        model=efficientnet_lite0(),
+        calibration=images[tuned].split(16),
+        inputs=lambda batch, _: {"input": images[:batch].numpy()},
+        shapes=IMAGES,
+        transformer=False,
+    )
+
+
+CASES = {
+    "minilm": case_minilm,
+    "bert-base": case_bert_base,
+    "dinov2": case_dinov2,
+    "efficientnet": case_efficientnet,
+}
+
+
+def _arrays(batch: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in batch.items()}
+
+
+def engines(case: Case, folder: Path) -> tuple[dict[str, Run], list[str]]:
+    """All engines by name, and a line on each plan; names of candidates are those of ``Candidate``."""
+    found: dict[str, Run] = {}
+    lines = []
+    example = case.calibration[0]
+    plain = export_onnx(case.model, folder / "float.onnx", example, opset=20, dtype=torch.float32)
+    names = [*cpu_candidates()[0]]
+    names += [] if any(name.startswith("torch") for name in names) else ["torch-avx2" if saturates() else "torch"]
+    quantizer = Quantizer(backend=names[0], preset=case.preset)
+    quantizer.calibrate(case.model, case.calibration, progress=False)
+    batch, sequence = case.shapes[-2]
+    for name in names:
+        found[f"{name} {FLOAT}"] = _built(name, plain)
+        # Always a new one: what goes back for its time in one engine is no matter of another.
+        mine = quantizer.for_backend(name)
+        back = 0
+        try:
+            prices = measured_prices(mine, case.model, example, batch=batch, sequence=sequence or 128)
+        except EngineError as error:
+            lines.append(f"{name}: {error}")
+        else:
+            back = len(prices.slower())
+            if back:
+                mine.fallback(None, prices=prices)
+        path = mine.export(mine.quantize(case.model), folder / f"{name}.onnx", example)
+        found[f"{name} int8"] = _built(name, path)
+        lines.append(f"{name} int8: {back} groups back for their time, {mine.coverage.share:.1%} of multiply-adds")
+    found[BASE] = plain_session(plain)
+    found[DYNAMIC] = plain_session(dynamic_file(plain, folder / "dynamic.onnx"))
+    found[NNCF] = openvino_engine(_nncf_file(plain, case, folder))
+    return found, lines
+
+
+def _built(backend: str, path: Path) -> Run:
+    target = path.with_name(f"{path.stem}-{backend}.engine")
+    return load_engine(backend, build_engine(backend, path, target, BuildOptions()).path, threads=1)
+
+
+def _nncf_file(plain: Path, case: Case, folder: Path) -> Path:
+    import nncf
+
+    model = openvino.Core().read_model(plain)
+    names = [port.get_any_name() for port in model.inputs]
+
+    def arrays(batch: Any) -> dict[str, np.ndarray]:
+        return _arrays(batch) if isinstance(batch, Mapping) else {names[0]: batch.numpy()}
+
+    kind = {"model_type": nncf.ModelType.TRANSFORMER} if case.transformer else {}
+    data = nncf.Dataset(case.calibration, arrays)
+    path = folder / "nncf.xml"
+    made = nncf.quantize(model, data, subset_size=len(case.calibration), **kind)
+    openvino.save_model(made, path, compress_to_fp16=False)
+    return path
+
+
+def report(name: str, rounds: int) -> None:
+    """Print the times of one model, what is chosen at each shape, and what that is worth."""
+    case = CASES[name]()
+    with tempfile.TemporaryDirectory() as folder:
+        found, lines = engines(case, Path(folder))
+        shown = [f"{batch} x {sequence}" if sequence else f"batch {batch}" for batch, sequence in case.shapes]
+        taken = []
+        for batch, sequence in case.shapes:
+            given = case.inputs(batch, sequence)
+            calls = {one: partial(run, _named(run, given)) for one, run in found.items()}
+            fewer = max(10, rounds * _WORK // (batch * (sequence or 256)))
+            taken.append(interleaved_latency(calls, rounds=2 * min(rounds, fewer) // 2, warmup=2))
+    print(f"### {name}\n")
+    print("| milliseconds | " + " | ".join(shown) + " |\n|---|" + "---|" * len(shown))
+    for one in found:
+        print(f"| {one} | " + " | ".join(f"{1000 * statistics.median(seconds[one]):.2f}" for seconds in taken) + " |")
+    rows: dict[str, list[str]] = {}
+    for shape, seconds in zip(shown, taken, strict=True):
+        for label, cell in _verdicts(shape, seconds).items():
+            rows.setdefault(label, []).append(cell)
+    print("\n| at each shape | " + " | ".join(shown) + " |\n|---|" + "---|" * len(shown))
+    for label, cells in rows.items():
+        print(f"| {label} | " + " | ".join(cells) + " |")
+    print("\n" + "; ".join(lines) + "\n", flush=True)
+
+
+def _named(run: Any, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Inputs by the engine's own names, where the model has one input."""
+    names = getattr(run, "input_names", None)
+    return dict(zip(names, given.values(), strict=True)) if names and len(given) == 1 else given
+
+
+def _verdicts(shape: str, seconds: dict[str, list[float]]) -> dict[str, str]:
+    """Return what is chosen by every other round, and what the other rounds say of it."""
+    peers = (BASE, DYNAMIC, NNCF)
+    chosen_by = medians({one: samples[::2] for one, samples in seconds.items()})
+    tried = [
+        Candidate(backend=one.rpartition(" ")[0], format=one.rpartition(" ")[2], milliseconds=(1000 * chosen_by[one],))
+        for one in seconds
+        if one not in peers
+    ]
+    best = choose(tried, [shape], []).candidates[0].name
+    worth = {one: samples[1::2] for one, samples in seconds.items()}
+
+    def ratio(other: str) -> float:
+        return statistics.median(b / a for a, b in zip(worth[best], worth[other], strict=True))
+
+    floats = [one for one in seconds if one.endswith(FLOAT) or one == BASE]
+    return {
+        "chosen": best,
+        "to the fastest float engine": f"{min(map(ratio, floats)):.2f}",
+        **{f"to {peer}": f"{ratio(peer):.2f}" for peer in peers},
+    }
+
+
+def main(words: Sequence[str]) -> None:
+    """Report on the models that are named, or on all."""
+    torch.set_num_threads(1)
+    print(heading("The chosen engine, one thread"))
+    rounds = next((int(word) for word in words if word.isdigit()), 60)
+    for name in [word for word in words if not word.isdigit()] or list(CASES):
+        report(name, rounds)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
