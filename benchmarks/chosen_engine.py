@@ -3,9 +3,10 @@
     python benchmarks/chosen_engine.py [minilm | bert-base | dinov2 | efficientnet]... [ROUNDS]
 
 One thread. Each candidate is quantized from one calibration, with the groups put back that its own engine runs slower
-in INT8, and built; all are timed in turns at each shape. The first half of the rounds chooses, as ``auto`` does, and
-the second half says what the choice is worth, so that no engine is praised for the noise that it was chosen by.
-BERT-base has random weights, with which the time is the same. NNCF has its transformer preset for all but EfficientNet.
+in INT8; engines are built with each shape as the usual one, and timed in turns. Every other round chooses, as ``auto``
+does, and the rounds between say what the choice is worth, so that no engine is praised for the noise that it was chosen
+by. BERT-base has random weights, with which the time is the same. NNCF has its transformer preset for all but
+EfficientNet.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,9 @@ from quantizer.report.candidate_record import Candidate
 from quantizer.runs.choose_engine import FLOAT
 from quantizer.runs.choose_engine import choose
 
+Shape = tuple[int, int | None]
 Run = Callable[[dict[str, np.ndarray]], object]
+Make = Callable[[Shape], Run]
 BASE, DYNAMIC, NNCF = "ONNX Runtime FP32, its own session", "ONNX Runtime, quantize_dynamic", "OpenVINO, NNCF INT8"
 TEXTS, IMAGES = ((1, 16), (1, 128), (8, 128), (32, 128)), ((1, None), (8, None))
 _WORK = 4096
@@ -65,7 +69,7 @@ class Case:
     model: nn.Module
     calibration: Sequence[Any]
     inputs: Callable[[int, int | None], dict[str, np.ndarray]]
-    shapes: Sequence[tuple[int, int | None]]
+    shapes: Sequence[Shape]
     preset: str = "balanced"
     transformer: bool = True
 
@@ -110,7 +114,7 @@ def case_efficientnet() -> Case:
     return Case(
         model=efficientnet_lite0(),
         calibration=images[tuned].split(16),
-        inputs=lambda batch, _: {"input": images[:batch].numpy()},
+        inputs=lambda batch, _: {"x_bchw": images[:batch].numpy()},
         shapes=IMAGES,
         transformer=False,
     )
@@ -128,9 +132,9 @@ def _arrays(batch: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in batch.items()}
 
 
-def engines(case: Case, folder: Path) -> tuple[dict[str, Run], list[str]]:
-    """All engines by name, and a line on each plan; names of candidates are those of ``Candidate``."""
-    found: dict[str, Run] = {}
+def engines(case: Case, folder: Path) -> tuple[dict[str, Make], list[str]]:
+    """What makes each engine, by name, and a line on each plan; names of candidates are those of ``Candidate``."""
+    found: dict[str, Make] = {}
     lines = []
     example = case.calibration[0]
     plain = export_onnx(case.model, folder / "float.onnx", example, opset=20, dtype=torch.float32)
@@ -140,7 +144,7 @@ def engines(case: Case, folder: Path) -> tuple[dict[str, Run], list[str]]:
     quantizer.calibrate(case.model, case.calibration, progress=False)
     batch, sequence = case.shapes[-2]
     for name in names:
-        found[f"{name} {FLOAT}"] = _built(name, plain)
+        found[f"{name} {FLOAT}"] = partial(_built, name, plain)
         # Always a new one: what goes back for its time in one engine is no matter of another.
         mine = quantizer.for_backend(name)
         back = 0
@@ -153,17 +157,24 @@ def engines(case: Case, folder: Path) -> tuple[dict[str, Run], list[str]]:
             if back:
                 mine.fallback(None, prices=prices)
         path = mine.export(mine.quantize(case.model), folder / f"{name}.onnx", example)
-        found[f"{name} int8"] = _built(name, path)
+        found[f"{name} int8"] = partial(_built, name, path)
         lines.append(f"{name} int8: {back} groups back for their time, {mine.coverage.share:.1%} of multiply-adds")
-    found[BASE] = plain_session(plain)
-    found[DYNAMIC] = plain_session(dynamic_file(plain, folder / "dynamic.onnx"))
-    found[NNCF] = openvino_engine(_nncf_file(plain, case, folder))
-    return found, lines
+    theirs = {BASE: plain_session(plain), DYNAMIC: plain_session(dynamic_file(plain, folder / "dynamic.onnx"))}
+    theirs[NNCF] = openvino_engine(_nncf_file(plain, case, folder))
+    return found | {one: partial(_same, run) for one, run in theirs.items()}, lines
 
 
-def _built(backend: str, path: Path) -> Run:
+def _same(run: Run, shape: Shape) -> Run:
+    return run
+
+
+@cache
+def _built(backend: str, path: Path, shape: Shape) -> Run:
+    """An engine with a usual shape; only OpenVINO's depends on it."""
+    batch, sequence = shape
+    usual = {"batch": (batch,) * 3, "sequence": (sequence or 1,) * 3}
     target = path.with_name(f"{path.stem}-{backend}.engine")
-    return load_engine(backend, build_engine(backend, path, target, BuildOptions()).path, threads=1)
+    return load_engine(backend, build_engine(backend, path, target, BuildOptions(dynamic=usual)).path, threads=1)
 
 
 def _nncf_file(plain: Path, case: Case, folder: Path) -> Path:
@@ -192,7 +203,9 @@ def report(name: str, rounds: int) -> None:
         taken = []
         for batch, sequence in case.shapes:
             given = case.inputs(batch, sequence)
-            calls = {one: partial(run, _named(run, given)) for one, run in found.items()}
+            shape = (batch, sequence)
+            usual = {one: shape if one.startswith("openvino") else case.shapes[0] for one in found}
+            calls = {one: partial(make(usual[one]), given) for one, make in found.items()}
             fewer = max(10, rounds * _WORK // (batch * (sequence or 256)))
             taken.append(interleaved_latency(calls, rounds=2 * min(rounds, fewer) // 2, warmup=2))
     print(f"### {name}\n")
@@ -207,12 +220,6 @@ def report(name: str, rounds: int) -> None:
     for label, cells in rows.items():
         print(f"| {label} | " + " | ".join(cells) + " |")
     print("\n" + "; ".join(lines) + "\n", flush=True)
-
-
-def _named(run: Any, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Inputs by the engine's own names, where the model has one input."""
-    names = getattr(run, "input_names", None)
-    return dict(zip(names, given.values(), strict=True)) if names and len(given) == 1 else given
 
 
 def _verdicts(shape: str, seconds: dict[str, list[float]]) -> dict[str, str]:

@@ -57,7 +57,11 @@ class ExportConfig(Section):
         le=24,
         description="ONNX operator set: 18 is the first that torch's exporter writes, 24 the last that TensorRT reads.",
     )
-    dynamic: DynamicConfig = Field(default=DynamicConfig(), description="Sizes of the dynamic axes.")
+    dynamic: DynamicConfig = Field(
+        default=DynamicConfig(),
+        description="Sizes of the dynamic axes. TensorRT's engines take these alone; OpenVINO's have a second model, for "
+        "the sizes in the middle.",
+    )
 
 
 def _capability(value: Any) -> str | tuple[str, ...] | None:

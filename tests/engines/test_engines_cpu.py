@@ -223,7 +223,7 @@ def test_the_input_has_the_name_of_the_file_where_a_node_behind_it_is_removed(na
 
 def test_openvino_outputs_of_other_axes_are_refused() -> None:
     ov = pytest.importorskip("openvino", reason="needs quantizer[openvino]")
-    from quantizer.engines.openvino.engine import _check_outputs
+    from quantizer.engines.openvino.compiled_models import _check_outputs
 
     def model(*sizes: int) -> Any:
         input_ = ov.opset13.parameter(ov.PartialShape(list(sizes)), name="x")

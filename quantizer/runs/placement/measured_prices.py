@@ -62,7 +62,7 @@ def measured_prices(
         quantized, low, plain = exported_pair(quantizer, model, example, Path(folder))
 
         def build(onnx: Path, engine: Path) -> None:
-            build_engine(name, onnx, engine, BuildOptions())
+            build_engine(name, onnx, engine, BuildOptions(dynamic={"batch": (batch,) * 3, "sequence": (sequence,) * 3}))
 
         for files in (low, plain):
             build(files.onnx, files.engine)

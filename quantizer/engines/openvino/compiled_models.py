@@ -1,0 +1,146 @@
+"""The models that OpenVINO compiles of an ONNX file: one for all sizes of its inputs, and one for the usual sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from typing import TypeAlias
+
+from quantizer.engines.base import Array
+from quantizer.engines.dimensions import input_dimensions
+from quantizer.engines.error_hints import explain_error
+from quantizer.engines.openvino.signal_stack import kept_signal_stack
+from quantizer.engines.openvino.usual_shape import LARGEST_BYTES
+from quantizer.engines.openvino.usual_shape import usual_shapes
+from quantizer.errors import EngineError
+from quantizer.targets.openvino import DYNAMIC_BLOCK
+
+__all__ = ["GROUP", "Dimensions", "Models", "checked_precision", "compile_models", "port_name", "reason"]
+
+GROUP = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
+"""How many neighbours share a range where OpenVINO rounds the other operand of a stored weight at run time. It holds at
+a load, whatever the build had."""
+
+Dimensions: TypeAlias = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The compiled models of a file.
+
+    Attributes:
+        compiled: an ``openvino.CompiledModel`` for inputs of all sizes.
+        dimensions: the name of each axis of each input, as far as it is known.
+        usual: the model that was compiled for the usual sizes of the inputs; None: there is none.
+        warning: why there is none although the sizes are known.
+    """
+
+    compiled: Any
+    dimensions: Dimensions
+    usual: Any = None
+    warning: str | None = None
+
+    @property
+    def usual_sizes(self) -> tuple[tuple[int, ...], ...] | None:
+        """The shape of each input of ``usual``."""
+        return None if self.usual is None else tuple(tuple(port.shape) for port in self.usual.inputs)
+
+    def of(self, arrays: Sequence[Array]) -> Any:
+        """Return the model that runs inputs of these shapes fastest."""
+        return self.usual if tuple(array.shape for array in arrays) == self.usual_sizes else self.compiled
+
+
+def compile_models(
+    ov: Any,
+    onnx_path: Path,
+    settings: Mapping[str, object],
+    ranges: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> Models:
+    """Return the compiled models of an ONNX file; with ``ranges`` of its sizes also the one for the usual sizes."""
+    core = ov.Core()
+    dimensions = _dimensions(onnx_path)
+    try:
+        model = core.read_model(str(onnx_path))
+        ports = {port_name(port): port.partial_shape for port in model.inputs}
+        compiled = _compiled(core, model, settings, onnx_path)
+    except RuntimeError as error:
+        raise EngineError(f"OpenVINO refused {onnx_path}: {explain_error(onnx_path, reason(error))}") from error
+    usual = usual_shapes(ports, dimensions, ranges) if os.path.getsize(onnx_path) <= LARGEST_BYTES else None
+    if usual is None:
+        return Models(compiled, dimensions)
+    try:
+        model.reshape(dict(enumerate(usual.values())))
+        return Models(compiled, dimensions, _compiled(core, model, settings, onnx_path))
+    except (EngineError, RuntimeError) as error:
+        why = reason(error) if isinstance(error, RuntimeError) else error
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in usual.items())
+        return Models(compiled, dimensions, warning=f"no variant for the usual sizes ({shapes}): {why}")
+
+
+def _compiled(core: Any, model: Any, settings: Mapping[str, object], path: Path) -> Any:
+    with kept_signal_stack():
+        compiled = core.compile_model(model, "CPU", {**_dynamic_group(model), **settings})
+    _check_outputs(model, compiled, path)
+    return checked_precision(compiled, path, settings)
+
+
+def _dynamic_group(model: Any) -> dict[str, object]:
+    """Return the setting of ranges at run time: the one of our plans, unless weights of 4 bits may have smaller blocks,
+    which would turn it off."""
+    stored = (node.get_element_type().get_type_name() for node in model.get_ops() if node.get_type_name() == "Constant")
+    return {} if {"i4", "u4"}.intersection(stored) else {GROUP: DYNAMIC_BLOCK}
+
+
+def _check_outputs(model: Any, compiled: Any, path: Path) -> None:
+    """Raise if an engine's outputs have other shapes than the file's: a fusion has lost or added an axis."""
+    for asked, got in zip(model.outputs, compiled.outputs, strict=True):
+        if not asked.partial_shape.compatible(got.partial_shape):
+            raise EngineError(
+                f"OpenVINO compiles {path} wrongly: its output {port_name(got)!r} has the shape {got.partial_shape}, "
+                f"and that of the file is {asked.partial_shape}; take another release of OpenVINO, or onnxruntime"
+            )
+
+
+def checked_precision(compiled: Any, path: Path, settings: Mapping[str, object]) -> Any:
+    """Return ``compiled`` if it computes in the precision that was asked for.
+
+    Raises:
+        EngineError: the CPU lacks it; OpenVINO silently takes another one.
+    """
+    asked, got = settings["INFERENCE_PRECISION_HINT"], compiled.get_property("INFERENCE_PRECISION_HINT")
+    if got.get_type_name() != asked:
+        raise EngineError(
+            f"OpenVINO computes {path} in {got.get_type_name()} on this CPU, where {asked} was asked for: BF16 needs "
+            "AVX-512 or AMX; leave out inference_precision, or build on another machine"
+        )
+    return compiled
+
+
+def port_name(port: Any) -> str:
+    """Return the port's name in the ONNX file; removed nodes may have left theirs on the port as well."""
+    own = str(port.node.friendly_name).partition("/sink_port_")[0]
+    return own if own in port.names else str(port.any_name)
+
+
+def reason(error: Exception) -> str:
+    """Return an OpenVINO message without the lines that name places in its own source."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("Exception from ", "Check '", "Summary:"))]
+    return " ".join(kept) or str(error)
+
+
+def _dimensions(onnx_path: Path) -> dict[str, tuple[str, ...]]:
+    """Return the names of dimensions in an ONNX file.
+
+    Raises:
+        EngineError: it is damaged.
+    """
+    try:
+        return input_dimensions(onnx_path)
+    except ValueError as error:
+        raise EngineError(f"{onnx_path} is damaged: {error}; export it again") from error

@@ -1,0 +1,105 @@
+"""OpenVINO's second model, for the usual sizes of the inputs: when there is one, when it is taken, what it gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantizer.engines import BuildOptions
+from quantizer.engines import build_engine
+from quantizer.engines import inspect_engine
+from quantizer.engines import load_engine
+from quantizer.engines.engine_file import read_engine
+from quantizer.engines.engine_file import write_engine
+from quantizer.engines.openvino import compiled_models
+from quantizer.engines.openvino.engine import _loaded
+from quantizer.errors import EngineError
+
+onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
+pytest.importorskip("openvino", reason="install quantizer[openvino]")
+
+WEIGHT = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32) / 8
+USUAL = BuildOptions(dynamic={"batch": (1, 4, 8), "sequence": (1, 16, 64)})
+
+
+def written(folder: Path, shape: str) -> Path:
+    """A product and a residual add of an input of this shape, in an ONNX file."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 20]> g (float[{shape}] x, float[{shape}] z) => (float[batch, n, 32] y)'
+        " { s = Add (x, z) y = MatMul (s, w) }"
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(WEIGHT, "w"))
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    return path
+
+
+def given(batch: int, sequence: int) -> dict[str, np.ndarray]:
+    """Two inputs."""
+    random = np.random.default_rng(batch + sequence)
+    return {name: random.normal(size=(batch, sequence, 64)).astype(np.float32) for name in ("x", "z")}
+
+
+@pytest.mark.parametrize("size", [(4, 16), (4, 17), (1, 16), (8, 3)], ids=str)
+def test_every_size_is_right(tmp_path: Path, size: tuple[int, int]) -> None:
+    build_engine("openvino", written(tmp_path, "batch, sequence, 64"), tmp_path / "m.engine", USUAL)
+    engine = load_engine("openvino", tmp_path / "m.engine")
+    for _ in range(2):
+        arrays = given(*size)
+        np.testing.assert_allclose(engine(arrays)["y"], (arrays["x"] + arrays["z"]) @ WEIGHT, rtol=1e-4, atol=1e-4)
+
+
+def test_the_usual_size_has_a_model_of_its_own(tmp_path: Path) -> None:
+    path = build_engine("openvino", written(tmp_path, "batch, sequence, 64"), tmp_path / "m.engine", USUAL).path
+    models = _loaded(path, 1)
+    assert models.usual_sizes == ((4, 16, 64), (4, 16, 64))
+    assert models.of(list(given(4, 16).values())) is models.usual
+    assert models.of(list(given(4, 17).values())) is models.compiled
+    for size in ((4, 16), (8, 16)):
+        assert inspect_engine("openvino", path, batch=size[0], sequence=size[1]).layers
+
+
+@pytest.mark.parametrize(
+    ("shape", "dynamic"),
+    [
+        ("batch, sequence, 64", {}),
+        ("batch, sequence, 64", {"batch": (1, 4, 8)}),
+        ("batch, rows, 64", USUAL.dynamic),
+        ("4, 16, 64", USUAL.dynamic),
+    ],
+    ids=["nothing is known", "one size is not known", "another name", "no dynamic size"],
+)
+def test_without_usual_sizes_there_is_one_model(
+    tmp_path: Path, shape: str, dynamic: dict[str, tuple[int, int, int]]
+) -> None:
+    path = build_engine("openvino", written(tmp_path, shape), tmp_path / "m.engine", BuildOptions(dynamic=dynamic)).path
+    assert _loaded(path, 1).usual is None
+
+
+def test_a_large_model_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_models, "LARGEST_BYTES", 1000)
+    path = build_engine("openvino", written(tmp_path, "batch, sequence, 64"), tmp_path / "m.engine", USUAL).path
+    assert _loaded(path, 1).usual is None
+
+
+def test_sizes_that_the_model_cannot_take(tmp_path: Path) -> None:
+    # 16 columns, where the weight has 64 rows.
+    built = build_engine("openvino", written(tmp_path, "batch, 5, sequence"), tmp_path / "m.engine", USUAL)
+    assert len(built.warnings) == 1
+    assert built.warnings[0].startswith("no variant for the usual sizes (x [4, 5, 16], z [4, 5, 16]): ")
+    arrays = {name: values[:, :5] for name, values in given(2, 9).items()}
+    assert load_engine("openvino", built.path)(arrays)["y"].shape == (2, 5, 32)
+
+
+@pytest.mark.parametrize("length", ["999999999", "x", "-1"])
+def test_a_damaged_length(tmp_path: Path, length: str) -> None:
+    path = build_engine("openvino", written(tmp_path, "batch, sequence, 64"), tmp_path / "m.engine", USUAL).path
+    content, note = read_engine(path)
+    told, _, names = note.removeprefix("inference_precision ").partition(" ")
+    parts = told.split(",")
+    assert len(parts) == 3
+    write_engine(path, memoryview(content), f"inference_precision {parts[0]},{parts[1]},{length} {names}")
+    with pytest.raises(EngineError, match="is not an engine of backend openvino, or is cut short"):
+        load_engine("openvino", path)
