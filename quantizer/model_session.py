@@ -187,7 +187,7 @@ class ModelSession:
         return model if self.trainable is None else self.trainable.model
 
     def frozen(self, model: nn.Module, *, fused: bool = False) -> nn.Module:
-        """Return the frozen proxy of a model, or of the copy of it that was trained; ``fused`` as in ``frozen_proxy``."""
+        """Return the frozen proxy of a model, or of its trained copy; ``fused`` as in ``frozen_proxy``."""
         self.bind(model)
         plan = self.fitted(model, self.effective_plan())
         tell_where_nothing_is_quantized(plan)

@@ -1,5 +1,7 @@
 """The arguments of each operation's calls, whatever way they are passed."""
 
+# ruff: noqa: A002 - the names of torch's arguments
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -60,6 +60,7 @@ class LoweredSite(Site):
     chosen: Kernel | str | None
     _arguments: Callable[..., Any]
     _check: Callable[[Tensor], None] | None
+    _shift: Tensor | None
     _added: tuple[Tensor, Tensor] | None
 
     @staticmethod
@@ -83,8 +84,13 @@ class LoweredSite(Site):
             if not isinstance(self.chosen, str):
                 call = CALLS[self.source.operation]
                 frozen = self.quantizer_of(call.weight).frozen
+                self._shift = self.bias_shift
                 self._arguments, self._check = call.arguments, None if frozen is None else frozen.check
         return self.chosen
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        # Without torch's search for hooks, of which a site has none: it takes as long as the quantization of a token.
+        return self.forward(*args, **keywords)
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         kernel = self.chosen or self.choice()
@@ -108,18 +114,16 @@ class LoweredSite(Site):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._computed(kernel, x, bias, window)
-        bias = self._shifted(bias)
+        if self._shift is not None:
+            bias = self._shifted(bias, self._shift)
         plain = bias is None or (isinstance(bias, Tensor) and bias.dim() == 1 and bias.dtype is torch.float32)
         if plain:
             return kernel(x, bias, window)
         result = kernel(x, None, window)
         return None if result is None else result + bias
 
-    def _shifted(self, bias: Any) -> Any:
+    def _shifted(self, bias: Any, shift: Tensor) -> Any:
         """Return the bias with the site's shift; the sum with a parameter, which is frozen, is kept."""
-        shift = self.bias_shift
-        if shift is None:
-            return bias
         if bias is None:
             return shift.float() if self.holds_shift else None
         if self._added is not None and self._added[0] is bias:
@@ -141,12 +145,12 @@ class LoweredSite(Site):
 
     def _load_from_state_dict(self, *given: Any) -> None:
         self.chosen = None
-        super()._load_from_state_dict(*given)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(*given)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the kernel, whose weight is in a layout that cannot be copied."""
         state = {**super().__getstate__(), "chosen": None, "_added": None}
-        return {name: value for name, value in state.items() if name not in ("_arguments", "_check")}
+        return {name: value for name, value in state.items() if name not in ("_arguments", "_check", "_shift")}
 
 
 _LOOKUP = "aten::embedding"

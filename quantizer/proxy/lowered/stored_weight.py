@@ -24,13 +24,13 @@ class StoredWeight(Tensor):
     @staticmethod
     def of(like: Tensor, dtype: torch.dtype, read: Callable[[], Tensor]) -> StoredWeight:
         """Return the weight of the shape and place of ``like``, whose values ``read`` returns."""
-        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Any = Tensor._make_wrapper_subclass
         made: StoredWeight = make(StoredWeight, like.shape, dtype=dtype, device=like.device, requires_grad=False)
         made._read = read
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
