@@ -28,7 +28,7 @@ _SPATIAL = {"conv1d": 1, "conv2d": 2}
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What the choice of kernels depends on beside the site.
+    """Settings of the choice of kernels, beside the site itself.
 
     Attributes:
         widest: the largest code of a weight whose products this CPU adds without saturating; None: any.
@@ -48,7 +48,7 @@ def choose(site: Site, lowering: Lowering) -> Kernel | str:
         return "it writes into its operand"
     held = site.quantizer_of(call.weight)
     if held.stored is None:
-        return "it has no stored weight"
+        return "no kernel multiplies two activations" if call.channels else "its weight stays float"
     axes = held.stored.dim() - 2
     if axes != _SPATIAL.get(site.source.operation, 0):
         return f"no kernel takes a weight of {axes + 2} axes"

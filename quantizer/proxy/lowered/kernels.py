@@ -27,7 +27,7 @@ Window = tuple[Any, ...]
 
 
 class Kernel(Protocol):
-    """What computes the calls of a site.
+    """The computation of the calls of a site.
 
     Attributes:
         name: the operator of torch.

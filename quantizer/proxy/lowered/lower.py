@@ -19,7 +19,7 @@ _MARK = "_quantizer_lowered"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteKernel:
-    """What computes a quantized site of a lowered proxy.
+    """The kernel of a quantized site of a lowered proxy, or why it has none.
 
     Attributes:
         name: the site.
