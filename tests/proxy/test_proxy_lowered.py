@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 
 from quantizer import Quantizer
+from quantizer.engines.torch_engine.compiled import missing_compiler
 from quantizer.errors import ProxyError
 from quantizer.proxy.build import sites_of
 from quantizer.proxy.lowered.choose import Lowering
@@ -394,6 +395,20 @@ def test_the_kernels_of_a_gpu_run_here_too(config: dict[str, Any], kernel: str) 
     frozen, lowered = q.quantize(model), lower(q.quantize(model), Lowering(kernels="cuda"))
     assert {row.kernel for row in q.kernels(lowered)} == {kernel}
     assert sqnr_db(lowered(rows(1, 36)), frozen(rows(1, 36))) > 40
+
+
+def test_a_compiled_one_fuses_what_lies_between() -> None:
+    if missing_compiler() is not None:
+        pytest.skip(f"nothing can be compiled here: {missing_compiler()}")
+    model = Mlp().eval()
+    for config in ({}, {"backend": "onnxruntime", "activations": {"ranges": "dynamic"}}):
+        q = calibrated(model, **config)
+        lowered = q.lower(model)
+        torch._dynamo.reset()
+        compiled = torch.compile(lowered, fullgraph=True)
+        with torch.no_grad():
+            assert sqnr_db(compiled(rows(1)), lowered(rows(1))) > 40
+            assert sqnr_db(compiled(rows(2)), q.quantize(model)(rows(2))) > 40
 
 
 @pytest.mark.gpu

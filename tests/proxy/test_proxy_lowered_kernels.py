@@ -126,6 +126,20 @@ def test_convolutions_are_those_of_whole_numbers(axes: int, window: tuple[Any, .
     )
 
 
+@needs_exact_byte_products
+def test_a_convolution_packed_once_takes_the_range_of_each_call() -> None:
+    weight, scales = whole(16, 8, 3, 3), torch.rand(16) + 0.1
+    given = OperandQuantizer()
+    given.set_dynamic("uint8", None)
+    kernel = IntegerConvolution(weight, scales, Activation(given))
+    for size in (0.01, 300.0):
+        x = size * torch.randn(2, 8, 9, 9)
+        expected = functional.conv2d(fake_quantize_dynamic(x).double(), weight * scales.double().reshape(-1, 1, 1, 1))
+        found = kernel(x, None, (1, 0, 1, 1))
+        assert found is not None
+        assert sqnr_db(found, expected) > 50
+
+
 def test_fp8_products_are_those_of_its_numbers() -> None:
     weight = torch.randn(20, 50).to(torch.float8_e4m3fn)
     scales, bias, x = torch.rand(20) + 0.1, torch.randn(20), 3 * torch.randn(2, 7, 50)

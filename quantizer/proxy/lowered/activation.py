@@ -59,6 +59,10 @@ class Activation:
         step, point = float(scale), int(zero) + self._to_unsigned
         return byte_codes(x, step, point), step, point, None
 
+    def fixed(self) -> tuple[Tensor, Tensor]:
+        """Return s [] and z [] of UINT8 codes as tensors, where they do not depend on the values."""
+        return torch.tensor(self._scale), torch.tensor(self._point + self._to_unsigned)
+
     def fusible(self, x: Tensor, *, signed: bool) -> Codes:
         """Return codes by operations that a compiler fuses with those before, on any device; INT8 or UINT8 ones."""
         if self._factored:

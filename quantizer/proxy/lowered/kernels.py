@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantizer.proxy.lowered.activation import Activation
+from quantizer.proxy.lowered.compiled_linear import integer_linear
 
 __all__ = ["IntegerConvolution", "IntegerLinear", "IntegerMatmul", "Kernel", "ScaledMatmul", "TableLookup", "Window"]
 
@@ -54,6 +55,7 @@ class IntegerLinear:
         self._weight, self._scales, self._activation = weight, scales, activation
         self._zeros = torch.zeros(len(scales), dtype=torch.int64)
         self._packed = torch.ops.onednn.qlinear_prepack(weight, None)
+        self._step, self._point = activation.fixed()
         self._call: Any = torch.ops.onednn.qlinear_pointwise.default
 
     def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
@@ -76,16 +78,12 @@ class IntegerLinear:
         return result
 
     def _compiled(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the result by operators that Inductor knows: it prepacks a constant itself, and fuses the rest."""
+        """Return the result by operations that Inductor fuses, around one that it calls."""
         codes, scale, point, rows = self._activation.fusible(x, signed=False)
-        packed = torch.ops.onednn.qlinear_prepack(self._weight, None)
-        call: Any = torch.ops.onednn.qlinear_pointwise
-        call = call.tensor if isinstance(scale, Tensor) else call.default
+        step = scale if isinstance(scale, Tensor) else self._step
+        zero = point if isinstance(point, Tensor) else self._point
         inside = bias if rows is None else None
-        result: Tensor = call(
-            *(codes, scale, point, packed, self._scales, self._zeros, inside),
-            *(1.0, 0, torch.float32, "none", [], ""),
-        )
+        result = integer_linear(codes, step, zero, self._weight, self._scales, inside)
         if rows is None:
             return result
         return result * rows if bias is None else result * rows + bias
