@@ -8,6 +8,7 @@ in the graph.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 __all__ = ["integer_linear"]
 
 _NAME = "quantizer::integer_linear"
-_PACKED = WeakTensorKeyDictionary()
+_PACKED: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 
 torch.library.define(_NAME, "(Tensor codes, Tensor s, Tensor z, Tensor weight, Tensor t, Tensor? bias) -> Tensor")
 
@@ -34,9 +35,11 @@ def _integer_linear(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tens
     return result
 
 
-@torch.library.register_fake(_NAME)
-def _(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
+def _without_data(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
     return codes.new_empty((*codes.shape[:-1], len(weight)), dtype=torch.float32)
+
+
+torch.library.register_fake(_NAME, _without_data)
 
 
 def integer_linear(codes: Tensor, s: Tensor, z: Tensor, weight: Tensor, t: Tensor, bias: Tensor | None) -> Tensor:
