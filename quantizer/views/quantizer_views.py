@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from quantizer.model_session import ModelSession
 
 __all__ = ["QuantizerViews"]
+
+logger = logging.getLogger(__name__)
 
 
 class QuantizerViews:
@@ -72,7 +75,11 @@ class QuantizerViews:
         from quantizer.engines.int8_saturation import saturates
 
         widest = EXACT_QMAX if saturates() else None
-        return lower(self._session.frozen(model, fused=True), Lowering(widest=widest))
+        lowered = lower(self._session.frozen(model, fused=True), Lowering(widest=widest))
+        found = self.kernels(lowered)
+        if len(found) and not any(row.kernel for row in found):
+            logger.warning("lower() finds no kernel, so it gives what quantize() gives: %s", found[0].reason)
+        return lowered
 
     def kernels(self, lowered: nn.Module) -> Kernels:
         """Return which kernel of torch computes each quantized site of a model that ``lower`` returned.

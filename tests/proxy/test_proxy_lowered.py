@@ -254,13 +254,16 @@ def test_outliers_moved_into_weights_and_corrected_biases() -> None:
         (FP8, "no CPU multiplies fp8"),
     ],
 )
-def test_sites_without_a_kernel_round_as_before(formats: dict[str, Any], reason: str) -> None:
+def test_sites_without_a_kernel_round_as_before(
+    formats: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Sequential(nn.Linear(128, 64)).eval()
     q = calibrated(model, rows(0, 128), backend="tensorrt", formats=[formats])
     lowered = q.lower(model)
     (row,) = q.kernels(lowered)
     assert row.kernel is None
     assert reason in row.reason
+    assert f"lower() finds no kernel, so it gives what quantize() gives: {reason}" in caplog.text
     assert reason.split()[-1] in str(q.kernels(lowered))
     assert torch.equal(lowered(rows(1, 128)), q.quantize(model)(rows(1, 128)))
 

@@ -213,10 +213,10 @@ class TableLookup:
     name = "aten::embedding"
 
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
-        self._weight, self._scales = weight, scales
+        self._weight, self._scales = weight, scales[:, None]
 
     def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
-        return self._weight[x] * self._scales[x][..., None]
+        return functional.embedding(x, self._weight) * functional.embedding(x, self._scales)
 
 
 _EIGHT, _SIXTEEN = 8, 16
