@@ -10,6 +10,7 @@ from helpers import needs_exact_byte_products
 from torch import Tensor
 from torch.nn import functional
 
+from quantizer.engines.int8_saturation import EXACT_QMAX
 from quantizer.numerics import torch_operators as ops
 from quantizer.numerics.byte_codes import spend_deprecation_warning
 from quantizer.numerics.dynamic_range import fake_quantize_dynamic
@@ -21,7 +22,8 @@ from quantizer.proxy.lowered.kernels import ScaledMatmul
 from quantizer.proxy.lowered.kernels import TableLookup
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 
-LINEARS = [pytest.param(IntegerLinear, marks=needs_exact_byte_products), IntegerMatmul]
+# On a CPU that of a GPU is oneDNN's, too.
+LINEARS = [pytest.param(kernel, marks=needs_exact_byte_products) for kernel in (IntegerLinear, IntegerMatmul)]
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +59,21 @@ def test_sums_are_those_of_whole_numbers(
     expected = x.long() @ weight.long().t() + bias.long()
     assert found.shape == expected.shape
     assert torch.equal(found, expected.float())
+
+
+@pytest.mark.parametrize("kernel", [IntegerLinear, IntegerConvolution])
+def test_weights_that_fit_never_saturate(kernel: Any) -> None:
+    """Holds on every CPU; ONEDNN_MAX_CPU_ISA=AVX2 makes one with VNNI compute as those without."""
+    x = torch.full((32, 64), 255.0)
+    weight = torch.full((16, 64), EXACT_QMAX, dtype=torch.int8)
+    weight[::2] *= -1
+    expected = x @ weight.float().t()
+    given = Activation(quantizer("uint8", 1.0, 0))
+    if kernel is IntegerConvolution:
+        found = kernel(weight[..., None], torch.ones(16), given)(x[..., None], None, (1, 0, 1, 1))[..., 0]
+    else:
+        found = kernel(weight, torch.ones(16), given)(x, None, ())
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("kernel", LINEARS)
