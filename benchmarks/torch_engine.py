@@ -4,18 +4,22 @@
 
 Everything that can be compiled is, by the same Inductor, with freezing: the float model by ``torch.compile``, torchao's
 quantized graph (``X86InductorQuantizer``, static ranges, exported and calibrated at each shape by itself), and our
-engine, whose file is one for all shapes. torchao is no dependency of anything here: without it its rows are left out.
-Latencies are medians of one interleaved run for each shape; SQNR is of the embeddings of STS-B dev, 200 pairs, to the
-float model, and of torchao's of its own batch.
+engine, whose file is one for all shapes. The lowered module (``Quantizer.lower``) is the model's own Python around
+integer kernels, and is timed as it is, compiled, and with the fused attention of torch, which a float model beside it
+has too; the task loads the model with eager attention. torchao is no dependency of anything here: without it its rows
+are left out. Latencies are medians of one interleaved run for each shape; SQNR is of the embeddings of STS-B dev, 200
+pairs, to the float model, and of torchao's of its own batch.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +32,7 @@ from common import heading
 from common import minilm
 from common import stsb
 
+from quantizer import Quantizer
 from quantizer.engines import BuildOptions
 from quantizer.engines import Engine
 from quantizer.engines import build_engine
@@ -52,9 +57,19 @@ class Positional(torch.nn.Module):
         return self.model(**dict(zip(self.names, inputs, strict=True))).last_hidden_state
 
 
-def engines(model: torch.nn.Module, task: Task, folder: Path) -> tuple[dict[str, Engine], list[str]]:
-    """OpenVINO's engines and ours, and a line for each on what it loses."""
+@dataclass
+class Contestants:
+    """What is timed: engines, modules, and a line for each on what it loses."""
+
+    engines: dict[str, Engine]
+    modules: dict[str, torch.nn.Module]
+    lines: list[str]
+
+
+def contestants(model: torch.nn.Module, task: Task, folder: Path) -> Contestants:
+    """OpenVINO's engines and ours, and the lowered modules."""
     found: dict[str, Engine] = {}
+    modules: dict[str, torch.nn.Module] = {}
     rows, lines = stsb("dev", 200), []
     base = task.predict(lambda batch: model(**batch), rows)
     plain = export_onnx(model, folder / "float.onnx", task.example(), opset=20, dtype=torch.float32)
@@ -64,14 +79,33 @@ def engines(model: torch.nn.Module, task: Task, folder: Path) -> tuple[dict[str,
         frozen = quantizer.quantize(model)
         path = quantizer.export(frozen, folder / f"{backend}.onnx", task.example())
         proxy = task.predict(lambda batch, frozen=frozen: frozen(**batch), rows)
+        far = task.paired(base, proxy)["sqnr_db"]
+        if backend == "torch":
+            modules = lowered_modules(quantizer, model)
+            for name, module in modules.items():
+                given = task.predict(lambda batch, module=module: module(**batch), rows)
+                lines.append(_line(task, name, given, base, proxy, far))
         roads = OURS if backend == "torch" else {"OpenVINO, INT8": None}
         for name, compiled in roads.items():
             found[name] = _built(backend, path, compiled)
             given = task.predict(partial(_run, found[name]), rows)
-            distances = [task.paired(expected, given)["sqnr_db"] for expected in (base, proxy)]
-            far = task.paired(base, proxy)["sqnr_db"]
-            lines.append(f"| {name} | {distances[0]:.1f} | {distances[1]:.1f} | {far:.1f} |")
-    return found, lines
+            lines.append(_line(task, name, given, base, proxy, far))
+    return Contestants(found, modules, lines)
+
+
+def _line(task: Task, name: str, given: Any, base: Any, proxy: Any, far: float) -> str:
+    distances = [task.paired(expected, given)["sqnr_db"] for expected in (base, proxy)]
+    return f"| {name} | {distances[0]:.1f} | {distances[1]:.1f} | {far:.1f} |"
+
+
+def lowered_modules(quantizer: Quantizer, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The lowered model with the attention that the model has, and with torch's fused one."""
+    found = {"lowered module, eager": quantizer.lower(model)}
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "sdpa"
+    found["lowered module, eager, fused attention"] = quantizer.lower(model)
+    model.config._attn_implementation = before
+    return found
 
 
 def _built(backend: str, path: Path, compiled: bool | None = None) -> Engine:
@@ -113,19 +147,24 @@ def batches_of(task: Task, batch: int, sequence: int) -> list[Batch]:
 
 
 def times(
-    model: torch.nn.Module, task: Task, found: dict[str, Engine], shape: tuple[int, int], rounds: int
+    model: torch.nn.Module, task: Task, found: Contestants, shape: tuple[int, int], rounds: int
 ) -> tuple[dict[str, float], str]:
     """Milliseconds of everything at one shape, and what torchao's graph loses there."""
     batches = batches_of(task, *shape)
     tensors = batches[0]
     arrays = {name: value.numpy() for name, value in tensors.items()}
     torch._dynamo.reset()
-    compiled = torch.compile(model)
+    fused = copy.deepcopy(model)
+    fused.config._attn_implementation = "sdpa"
     calls: dict[str, Callable[[], object]] = {
-        "torch, eager float": lambda: model(**tensors),
-        "torch.compile, float": lambda: compiled(**tensors),
-        **{name: partial(engine, arrays) for name, engine in found.items()},
+        "torch, eager float": partial(model, **tensors),
+        "torch, eager float, fused attention": partial(fused, **tensors),
+        "torch.compile, float": partial(torch.compile(model), **tensors),
+        **{name: partial(engine, arrays) for name, engine in found.engines.items()},
+        **{name: partial(module, **tensors) for name, module in found.modules.items()},
     }
+    fastest = found.modules["lowered module, eager, fused attention"]
+    calls["lowered module, compiled, fused attention"] = partial(torch.compile(fastest), **tensors)
     lost = "-"
     if find_spec("torchao") is not None:
         theirs = pt2e(model, batches)
@@ -144,7 +183,7 @@ def main(rounds: int) -> None:
     print(heading("The torch engine, MiniLM-L6, one thread"))
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         with torch.inference_mode(False):
-            found, lines = engines(model, task, Path(folder))
+            found = contestants(model, task, Path(folder))
         with torch.no_grad():
             taken = {shape: times(model, task, found, shape, rounds) for shape in SHAPES}
     print(
@@ -154,7 +193,7 @@ def main(rounds: int) -> None:
     )
     for name in next(iter(taken.values()))[0]:
         print(f"| {name} | " + " | ".join(f"{taken[shape][0][name]:.2f}" for shape in SHAPES) + " |")
-    print("\n| dB | to float | to the proxy | proxy to float |\n|---|---|---|---|\n" + "\n".join(lines))
+    print("\n| dB | to float | to the proxy | proxy to float |\n|---|---|---|---|\n" + "\n".join(found.lines))
     print(f"\ntorchao, of its own batch to float: {', '.join(lost for _, lost in taken.values())} dB")
 
 

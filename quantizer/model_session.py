@@ -37,6 +37,7 @@ from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import is_proxy
 from quantizer.proxy.build import skipped_sources
+from quantizer.proxy.lowered.lower import is_lowered
 from quantizer.qat import Scales
 from quantizer.qat.session import QatSession
 from quantizer.rewrite.operator_patches import OperatorPatch
@@ -135,8 +136,7 @@ class ModelSession:
         self.decisions.inherit_from(other.decisions)
         if other.fallback is not None:
             self._carried = other.fallback, decided, backend
-        model = None if other._model is None else other._model()
-        if model is not None:
+        if other._model is not None and (model := other._model()) is not None:
             self.bind(model)
 
     def calibration_proxy(self, model: nn.Module, *, resume: bool) -> nn.Module:
@@ -186,12 +186,12 @@ class ModelSession:
         """Return the model, or the copy of it that was trained."""
         return model if self.trainable is None else self.trainable.model
 
-    def frozen(self, model: nn.Module) -> nn.Module:
-        """Return the frozen proxy of a model, or of the copy of it that was trained."""
+    def frozen(self, model: nn.Module, *, fused: bool = False) -> nn.Module:
+        """Return the frozen proxy of a model, or of its trained copy; ``fused`` as in ``frozen_proxy``."""
         self.bind(model)
         plan = self.fitted(model, self.effective_plan())
         tell_where_nothing_is_quantized(plan)
-        return frozen_proxy(self.trained(model), plan)
+        return frozen_proxy(self.trained(model), plan, fused=fused)
 
     def fitted(self, model: nn.Module, plan: Plan) -> Plan:
         """Return the plan with scales of weights computed from the weights that ``model`` has now.
@@ -281,7 +281,8 @@ class ModelSession:
         from quantizer.export import export_onnx
         from quantizer.export import least_opset
 
-        if not is_proxy(quant_model) or self.is_working_proxy(quant_model) or is_simulation(quant_model):
+        other = not is_proxy(quant_model) or is_simulation(quant_model) or is_lowered(quant_model)
+        if other or self.is_working_proxy(quant_model):
             raise ProxyError("export() takes the model that quantize() returned")
         require_scales_of(quant_model, self._target.torch_dtype, self._target.name)
         regions = self.decisions.regions()

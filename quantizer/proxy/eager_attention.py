@@ -15,18 +15,24 @@ from torch import nn
 from quantizer.rewrite.host_argument import EAGER
 from quantizer.rewrite.host_argument import RECORDED
 
-__all__ = ["as_recorded", "use_eager_attention"]
+__all__ = ["as_recorded", "use_eager_attention", "use_python_paths"]
 
 _SETTING = "_attn_implementation"
 
 
 def use_eager_attention(proxy: nn.Module) -> None:
     """Switch the configs of all modules of a proxy to eager attention, and torch's layers to their Python path."""
+    use_python_paths(proxy)
     for module in proxy.modules():
-        vars(module)[EAGER] = True
         config = module.__dict__.get("config")
         if hasattr(config, _SETTING):
             setattr(config, _SETTING, "eager")
+
+
+def use_python_paths(proxy: nn.Module) -> None:
+    """Switch torch's own layers to their Python path, where their sites are; other attention stays the model's own."""
+    for module in proxy.modules():
+        vars(module)[EAGER] = True
 
 
 @contextmanager

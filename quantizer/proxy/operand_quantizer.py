@@ -170,7 +170,7 @@ class OperandQuantizer(nn.Module):
             # A copy, as the plan that they are from makes other models.
             self.stored, self.codes = self.codes.to(weight.device, copy=True), None
         else:
-            multiplied = self._multiplied(weight.detach().float())
+            multiplied = self.multiplied(weight.detach().float())
             self.stored = ops.quantize(multiplied, self.scale, self.dtype, self.axis, self.block_size)
         self.stored_dtype = weight.dtype
 
@@ -255,7 +255,7 @@ class OperandQuantizer(nn.Module):
         return result
 
     def _rounded(self, x: Tensor) -> Tensor:
-        x = self._multiplied(x)
+        x = self.multiplied(x)
         if self.dynamic:
             dynamic: Tensor = fake_quantize_dynamic(x, self.dtype, self.block_size)
             return dynamic
@@ -274,7 +274,8 @@ class OperandQuantizer(nn.Module):
         result: Tensor = ops.fake_quantize(x, scale, self.dtype, self.axis, self.block_size, self.zero_point)
         return result
 
-    def _multiplied(self, x: Tensor) -> Tensor:
+    def multiplied(self, x: Tensor) -> Tensor:
+        """Return x [*] times the factor; x itself without one."""
         return x if self.factor is None else x * self._shaped_factor(x)
 
     def _shaped_factor(self, x: Tensor) -> Tensor:

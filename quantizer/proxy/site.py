@@ -162,11 +162,7 @@ class Site(nn.Module):
         return function(*args, **keywords)
 
     def _active(self, function: Callable[..., Any], args: list[Any], keywords: dict[str, Any]) -> Any:
-        if self.frozen and self.training and torch.is_grad_enabled():
-            raise ProxyError(
-                f"{self.path}: this model is frozen, its weights are integers, and it is called in train mode with "
-                "gradients: train what qat(model) gives, then call quantize(model) again; to run it, call eval() first"
-            )
+        self.refuse_training()
         if not self.source.in_place:
             return self.rounded(function, args, keywords)
         target = args[0]
@@ -175,6 +171,18 @@ class Site(nn.Module):
             # The sum must be written to the caller's tensor, not to its rounded copy.
             return target.copy_(torch.add(*args, **keywords))
         return function(*args, **keywords)
+
+    def refuse_training(self) -> None:
+        """Raise if the site is frozen and called in train mode with gradients.
+
+        Raises:
+            ProxyError: it is.
+        """
+        if self.frozen and self.training and torch.is_grad_enabled():
+            raise ProxyError(
+                f"{self.path}: this model is frozen, its weights are integers, and it is called in train mode with "
+                "gradients: train what qat(model) gives, then call quantize(model) again; to run it, call eval() first"
+            )
 
     def _operands(self, args: list[Any], keywords: dict[str, Any]) -> list[Any]:
         return [

@@ -1,7 +1,8 @@
-"""The views of a ``Quantizer``: coverage, ranges, histograms and sensitivity of its model."""
+"""The views of a ``Quantizer``: coverage, ranges, histograms and sensitivity of its model, and the lowered model."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import Any
@@ -17,6 +18,9 @@ from quantizer.errors import CalibrationError
 from quantizer.plan.replace_scales import scales_of
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import source_diff
+from quantizer.proxy.lowered.choose import Lowering
+from quantizer.proxy.lowered.lower import kernels_of
+from quantizer.proxy.lowered.lower import lower
 from quantizer.sensitivity import Fallback
 from quantizer.views.causes import Causes
 from quantizer.views.causes import find_causes
@@ -24,6 +28,7 @@ from quantizer.views.coverage import Coverage
 from quantizer.views.coverage import Ranges
 from quantizer.views.histogram_view import HistogramView
 from quantizer.views.histograms import histogram_of
+from quantizer.views.kernels_view import Kernels
 from quantizer.views.sensitivity_view import Sensitivity
 
 if TYPE_CHECKING:
@@ -31,9 +36,11 @@ if TYPE_CHECKING:
 
 __all__ = ["QuantizerViews"]
 
+logger = logging.getLogger(__name__)
+
 
 class QuantizerViews:
-    """The read-only part of ``Quantizer``, which changes neither the statistics nor the plan."""
+    """The part of ``Quantizer`` that changes neither the statistics nor the plan."""
 
     config: QuantizerConfig
     _session: ModelSession
@@ -47,6 +54,40 @@ class QuantizerViews:
     def diff(self, model: nn.Module) -> str:
         """Return the changes of the model's source by the rewriting, as a unified diff."""
         return source_diff(model)
+
+    def lower(self, model: nn.Module) -> nn.Module:
+        """Return a model that computes with the integers of ``quantize(model)``, by kernels of torch, for inference.
+
+        The name is the compilers' word for this step: operations are replaced by those that a machine has. What is not
+        a site stays the model's own Python, with its control flow and its caches, so models that do not export are
+        lowered, too. On a CPU, INT8 linears and convolutions run in oneDNN's kernels; on a GPU, linears in
+        ``torch._int_mm``, and FP8 ones in ``torch._scaled_mm``, and ``torch.compile`` fuses what lies between. Sites
+        without a kernel keep the rounding of ``quantize(model)``; ``kernels`` says which, and why. Attention whose
+        products stay float is the model's own, fused or not.
+
+        To save it, save this quantizer; after ``Quantizer.load`` lower the model again.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        # Not at the top: nothing else of a quantizer needs the engines.
+        from quantizer.engines.int8_saturation import EXACT_QMAX
+        from quantizer.engines.int8_saturation import saturates
+
+        widest = EXACT_QMAX if saturates() else None
+        lowered = lower(self._session.frozen(model, fused=True), Lowering(widest=widest))
+        found = self.kernels(lowered)
+        if len(found) and not any(row.kernel for row in found):
+            logger.warning("lower() finds no kernel, so it gives what quantize() gives: %s", found[0].reason)
+        return lowered
+
+    def kernels(self, lowered: nn.Module) -> Kernels:
+        """Return which kernel of torch computes each quantized site of a model that ``lower`` returned.
+
+        Raises:
+            ProxyError: ``lower`` did not return it.
+        """
+        return Kernels(kernels_of(lowered))
 
     def scales(self) -> dict[str, Tensor]:
         """Return the scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``.

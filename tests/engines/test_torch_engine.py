@@ -154,3 +154,29 @@ def test_an_operator_that_it_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="Hardmax"):
         build_engine("torch", tmp_path / "m.onnx", tmp_path / "m.engine", EAGER)
     assert not (tmp_path / "m.engine").exists()
+
+
+class OneBias(nn.Module):
+    """A linear whose bias something else reads, too: exporters share tensors that are alike, such as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+        self.norm.bias = self.linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))
+
+
+def test_a_tensor_with_two_readers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = OneBias().eval(), torch.randn(4, 32)
+    q = Quantizer(preset="fast", backend="torch", bias_correction=False)
+    q.calibrate(model, [x])
+    frozen = q.quantize(model)
+    q.export(frozen, tmp_path / "m.onnx", x)
+    build_engine("torch", tmp_path / "m.onnx", tmp_path / "m.engine", EAGER)
+    engine = load_engine("torch", tmp_path / "m.engine")
+    (found,) = engine({engine.input_names[0]: x}).values()
+    with torch.no_grad():
+        assert _sqnr_db(found, frozen(x).numpy()) > 35

@@ -15,18 +15,20 @@ from quantizer.engines.torch_engine.lowering.matching import aten
 from quantizer.engines.torch_engine.lowering.matching import is_call
 from quantizer.engines.torch_engine.lowering.matching import only_reader
 from quantizer.engines.torch_engine.lowering.matching import quantize
+from quantizer.numerics.byte_codes import byte_codes
+from quantizer.numerics.byte_codes import spend_deprecation_warning
 
 __all__ = ["prepare_eager"]
 
 
 def prepare_eager(module: fx.GraphModule) -> fx.GraphModule:
     """Prepare a lowered graph, in place, to run operator by operator; return it."""
-    _announced()
+    spend_deprecation_warning()
     for node in list(module.graph.nodes):
         if is_call(node, LINEAR_PREPACK, CONVOLUTION_PREPACK):
             _prepack(module, node)
         elif is_call(node, quantize) and node.args[5] is torch.uint8 and node.args[3:5] == (0, 255):
-            node.target, node.args = _quantize_to_bytes, node.args[:3]
+            node.target, node.args = byte_codes, node.args[:3]
         elif is_call(node, aten.mul.Tensor) and _owned(node.args[0]):
             node.target = aten.mul_.Tensor
     module.graph.eliminate_dead_code()
@@ -53,23 +55,3 @@ def _prepack(module: fx.GraphModule, node: fx.Node) -> None:
 def _owned(value: Any) -> bool:
     """Return whether a value is the output of a kernel that nothing else reads, so that it may be overwritten."""
     return is_call(value, LINEAR, aten.gelu.default) and only_reader(value) is not None
-
-
-def _quantize_to_bytes(values: torch.Tensor, scale: float, zero: int) -> torch.Tensor:
-    """Return UINT8 codes, clamp(round(values / scale) + zero, 0, 255).
-
-    ``int_repr`` would copy them one by one, which takes four times as long as making them; the codes' own memory is
-    taken instead.
-    """
-    held = torch.quantize_per_tensor(values, scale, zero, torch.quint8)
-    return torch.empty(0, dtype=torch.uint8).set_(held.untyped_storage(), 0, held.shape, held.stride())
-
-
-def _announced() -> None:
-    """Spend the warning that torch gives once, that tensors of quantized types will go.
-
-    Its other quantizers make five passes over the values.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _quantize_to_bytes(torch.zeros(1), 1.0, 0)

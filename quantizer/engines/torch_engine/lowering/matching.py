@@ -72,8 +72,9 @@ def number(module: fx.GraphModule, value: Any) -> float | None:
 
 
 def new_constant(module: fx.GraphModule, name: str, tensor: torch.Tensor) -> fx.Node:
-    """Add a constant at the insertion point and return the node that reads it."""
-    plain = f"c{len(list(module.buffers()))}_{name}"
+    """Add a constant at the insertion point and return the node that reads it; one that is held already is shared."""
+    known = {id(held): plain for plain, held in module.named_buffers()}
+    plain = known.get(id(tensor), f"c{len(known)}_{name}")
     module.register_buffer(plain, tensor)
     return module.graph.get_attr(plain)
 

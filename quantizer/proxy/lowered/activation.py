@@ -1,0 +1,93 @@
+"""The codes of an activation for an integer kernel.
+
+Legend: x [.., K] the activation; s its scale; z its zero point; q [.., K] the codes, x' = (q - z) s.
+
+Kernels of CPUs take unsigned bytes, those of GPUs signed ones. An INT8 code plus 128 is an unsigned one with the zero
+point 128, and a UINT8 code minus 128 a signed one, so both take both. A range of each call is that of the tensor, or,
+where a block is as long as a row, of each row: then x is divided by the scales of its rows first and the product
+multiplied by them afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantizer.numerics.byte_codes import byte_codes
+from quantizer.numerics.dynamic_range import block_scales
+from quantizer.numerics.dynamic_range import dynamic_range
+from quantizer.numerics.qtype import INT8
+from quantizer.numerics.qtype import UINT8
+from quantizer.numerics.qtype import qtype
+from quantizer.proxy.operand_quantizer import OperandQuantizer
+
+__all__ = ["Activation", "Codes"]
+
+Codes = tuple[Tensor, "float | Tensor", "int | Tensor", "Tensor | None"]
+"""q, s, z, and the scales of the rows [.., 1], by which the product has yet to be multiplied; None: by none."""
+
+
+class Activation:
+    """The quantizer of an activation, with all that does not depend on the values computed in advance.
+
+    Args:
+        quantizer: has one scale for the tensor, or takes ranges at each call, of the tensor or of its rows.
+    """
+
+    def __init__(self, quantizer: OperandQuantizer) -> None:
+        self._kind = qtype(quantizer.dtype)
+        self._quantizer = quantizer
+        self._factored = quantizer.factor is not None
+        self._dynamic = quantizer.dynamic
+        self._by_row = quantizer.dynamic and quantizer.block_size is not None
+        self._scale = 1.0 if quantizer.scale is None else float(quantizer.scale)
+        self._point = 0 if quantizer.zero_point is None else int(quantizer.zero_point)
+        self._to_unsigned = UINT8.qmin - self._kind.qmin
+        self._to_signed = INT8.qmin - self._kind.qmin
+
+    def unsigned(self, x: Tensor) -> Codes:
+        """Return UINT8 codes of float32 values on the CPU, in one pass over them where the range is fixed."""
+        if self._factored:
+            x = self._quantizer.multiplied(x)
+        if not self._dynamic:
+            point = self._point + self._to_unsigned
+            return byte_codes(x, self._scale, point), self._scale, point, None
+        if self._by_row:
+            rows = block_scales(x, self._kind.name, x.shape[-1])
+            return byte_codes(x / rows, 1.0, self._to_unsigned), 1.0, self._to_unsigned, rows
+        scale, zero = dynamic_range(x, self._kind.name)
+        step, point = float(scale), int(zero) + self._to_unsigned
+        return byte_codes(x, step, point), step, point, None
+
+    def fixed(self) -> tuple[Tensor, Tensor]:
+        """Return s [] and z [] of UINT8 codes as tensors, where they do not depend on the values."""
+        return torch.tensor(self._scale), torch.tensor(self._point + self._to_unsigned)
+
+    def fusible(self, x: Tensor, *, signed: bool) -> Codes:
+        """Return codes by operations that a compiler fuses with those before, on any device; INT8 or UINT8 ones."""
+        if self._factored:
+            x = self._quantizer.multiplied(x)
+        rows: Tensor | None = None
+        scale: float | Tensor = self._scale
+        point: int | Tensor = self._point
+        if self._by_row:
+            rows = block_scales(x, self._kind.name, x.shape[-1])
+            x, scale = x / rows, 1.0
+        elif self._dynamic:
+            scale, zero = dynamic_range(x, self._kind.name)
+            point = zero.int()
+        point = point + (self._to_signed if signed else self._to_unsigned)
+        made = INT8 if signed else UINT8
+        divided = x if self._by_row else x / scale
+        return (divided.round() + point).clamp(made.qmin, made.qmax).to(made.storage), scale, point, rows
+
+    def floating(self, x: Tensor) -> tuple[Tensor, float]:
+        """Return codes in the range of a floating-point format, in float32, and s."""
+        if self._factored:
+            x = self._quantizer.multiplied(x)
+        return (x / self._scale).clamp(self._kind.qmin, self._kind.qmax), self._scale
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The torch type of the format's codes."""
+        return self._kind.storage

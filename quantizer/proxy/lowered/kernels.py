@@ -1,0 +1,235 @@
+"""Kernels of torch for a product of an activation and a weight that is stored as codes.
+
+Legend: x [.., K] the activation; w [N, K] the weight, with one scale t_n a row; a the codes of x, with scale s and zero
+point z (see ``activation.py``); b [N] the bias.
+
+    y = s (a - z) w^T t + b,  all sums in integers
+
+oneDNN subtracts z by the sums of the rows of w, and adds b, inside the kernel. ``aten::_int_mm`` does neither: what it
+returns is corrected afterwards, in operations that a compiler fuses. ``aten::_scaled_mm`` multiplies FP8 by FP8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantizer.proxy.lowered.activation import Activation
+from quantizer.proxy.lowered.compiled_linear import integer_linear
+
+__all__ = ["IntegerConvolution", "IntegerLinear", "IntegerMatmul", "Kernel", "ScaledMatmul", "TableLookup", "Window"]
+
+Window = tuple[Any, ...]
+"""Stride, padding, dilation and groups of a convolution, as its call gives them; empty for other products."""
+
+
+class Kernel(Protocol):
+    """The computation of the calls of a site.
+
+    Attributes:
+        name: the operator of torch.
+    """
+
+    name: str
+
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor | None:
+        """Return the result, float32; None if the kernel cannot make this call."""
+
+
+class IntegerLinear:
+    """oneDNN's linear, for CPUs.
+
+    Args:
+        weight: w, int8.
+        scales: t, float32.
+        activation: makes a.
+    """
+
+    name = "onednn::qlinear_pointwise"
+
+    def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
+        self._weight, self._scales, self._activation = weight, scales, activation
+        self._zeros = torch.zeros(len(scales), dtype=torch.int64)
+        self._packed = torch.ops.onednn.qlinear_prepack(weight, None)
+        self._step, self._point = activation.fixed()
+        self._call: Any = torch.ops.onednn.qlinear_pointwise.default
+
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._compiled(x, bias)
+        if x.dim() == 1:
+            return self(x[None], bias, window)[0]
+        codes, scale, point, rows = self._activation.unsigned(x)
+        if not codes.is_contiguous():
+            codes = codes.contiguous()
+        inside = bias if rows is None else None
+        result: Tensor = self._call(
+            *(codes, scale, point, self._packed, self._scales, self._zeros, inside),
+            *(1.0, 0, torch.float32, "none", [], ""),
+        )
+        if rows is not None:
+            result.mul_(rows)
+            if bias is not None:
+                result.add_(bias)
+        return result
+
+    def _compiled(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the result by operations that Inductor fuses, around one that it calls."""
+        codes, scale, point, rows = self._activation.fusible(x, signed=False)
+        step = scale if isinstance(scale, Tensor) else self._step
+        zero = point if isinstance(point, Tensor) else self._point
+        inside = bias if rows is None else None
+        result = integer_linear(codes, step, zero, self._weight, self._scales, inside)
+        if rows is None:
+            return result
+        return result * rows if bias is None else result * rows + bias
+
+
+class IntegerConvolution:
+    """oneDNN's convolution over one or two axes, for CPUs.
+
+    The weight is packed for the strides and borders of a call when it is first made with them.
+
+    Args:
+        weight: int8 [N, K, *window].
+        scales: t, float32.
+        activation: makes a.
+    """
+
+    name = "onednn::qconv_pointwise"
+
+    def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
+        self._weight, self._scales, self._activation = weight, scales, activation
+        self._zeros = torch.zeros(len(scales), dtype=torch.int64)
+        self._packed: dict[Window, tuple[Tensor, tuple[Any, ...]] | None] = {}
+        self._call: Any = torch.ops.onednn.qconv_pointwise.default
+
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor | None:
+        if x.dim() != self._weight.dim() or torch.compiler.is_compiling():
+            return None
+        key = tuple(tuple(part) if isinstance(part, list) else part for part in window)
+        if key not in self._packed:
+            self._packed[key] = self._pack(key)
+        found = self._packed[key]
+        if found is None:
+            return None
+        packed, places = found
+        codes, scale, point, _ = self._activation.unsigned(x)
+        made: Tensor = self._call(
+            *(codes, scale, point, packed, self._scales, self._zeros, bias, *places),
+            *(1.0, 0, torch.float32, "none", [], ""),
+        )
+        # What follows may take a view, which the layout of the kernel, channels last, does not allow.
+        return made.contiguous() if x.is_contiguous() else made
+
+    def _pack(self, window: Window) -> tuple[Tensor, tuple[Any, ...]] | None:
+        axes = self._weight.dim() - 2
+        stride, padding, dilation = (part if isinstance(part, str) else _spread(part, axes) for part in window[:3])
+        if isinstance(padding, str):
+            width = [0] * axes if padding == "valid" else _around(self._weight.shape[2:], dilation)
+            if width is None:
+                return None
+            padding = width
+        places = (stride, padding, dilation, window[3])
+        # Scale and zero point only tell that there may be one.
+        packed = torch.ops.onednn.qconv_prepack(self._weight, self._scales, 1.0, 1, *places, None)
+        return packed, places
+
+
+class IntegerMatmul:
+    """``torch._int_mm`` with its corrections, for GPUs. cuBLAS wants more than 16 rows, and K and N in eights.
+
+    Args:
+        weight: w, int8.
+        scales: t, float32.
+        activation: makes a.
+    """
+
+    name = "aten::_int_mm"
+
+    def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
+        self._columns, self._scales, self._activation = len(weight), scales, activation
+        self._extra = -weight.shape[1] % _EIGHT
+        self._weight = functional.pad(weight, (0, self._extra, 0, -len(weight) % _EIGHT)).contiguous()
+        self._sums = weight.sum(1, dtype=torch.int32)
+
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+        codes, scale, point, rows = self._activation.fusible(x, signed=True)
+        flat = codes.reshape(-1, codes.shape[-1])
+        missing = max(0, _ROWS - len(flat))
+        if missing or self._extra:
+            # What is added meets rows and columns of zeros, or is cut off below.
+            flat = functional.pad(flat, (0, self._extra, 0, missing))
+        sums = torch._int_mm(flat, self._weight.t())[: flat.shape[0] - missing, : self._columns]
+        result = (sums - point * self._sums) * (self._scales * scale)
+        result = result.reshape(*x.shape[:-1], self._columns)
+        if rows is not None:
+            result = result * rows
+        return result if bias is None else result + bias
+
+
+class ScaledMatmul:
+    """``torch._scaled_mm`` of FP8 codes, for GPUs from compute capability 8.9 on, which want K and N in sixteens.
+
+    Args:
+        weight: w, float8_e4m3fn.
+        scales: t, float32.
+        activation: makes a.
+    """
+
+    name = "aten::_scaled_mm"
+
+    def __init__(self, weight: Tensor, scales: Tensor, activation: Activation) -> None:
+        self._columns, self._scales, self._activation = len(weight), scales, activation
+        self._extra = -weight.shape[1] % _SIXTEEN
+        padded = functional.pad(weight.view(torch.uint8), (0, self._extra, 0, -len(weight) % _SIXTEEN))
+        self._weight = padded.contiguous().view(weight.dtype)
+        self._one = torch.ones((), device=weight.device)
+
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+        values, scale = self._activation.floating(x)
+        flat = values.reshape(-1, values.shape[-1])
+        if self._extra:
+            flat = functional.pad(flat, (0, self._extra))
+        codes = flat.to(self._activation.storage)
+        one = self._one
+        sums = torch._scaled_mm(codes, self._weight.t(), one, one, out_dtype=torch.float32)[:, : self._columns]
+        result = (sums * (self._scales * scale)).reshape(*x.shape[:-1], self._columns)
+        return result if bias is None else result + bias
+
+
+class TableLookup:
+    """The rows of a table of embeddings that are asked for, dequantized; frozen proxies dequantize the whole table.
+
+    Args:
+        weight: int8 [N, K].
+        scales: float32 [N].
+    """
+
+    name = "aten::embedding"
+
+    def __init__(self, weight: Tensor, scales: Tensor) -> None:
+        self._weight, self._scales = weight, scales[:, None]
+
+    def __call__(self, x: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+        return functional.embedding(x, self._weight) * functional.embedding(x, self._scales)
+
+
+_EIGHT, _SIXTEEN = 8, 16
+_ROWS = 17
+
+
+def _spread(value: Any, axes: int) -> list[int]:
+    """Return a number, or a sequence of one, as one number for each axis."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * axes if len(values) == 1 else values
+
+
+def _around(window: Any, dilation: Any) -> list[int] | None:
+    """Return the padding on each side that keeps the size; None if one side needs more than the other."""
+    whole = [step * (size - 1) for size, step in zip(window, dilation, strict=True)]
+    return None if any(width % 2 for width in whole) else [width // 2 for width in whole]

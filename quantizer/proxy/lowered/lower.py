@@ -1,0 +1,68 @@
+"""The lowering of a frozen proxy, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from quantizer.errors import ProxyError
+from quantizer.numerics.byte_codes import spend_deprecation_warning
+from quantizer.proxy.build import sites_of
+from quantizer.proxy.lowered.choose import Lowering
+from quantizer.proxy.lowered.lowered_site import LoweredSite
+
+__all__ = ["SiteKernel", "is_lowered", "kernels_of", "lower"]
+
+_MARK = "_quantizer_lowered"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteKernel:
+    """The kernel of a quantized site of a lowered proxy, or why it has none.
+
+    Attributes:
+        name: the site.
+        operation: what it calls.
+        kernel: the operator of torch that computes with its codes; None: its operands are rounded, and it computes in
+            floats.
+        reason: why there is no kernel; empty if there is one.
+    """
+
+    name: str
+    operation: str
+    kernel: str | None
+    reason: str
+
+
+def lower(proxy: nn.Module, lowering: Lowering) -> nn.Module:
+    """Let the sites of a frozen proxy compute with torch's kernels, in place; return it."""
+    spend_deprecation_warning()
+    vars(proxy)[_MARK] = True
+    for site in sites_of(proxy):
+        if site.active:
+            LoweredSite.of(site, lowering)
+    return proxy
+
+
+def is_lowered(model: nn.Module) -> bool:
+    """Return whether a model is a lowered proxy, or a copy of one."""
+    return _MARK in vars(model)
+
+
+def kernels_of(lowered: nn.Module) -> list[SiteKernel]:
+    """Return what computes each quantized site.
+
+    Raises:
+        ProxyError: the model was not lowered.
+    """
+    if not is_lowered(lowered):
+        raise ProxyError("kernels() takes the model that lower() returned")
+    found = []
+    for site in sites_of(lowered):
+        if isinstance(site, LoweredSite):
+            choice = site.choice()
+            kernel, reason = (None, choice) if isinstance(choice, str) else (choice.name, "")
+            entry = SiteKernel(name=site.path, operation=site.source.operation, kernel=kernel, reason=reason)
+            found.append(entry)
+    return found
