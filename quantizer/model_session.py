@@ -211,12 +211,14 @@ class ModelSession:
         """Return the plan with scales from the model's weights; warn unless ``told`` if these have changed."""
         before = self.decisions.fingerprint
         if before is not None:
-            now = Fingerprint.of(model)
+            now = Fingerprint.of(model, before)
             refuse_other_shapes(before, now)
             if not told:
                 warn_of_other_weights(before, now)
             plan = without_former_codes(plan, set(changed_parameters(before, now)))
-        return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_qmax)
+        calibration = self.decisions.calibration
+        known = None if calibration is None else calibration.weights
+        return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_qmax, known)
 
     def decided(self) -> Plan:
         """Return the plan of calibration, with trained scales after a training, before any fallback."""
