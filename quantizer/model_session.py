@@ -216,9 +216,8 @@ class ModelSession:
             if not told:
                 warn_of_other_weights(before, now)
             plan = without_former_codes(plan, set(changed_parameters(before, now)))
-        calibration = self.decisions.calibration
-        known = None if calibration is None else calibration.weights
-        return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_qmax, known)
+        dtype, qmax = self._target.torch_dtype, self._target.weight_qmax
+        return with_scales_of_weights(plan, model, dtype, qmax, self.decisions.weights)
 
     def decided(self) -> Plan:
         """Return the plan of calibration, with trained scales after a training, before any fallback."""

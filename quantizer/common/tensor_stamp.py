@@ -30,7 +30,7 @@ _P, _Q = 503, 509
 
 @dataclass(frozen=True, slots=True)
 class TensorStamp:
-    """What a tensor was at one time: stamps of one tensor are equal if nothing was written into it between them.
+    """The state of a tensor at one time: two of one tensor are equal if nothing was written into it between them.
 
     Attributes:
         version: how often torch changed it in place.
