@@ -67,7 +67,7 @@ _SHAPES = ((8, 1024), (16, 1024))
 _PASSES = 5
 _BLOCKS = (3, 9, 30)
 _STAGES = ("proxy", "calibrate", "plan", "quantize", "save")
-_LARGE = (17,)
+_LARGE = (5, 17)
 _CHECKED = (3,)
 
 
