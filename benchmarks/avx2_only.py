@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def prepare(folder: Path) -> None:
 def hide(path: Path) -> int:
     """Replace every ``cpuid`` of a library by an illegal instruction, in a file of its own; return how many."""
     content = bytearray(path.read_bytes())
-    found = [offset for offset, address in places(path, content) if is_cpuid(path, address)]
+    found = [offset for offset in places(path, content) if is_cpuid(content, offset)]
     for offset in found:
         content[offset : offset + len(ILLEGAL)] = ILLEGAL
     path.unlink()  # a link to the file of the environment that this one is a copy of
@@ -94,27 +95,29 @@ def hide(path: Path) -> int:
     return len(found)
 
 
-def places(path: Path, content: bytes) -> Iterator[tuple[int, int]]:
-    """Yield where the code of a library has the two bytes, in the file and in memory; some are parts of others."""
+def places(path: Path, content: bytes) -> Iterator[int]:
+    """Yield where in a library's file its code has the two bytes; some are parts of other instructions."""
     headers = subprocess.run(["objdump", "-h", "-w", path], capture_output=True, text=True, check=True).stdout
     for line in headers.splitlines():
         words = line.split()
         if "CODE" not in line or len(words) < 6 or not words[0].isdigit():
             continue
-        size, address, start = (int(words[place], 16) for place in (2, 3, 5))
+        size, start = int(words[2], 16), int(words[5], 16)
         offset = content.find(CPUID, start, start + size)
         while offset >= 0:
-            yield offset, address + offset - start
+            yield offset
             offset = content.find(CPUID, offset + 1, start + size)
 
 
-def is_cpuid(path: Path, address: int) -> bool:
-    """Return whether most disassemblies from somewhat before find the instruction at an address."""
+def is_cpuid(content: bytes, offset: int) -> bool:
+    """Return whether most disassemblies from somewhat before find the instruction there."""
     votes = 0
-    for before in (64, 61, 47):
-        span = [f"--start-address={address - before}", f"--stop-address={address + 8}"]
-        text = subprocess.run(["objdump", "-d", *span, path], capture_output=True, text=True, check=True).stdout
-        votes += re.search(rf"^\s*{address:x}:.*\bcpuid\b", text, re.MULTILINE) is not None
+    with tempfile.NamedTemporaryFile() as file:
+        for before in (64, 61, 47):
+            Path(file.name).write_bytes(content[offset - before : offset + 8])
+            command = ["objdump", "-D", "-b", "binary", "-m", "i386:x86-64", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            votes += re.search(rf"^\s*{before:x}:.*\bcpuid\b", text, re.MULTILINE) is not None
     return votes >= 2
 
 

@@ -211,12 +211,13 @@ class ModelSession:
         """Return the plan with scales from the model's weights; warn unless ``told`` if these have changed."""
         before = self.decisions.fingerprint
         if before is not None:
-            now = Fingerprint.of(model)
+            now = Fingerprint.of(model, before)
             refuse_other_shapes(before, now)
             if not told:
                 warn_of_other_weights(before, now)
             plan = without_former_codes(plan, set(changed_parameters(before, now)))
-        return with_scales_of_weights(plan, model, self._target.torch_dtype, self._target.weight_qmax)
+        dtype, qmax = self._target.torch_dtype, self._target.weight_qmax
+        return with_scales_of_weights(plan, model, dtype, qmax, self.decisions.weights)
 
     def decided(self) -> Plan:
         """Return the plan of calibration, with trained scales after a training, before any fallback."""

@@ -14,6 +14,7 @@ from quantizer.float16.float32_modules import Float32Modules
 from quantizer.observe.completeness.product_counter import CountedProduct
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan
+from quantizer.plan.weight_scales import ScaledWeights
 
 __all__ = ["Calibrated", "Empty", "Held", "Inherited", "PlanSource", "PlanState", "Resuming"]
 
@@ -227,6 +228,11 @@ class PlanSource:
         """The calibration session of this quantizer; None: there was none."""
         observed = self._observed
         return observed if isinstance(observed, CalibrationSession) else None
+
+    @property
+    def weights(self) -> ScaledWeights | None:
+        """The scales of weights that plans of the calibration were made with; None without a calibration."""
+        return None if self.calibration is None else self.calibration.weights
 
     def seen(self) -> bytes | None:
         """Return the statistics of calibration as the bytes of a folder; None: there are none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from quantizer.config import QuantizerConfig
 from quantizer.config import SelectionConfig
 from quantizer.plan.selection import Selection
 from quantizer.plan.selection import exclusions
+from quantizer.plan.weight_scales import ScaledWeights
 from quantizer.proxy.build import UnrewrittenSource
 from quantizer.proxy.build import applied_patches
 from quantizer.proxy.build import build_proxy
@@ -34,6 +36,7 @@ class Proxied:
         excluded: the rule that leaves out a site or operand, by ``SITE`` or ``SITE.OPERAND``.
         skipped: calls and functions whose source could not be rewritten.
         patches: the operator patches in the rewritten source, by name.
+        weights: the scales of weights that plans of it were made with.
     """
 
     config: QuantizerConfig
@@ -42,6 +45,7 @@ class Proxied:
     excluded: Mapping[str, str]
     skipped: tuple[UnrewrittenSource, ...]
     patches: tuple[OperatorPatch, ...]
+    weights: ScaledWeights = field(default_factory=ScaledWeights)
 
 
 def proxied(config: QuantizerConfig, module: nn.Module, source: nn.Module | None = None) -> Proxied:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from quantizer.common.distributed import get_rank
 from quantizer.common.distributed import get_world_size
 from quantizer.common.fingerprint import Fingerprint
 from quantizer.common.fingerprint import warn_of_other_weights
+from quantizer.common.tensor_version import tensor_version
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
 from quantizer.float16.float32_modules import Float32Modules
@@ -40,6 +42,23 @@ __all__ = ["CalibrationSession", "merge_across_ranks"]
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decided:
+    """A plan, with the statistics that it was made from, and how often torch wrote into its ranges and scales."""
+
+    seen: Seen
+    batches: int
+    plan: Plan
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, seen: Seen, plan: Plan) -> _Decided:
+        return cls(seen, seen.batches, plan, _versions(plan))
+
+    def is_of(self, seen: Seen) -> bool:
+        return self.seen is seen and self.batches == seen.batches
+
+
 class CalibrationSession:
     """The statistics of all batches that went through ``proxy``, and the plan from them.
 
@@ -49,6 +68,7 @@ class CalibrationSession:
 
     Attributes:
         proxy: the proxy, which returns float outputs and observes.
+        weights: the scales of weights that plans were made with.
         fingerprint: the checksum of the weights in calibration; None before the first batch.
     """
 
@@ -76,7 +96,7 @@ class CalibrationSession:
             CalibrationError: ``earlier`` is of another model.
         """
         self._proxied = proxied_copy(config, model)
-        self.proxy = self._proxied.module
+        self.proxy, self.weights = self._proxied.module, self._proxied.weights
         self._model = weakref.ref(model)
         self.fingerprint = fingerprint
         self._weights_noted = False
@@ -94,6 +114,7 @@ class CalibrationSession:
         buffers = OwnBuffers(self.proxy, model)
         self._observation.attach(self.proxy, self._proxied.sites, buffers.refresh)
         self._gathered: tuple[int, Seen] | None = None
+        self._decided: _Decided | None = None
         self._warned = False
 
     def _choose_anew(self, kept: ReplayBatches | None) -> None:
@@ -176,7 +197,7 @@ class CalibrationSession:
                 seen.weight = replace(known, parameter=parameter)
 
     def decide(self) -> Plan:
-        """Return the plan for all sites.
+        """Return the plan for all sites; it is made once, and again only for new batches and for what changed since.
 
         Raises:
             CalibrationError: no rank has any data, the ranks have different configurations, or ranges or codes must be
@@ -202,9 +223,17 @@ class CalibrationSession:
                 "save(), or calibrate(model, batches, resume=True) with a few batches"
             )
         self._renew_weights(whole)
+        known, same = self._decided, self.weights.look_at(_weights(whole))
+        if known is not None and _versions(known.plan) != known.versions:
+            self.weights.forget()
+        elif known is not None and same and known.is_of(whole):
+            return dict(known.plan)
+        self._decided = None
         # The choice of ranges and codes runs the proxy, which must not observe these passes.
         with self._observation.paused(self._proxied.sites):
-            return make_plan(self._proxied, whole)
+            plan = make_plan(self._proxied, whole)
+        self._decided = _Decided.of(whole, plan)
+        return dict(plan)
 
     def products(self) -> tuple[CountedProduct, ...]:
         """Return the products that torch computed."""
@@ -249,6 +278,18 @@ def merge_across_ranks(proxy: Proxied, observation: Observation) -> Seen:
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by path; one that is tied has several."""
     return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _weights(seen: Seen) -> list[nn.Parameter]:
+    """Return the parameters that are operands, each once, and in the order of the sites."""
+    operands = (operand for record in seen.records.values() for operand in record.operands.values())
+    return list(dict.fromkeys(operand.weight.parameter for operand in operands if operand.weight is not None))
+
+
+def _versions(plan: Plan) -> tuple[int, ...]:
+    operands = (operand for entry in plan.values() for operand in entry.operands)
+    tensors = (tensor for operand in operands for tensor in (operand.amax, operand.scale) if tensor is not None)
+    return tuple(map(tensor_version, tensors))
 
 
 def _restored(data: bytes, proxy: nn.Module, observation: Observation) -> Seen:

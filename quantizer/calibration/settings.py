@@ -150,6 +150,7 @@ def plan_settings(proxy: Proxied) -> PlanSettings:
         switches=config.sites.model_dump(),
         scale_dtype=config.target.torch_dtype,
         profile=config.target,
+        weights=proxy.weights,
     )
 
 

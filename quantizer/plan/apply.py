@@ -123,7 +123,7 @@ def freeze(proxy: nn.Module, plan: Mapping[str, SitePlan]) -> None:
             _hand_over(owner, name, site, quantizer, planned)
     _list_weights(proxy, {})
     # A frozen proxy must not change when the model is trained further.
-    take_small(proxy, SMALL)
+    take_small(proxy, SMALL, OperandQuantizer)
     watch(proxy, "quantize", lambda parameter: parameter.numel() > SMALL)
     for site, quantizer, planned in planned_weights(proxy, plan):
         owner, name = _owner(proxy, planned)

@@ -22,9 +22,9 @@ from quantizer.operations.catalogue import Operand
 from quantizer.plan.operand_formats import Formats
 from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.weight_scales import ONE_SCALE
+from quantizer.plan.weight_scales import ScaledWeights
 from quantizer.plan.weight_scales import beyond
 from quantizer.plan.weight_scales import scale_of
-from quantizer.plan.weight_scales import scaled_for
 from quantizer.plan.weight_scales import with_range
 from quantizer.proxy.site import Site
 from quantizer.reasons import ReasonCode
@@ -46,7 +46,7 @@ _MATRIX = 2  # axes of a weight that has blocks
 class PlanSettings:
     """The settings that a plan depends on besides the data.
 
-    ``scale_dtype`` is the float type of scales on the target.
+    ``scale_dtype`` is the float type of scales on the target; ``weights`` are the scales of weights so far.
     """
 
     formats: Formats
@@ -55,6 +55,7 @@ class PlanSettings:
     switches: Mapping[str, bool | str]
     scale_dtype: torch.dtype
     profile: TargetProfile
+    weights: ScaledWeights
 
 
 def operand_plans(
@@ -143,12 +144,13 @@ def _weight(
         smoothing=migration.text if migration is not None else None,
         note=ONE_SCALE if site.operation.kind == "conv" and settings.per_channel and axis is None else None,
     )
-    scaled = scaled_for(plan, seen.weight.tensor(), settings.scale_dtype, settings.profile.weight_qmax)
+    name, qmax = f"{site.path}.{operand.name}", settings.profile.weight_qmax
+    scaled = settings.weights.scaled(name, plan, seen.weight, settings.scale_dtype, qmax)
     if scaled.reason is not None:
         return refused(scaled.reason)
     if seen.rounded is None:
         return scaled
-    ranged = with_range(scaled, seen.rounded.amax, settings.scale_dtype, settings.profile.weight_qmax)
+    ranged = with_range(scaled, seen.rounded.amax, settings.scale_dtype, qmax)
     return replace(ranged, codes=seen.rounded.codes, rounding=seen.rounded.text)
 
 

@@ -5,12 +5,16 @@ A given scale (``load_scales``, a training) is not computed from the weight and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from dataclasses import fields
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch import nn
 
+from quantizer.common.tensor_stamp import TensorStamp
 from quantizer.errors import CalibrationError
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.held_scale import held_scale
@@ -22,9 +26,19 @@ from quantizer.plan.site_plan import OperandPlan
 from quantizer.plan.site_plan import Plan
 from quantizer.plan.weight_range import scale_bounds
 from quantizer.plan.weight_range import weight_amax
+from quantizer.proxy.weight import Weight
 from quantizer.reasons import ReasonCode
 
-__all__ = ["ONE_SCALE", "as_rounded", "beyond", "scale_of", "scaled_for", "with_range", "with_scales_of_weights"]
+__all__ = [
+    "ONE_SCALE",
+    "ScaledWeights",
+    "as_rounded",
+    "beyond",
+    "scale_of",
+    "scaled_for",
+    "with_range",
+    "with_scales_of_weights",
+]
 
 ONE_SCALE = "one scale for all channels, as no axis of it holds them alone (groups of several input channels)"
 """The note on the weight of a transposed convolution if no axis of it is that of the output channels."""
@@ -84,6 +98,60 @@ def scaled_for(operand: OperandPlan, weight: Tensor, scale_dtype: torch.dtype, q
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scaled:
+    """A result of ``scaled_for``, with all that it came from."""
+
+    stamp: TensorStamp
+    asked: tuple[object, ...]
+    result: OperandPlan
+
+
+class ScaledWeights:
+    """The results of ``scaled_for`` for the weights of a model, each computed once for the values that its weight has.
+
+    ``look_at`` says when the values are compared with those before: they are not between two calls of it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Tensor, TensorStamp]] = {}
+        self._known: dict[str, _Scaled] = {}
+
+    def look_at(self, parameters: Iterable[Tensor]) -> bool:
+        """Take the stamps of parameters; return whether they are those of the last call, with the same values."""
+        now = {id(parameter): (parameter, TensorStamp.of(parameter)) for parameter in parameters}
+        before, self._seen = self._seen, now
+        return before.keys() == now.keys() and all(before[key][1] == stamp for key, (_, stamp) in now.items())
+
+    def forget(self) -> None:
+        """Forget all results, since somebody wrote into one."""
+        self._known = {}
+
+    def scaled(
+        self, name: str, operand: OperandPlan, weight: Weight, scale_dtype: torch.dtype, qmax: int | None
+    ) -> OperandPlan:
+        """Return ``scaled_for`` of the weight of ``name``, a ``SITE.OPERAND``."""
+        _, stamp = self._seen.get(id(weight.parameter), (None, None))
+        asked = (*(getattr(operand, field.name) for field in fields(operand)), scale_dtype, qmax)
+        known = self._known.get(name)
+        if known is None or known.stamp != stamp or not all(map(_alike, known.asked, asked)):
+            result = scaled_for(operand, weight.tensor(), scale_dtype, qmax)
+            if stamp is None:
+                return result
+            known = self._known[name] = _Scaled(stamp, asked, result)
+        return known.result
+
+    def holds(self, name: str, operand: OperandPlan, parameter: Tensor) -> bool:
+        """Return whether the scale of ``name`` is of a result here, and of the values that its parameter has now."""
+        known = self._known.get(name)
+        made = known is not None and known.result.amax is operand.amax and known.result.scale is operand.scale
+        return made and known is not None and known.stamp == TensorStamp.of(parameter)
+
+
+def _alike(one: object, other: object) -> bool:
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
+
+
 def with_range(operand: OperandPlan, amax: Tensor | None, scale_dtype: torch.dtype, qmax: int | None) -> OperandPlan:
     """Return the plan of a weight with another range, in the shape of its scale; None: as it is.
 
@@ -94,10 +162,18 @@ def with_range(operand: OperandPlan, amax: Tensor | None, scale_dtype: torch.dty
     return replace(operand, amax=amax, scale=scale_of(amax, qtype(operand.dtype), scale_dtype, qmax))
 
 
-def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtype, qmax: int | None) -> Plan:
+def with_scales_of_weights(
+    plan: Plan, model: nn.Module, scale_dtype: torch.dtype, qmax: int | None, known: ScaledWeights | None = None
+) -> Plan:
     """Return the plan with scales computed from the present weights of ``model``, except for given scales.
 
     Weights with codes keep codes and scales: see ``weight_codes.without_codes`` for weights that changed.
+
+    Args:
+        plan: the plan.
+        model: the model.
+        scale_dtype, qmax: as for ``scaled_for``.
+        known: results that need not be computed again; None: there are none.
 
     Raises:
         CalibrationError: a weight has another shape, NaN or infinite values, or a scale that the target's float type
@@ -113,7 +189,8 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
             elif operand.role == "weight" and operand.quantized and not operand.given:
                 weight = _weight(model, operand)
                 # If the model has no such weight, the application of the plan raises an error.
-                operand = operand if weight is None else scaled_for(operand, weight, scale_dtype, qmax)
+                if weight is not None and not _holds(known, path, operand, _parameter(model, operand)):
+                    operand = scaled_for(operand, weight, scale_dtype, qmax)
                 if not operand.quantized:
                     raise CalibrationError(f"{operand.parameter}: {operand.reason}; calibrate the model again")
             elif operand.role == "weight" and operand.quantized and qmax is not None:
@@ -123,6 +200,10 @@ def with_scales_of_weights(plan: Plan, model: nn.Module, scale_dtype: torch.dtyp
             operands.append(operand)
         result[path] = replace(entry, operands=tuple(operands))
     return result
+
+
+def _holds(known: ScaledWeights | None, path: str, operand: OperandPlan, parameter: Tensor | None) -> bool:
+    return known is not None and parameter is not None and known.holds(f"{path}.{operand.name}", operand, parameter)
 
 
 def _beside(operand: OperandPlan, device: torch.device) -> OperandPlan:
@@ -187,12 +268,7 @@ def _note(scale: Tensor, scale_dtype: torch.dtype) -> str | None:
 
 def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
     """Return the weight of an operand in a model; None if the model has no such parameter."""
-    path = operand.parameter or ""
-    owner, _, name = path.rpartition(".")
-    try:
-        parameter = model.get_submodule(owner)._parameters.get(name)
-    except AttributeError:
-        parameter = None
+    path, parameter = operand.parameter, _parameter(model, operand)
     if parameter is None:
         return None
     try:
@@ -207,6 +283,14 @@ def _weight(model: nn.Module, operand: OperandPlan) -> Tensor | None:
             "its scales do not fit; calibrate this model with a Quantizer of its own"
         )
     return weight
+
+
+def _parameter(model: nn.Module, operand: OperandPlan) -> Tensor | None:
+    owner, _, name = (operand.parameter or "").rpartition(".")
+    try:
+        return model.get_submodule(owner)._parameters.get(name)
+    except AttributeError:
+        return None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from quantizer import Quantizer
 from quantizer.calibration import choose_ranges
 from quantizer.calibration import output_error
 from quantizer.calibration import output_search
+from quantizer.calibration.choose_ranges import make_plan
 from quantizer.calibrators import Estimate
 from quantizer.observe.replay_batches import ReplayBatches
 from quantizer.plan.site_plan import Plan
@@ -213,13 +214,14 @@ def test_a_choice_that_is_worse_on_other_batches_is_undone(
     q.calibrate(model, data(4))
     session = q._session.decisions.calibration
     assert session is not None
+    session.decide()
     seen = session.observation()
     monkeypatch.setattr(output_search, "OutputError", Known)
     with caplog.at_level(logging.INFO):
         output_search.choose(
             session._proxied,
             seen,
-            lambda: q.plan,
+            lambda: make_plan(session._proxied, seen),
             smoothing=None,
             shares=(None,),
             estimates=(Estimate(name="max"), Estimate(name="mse")),
