@@ -113,8 +113,7 @@ class ModelSession:
 
     def scan_source(self, model: nn.Module) -> None:
         """Store the unrewritten sources and the operator patches of a model or proxy, for the coverage."""
-        self._skipped = list(skipped_sources(model))
-        self._patches = applied_patches(model)
+        self._skipped, self._patches = list(skipped_sources(model)), applied_patches(model)
 
     def inherit_from(self, other: ModelSession, backend: str) -> None:
         """Take the calibration, the fallback and the model of another session.
@@ -216,8 +215,8 @@ class ModelSession:
             if not told:
                 warn_of_other_weights(before, now)
             plan = without_former_codes(plan, set(changed_parameters(before, now)))
-        dtype, qmax = self._target.torch_dtype, self._target.weight_qmax
-        return with_scales_of_weights(plan, model, dtype, qmax, self.decisions.weights)
+        target = self._target
+        return with_scales_of_weights(plan, model, target.torch_dtype, target.weight_qmax, self.decisions.weights)
 
     def decided(self) -> Plan:
         """Return the plan of calibration, with trained scales after a training, before any fallback."""
@@ -285,18 +284,18 @@ class ModelSession:
         other = not is_proxy(quant_model) or is_simulation(quant_model) or is_lowered(quant_model)
         if other or self.is_working_proxy(quant_model):
             raise ProxyError("export() takes the model that quantize() returned")
-        require_scales_of(quant_model, self._target.torch_dtype, self._target.name)
-        regions = self.decisions.regions()
-        warn_of_float32(self._target, regions)
+        target, regions = self._target, self.decisions.regions()
+        require_scales_of(quant_model, target.torch_dtype, target.name)
+        warn_of_float32(target, regions)
         return export_onnx(
             quant_model,
             path,
             example,
-            opset=opset or max(self._target.opset, least_opset(quant_model)),
-            dtype=self._target.torch_dtype,
+            opset=opset or max(target.opset, least_opset(quant_model)),
+            dtype=target.torch_dtype,
             regions=regions,
             axes=axes,
-            unsigned=self._target.unsigned_activations,
+            unsigned=target.unsigned_activations,
         )
 
     def document(self) -> dict[str, Any]:
