@@ -32,6 +32,7 @@ def build_options(config: RunConfig) -> BuildOptions:
         compute_capability=config.engine.compute_capability,
         inference_precision=config.engine.inference_precision,
         strip_weights=config.engine.strip_weights,
+        compiled=config.engine.compiled,
     )
 
 

@@ -24,11 +24,13 @@ from quantizer.config import dump_yaml  # noqa: E402
 from quantizer.config import load_run  # noqa: E402
 from quantizer.engines import BuildResult  # noqa: E402
 from quantizer.engines import PeakMemory  # noqa: E402
+from quantizer.engines.candidates import Variant  # noqa: E402
 from quantizer.engines.candidates import cpu_candidates  # noqa: E402
+from quantizer.engines.candidates import cpu_variants  # noqa: E402
 from quantizer.errors import EngineError  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
 
-OPENVINO, ONNXRUNTIME = cpu_candidates()[0]
+OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
 TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
 
 pytestmark = [
@@ -54,7 +56,12 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
             call()
         return {name: [times[name]] for name in calls}
 
+    def variants(*given: Any, **more: Any) -> tuple[Variant, ...]:
+        # Each takes seconds to build: those that have a time.
+        return tuple(variant for variant in cpu_variants(*given, **more) if variant.name in times)
+
     monkeypatch.setattr(pick, "interleaved_latency", taken)
+    monkeypatch.setattr(pick, "cpu_variants", variants)
 
 
 @pytest.mark.promise("the run goes on with the fastest; its first line and the report say which that is")
@@ -68,6 +75,12 @@ def test_the_run_goes_on_with_the_fastest(
     assert record.choice is not None
     assert [one.name for one in record.choice.candidates] == sorted(TIMES, key=lambda name: TIMES[name])
     assert all(one.sqnr_db for one in record.choice.candidates)
+    chosen, *_, plain = record.choice.candidates
+    assert plain.score_difference == 0
+    assert chosen.score_difference == record.scores[-1].difference
+    # The chosen engine was scored once, as the rows of the choice.
+    assert [stage.name for stage in record.stages].count("score the float") == 1
+    assert "score the engine" not in [stage.name for stage in record.stages]
     assert record.engine is not None
     assert record.engine.backend == ONNXRUNTIME
     assert record.scores[-1].which == "engine"
@@ -95,7 +108,7 @@ def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_in_a_notebook_it_is_an_engine_for_this_cpu() -> None:
-    assert Quantizer(backend="auto").config.backend == OPENVINO
+    assert Quantizer(backend="auto").config.backend == cpu_candidates()[0][0]
 
 
 @pytest.mark.parametrize("written", [{"backend": [ONNXRUNTIME]}, {"backend": "auto", "candidates": [ONNXRUNTIME]}])
