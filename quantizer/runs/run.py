@@ -48,6 +48,7 @@ from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
 from quantizer.runs.measure import measure_latency
 from quantizer.runs.measure import measure_memory
+from quantizer.runs.measure import with_deployed
 from quantizer.runs.pick_backend import chooses
 from quantizer.runs.pick_backend import pick_backend
 from quantizer.runs.pick_backend import with_backend
@@ -298,6 +299,7 @@ class _Run:
     ) -> RunRecord:
         """Return the record of the run, after measuring latency and memory."""
         config, coverage, chosen = self.config, quantizer.coverage, quantizer.chosen_fallback
+        latency = measure_latency(self.context, config, engines)
         return RunRecord(
             name=self.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -308,7 +310,7 @@ class _Run:
                 parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             ),
             scores=scores,
-            latency=measure_latency(self.context, config, engines),
+            latency=latency,
             size=sizes_of(built),
             memory=measure_memory(self.context, config, built) if engines else (),
             coverage=site_records(coverage, quantizer.plan),
@@ -320,7 +322,7 @@ class _Run:
             causes=causes_of(self.context, config, quantizer, self.rows.calibration),
             fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks),
             training=None if course is None else course.record(self.task),
-            choice=self.choice,
+            choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),
             engine=engine_file(config, built["engine"], ran=bool(engines)),
             inspection=inspection,

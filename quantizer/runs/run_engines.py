@@ -15,15 +15,14 @@ from quantizer.engines import load_engine
 from quantizer.engines import runs_here
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
+from quantizer.runs.measure import FLOAT_STEM
+from quantizer.runs.measure import QUANTIZED_STEM
 from quantizer.runs.measure import build_options
 from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.run_context import RunContext
 
 __all__ = ["FLOAT_STEM", "QUANTIZED_STEM", "RunEngines"]
-
-FLOAT_STEM, QUANTIZED_STEM = "float", "model"
-"""The names of the two files of each engine, without their endings."""
 
 
 class RunEngines:

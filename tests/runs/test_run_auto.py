@@ -86,8 +86,34 @@ def test_the_run_goes_on_with_the_fastest(
     assert record.scores[-1].which == "engine"
     assert load_run("done/config.yaml").quantizer.backend == ONNXRUNTIME
     assert Quantizer.load("done/quantizer").config.backend == ONNXRUNTIME
-    assert record.choice.headline in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert record.choice.headline in said
+    assert said.splitlines()[-1] == f"deploy  {record.choice.deploy}"
     assert record.choice.headline.split(",")[0][1:] in (at / "done" / "report.html").read_text()
+
+
+@pytest.mark.promise("Where float won, the last line of a run names `float.engine` as what to deploy")
+def test_float_wins_and_is_named_in_the_end(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _taking({f"{ONNXRUNTIME} float32": 1.0, f"{ONNXRUNTIME} int8": 2.0}, monkeypatch)
+
+    def last(calls: Mapping[str, Any], **_: int) -> dict[str, list[float]]:
+        return {name: [{"float": 1.0, "engine": 2.0}[name]] for name in calls}
+
+    monkeypatch.setattr(run_measure, "interleaved_latency", last)
+    assert main(["run", "tiny.yaml"]) == 0
+    said = capsys.readouterr().out
+    record = read_record(at / "done" / "report.json")
+    assert record.choice is not None
+    assert record.choice.headline.startswith(
+        f"nothing in INT8 is faster than float here, and {ONNXRUNTIME} float32 is delivered"
+    )
+    assert record.choice.deploy == "float.engine, 2.00x as fast as the quantized model.engine beside it"
+    assert said.splitlines()[-1] == f"deploy  {record.choice.deploy}"
+    assert "To deploy: float.engine, 2.00" in (at / "done" / "report.html").read_text()
+    assert (at / "done" / "float.engine").exists()
+    assert (at / "done" / "model.engine").exists()
 
 
 def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

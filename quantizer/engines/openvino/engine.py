@@ -26,6 +26,7 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.dimensions import input_dimensions
 from quantizer.engines.engine_file import checked_engine
 from quantizer.engines.engine_file import checked_onnx
@@ -114,9 +115,8 @@ class OpenVINOBackend:
             options.progress(0.0, "compile")
         compiled = _compile(ov, onnx_path, _settings(1, precision))
         told = f"{precision},{compiled.get_property(_GROUP)}"
-        write_engine(
-            engine_path, compiled.export_model().getbuffer(), f"{_NOTE}{told} {json.dumps(_dimensions(onnx_path))}"
-        )
+        note = f"{_NOTE}{told} {json.dumps(_dimensions(onnx_path))}"
+        write_engine(engine_path, compiled.export_model().getbuffer(), note, cpu_instructions())
         if options.progress:
             options.progress(1.0, "compile")
         emulated = precision == "bfloat16" and "BF16" not in _capabilities(ov)

@@ -25,7 +25,8 @@ def print_choice(choice: EngineChoice, console: Console) -> None:
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
     table.add_column("verdict")
     for candidate in choice.candidates:
-        times = [f"{value:.2f}" for value in candidate.milliseconds] or ["-"] * len(choice.shapes)
+        times = [f"{value:.2f}" for value in candidate.milliseconds]
+        times += ["-"] * (len(choice.shapes) - len(times))
         sqnr = "-" if candidate.sqnr_db is None else text.decibels(candidate.sqnr_db)
         difference = candidate.score_difference
         score = ["-" if difference is None else text.signed(difference)] if scored else []
@@ -50,7 +51,8 @@ def choice_table(choice: EngineChoice) -> str:
         (
             row,
             candidate.name,
-            *(candidate.milliseconds or (None,) * len(choice.shapes)),
+            *candidate.milliseconds,
+            *[None] * (len(choice.shapes) - len(candidate.milliseconds)),
             candidate.sqnr_db,
             *((candidate.score_difference,) if scored else ()),
             candidate.verdict,
