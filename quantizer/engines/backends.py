@@ -72,7 +72,7 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
     loaded = backend(name).load(Path(path), threads=threads, verify=verify)
-    if loaded.device == "cpu":
+    if backend(name).device == "cpu":
         _warn_of_another_cpu(Path(path))
     return loaded
 

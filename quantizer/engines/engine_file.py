@@ -193,17 +193,12 @@ def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
 
 
 def built_on(path: Path) -> tuple[str, ...]:
-    """Return the instruction sets of the CPU that an engine file was built on; empty if it does not say.
-
-    Raises:
-        EngineError: it cannot be read.
-    """
-    try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - _TAIL))
-            tail = stream.read()
-    except OSError as error:
-        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from error
+    """Return the instruction sets of the CPU that an engine file was built on; empty if it does not say."""
+    if not is_file(path):
+        return ()
+    with path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - _TAIL))
+        tail = stream.read()
     if (line := _TOLD_CPU.search(tail)) is not None:
         return tuple(line[1].decode().split(","))
     key = b"\x0a" + bytes([len(_CPU_KEY)]) + _CPU_KEY.encode() + b"\x12"

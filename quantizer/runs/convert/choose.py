@@ -20,6 +20,7 @@ from quantizer.errors import EngineError
 from quantizer.quantizer import Quantizer
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.tables import text
 from quantizer.runs.choose_engine import FAILURES
 from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import choose
@@ -39,6 +40,9 @@ from quantizer.tasks import Batch
 __all__ = ["PYTORCH", "Chooser", "Chosen"]
 
 PYTORCH = "PyTorch float"
+
+HOPELESS = 1.2
+"""Where calibrated ranges are so many times as slow as another backend's, those taken at run time are not tried."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ class Chooser:
             self._console.print(f"[bold]{variant.name}[/bold]")
             record = Candidate(backend=variant.backend, format=variant.format)
             try:
+                if (hopeless := self._hopeless(variant)) is not None:
+                    self._drop(replace(record, verdict=f"not built: {hopeless}"))
+                    continue
                 made = self._candidate(variant)
                 difference = self._scoring.difference(variant.name, made.engine)
             except FAILURES as error:
@@ -122,15 +129,13 @@ class Chooser:
         """
         if variant.dtype is None:
             return self._maker.checked_plain_engine(variant)
-        folder = self._folder(variant)
-        first = next(one for one in self._asked.variants if one.backend == variant.backend and one.dtype is not None)
+        folder, first = self._folder(variant), self._first(variant)
         if variant.dynamic:
             folder.mkdir()
             made = self._maker.as_calibrated(variant, self._quantizer(variant), folder)
         elif variant is first:
             folder.mkdir()
-            fast = next((one.engine for one in self._made.values() if one.quantized is not None), None)
-            made = self._maker.quantized(variant, self._quantizer(variant), folder, beside=fast)
+            made = self._maker.quantized(variant, self._quantizer(variant), folder, beside=self._quick)
         elif first.name in self._made:
             made = self._maker.rebuilt(variant, self._made[first.name], folder / ENGINE)
         else:
@@ -139,6 +144,28 @@ class Chooser:
         if made.budget and allowed is not None and made.budget[-1].drop > allowed:
             raise EngineError(f"its score drops by {made.budget[-1].drop:.5f}, and --max-drop allows {allowed:g}")
         return made
+
+    def _hopeless(self, variant: Variant) -> str | None:
+        """Return why an engine with ranges at run time cannot win; None: it may.
+
+        Such an engine has at most the speed of the one with ranges from calibration (3% more were measured).
+        """
+        static = self._made.get(self._first(variant).name) if variant.dynamic else None
+        if static is None or static.engine is None or self._quick is None or static.engine is self._quick:
+            return None
+        ratio = self._maker.ratio(static.engine, self._quick)
+        if ratio < HOPELESS:
+            return None
+        return f"{static.variant.name} takes {text.times(ratio)} the time of another, and this is no faster"
+
+    def _first(self, variant: Variant) -> Variant:
+        """Return the variant of a backend whose file and plan others of it go by."""
+        return next(one for one in self._asked.variants if one.backend == variant.backend and one.dtype is not None)
+
+    @property
+    def _quick(self) -> Engine | None:
+        """The first quantized engine: backends come with the one first that usually is the fastest."""
+        return next((one.engine for one in self._made.values() if one.quantized is not None), None)
 
     def _drop(self, record: Candidate) -> None:
         """Take a candidate out of the choice; nothing of it stays."""

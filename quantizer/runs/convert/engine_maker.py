@@ -135,7 +135,7 @@ class EngineMaker:
         read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
         metric = TaskMetric(read, self.context.task, budget.searched, [], self.stage.tell)
         made = self._quantized(variant, quantizer, folder)
-        if beside is not None and made.engine is not None and self._is_slow(made.engine, beside):
+        if beside is not None and made.engine is not None and self.ratio(made.engine, beside) >= SLOW:
             return self._judged(made)
         prices = None if made.engine is None else self._prices(made, quantizer)
         if prices is not None and prices.slower():
@@ -164,13 +164,13 @@ class EngineMaker:
         built = self._built(variant, made.onnx, engine)
         return self._judged(replace(made, variant=variant, built=built, engine=self._loaded(built, variant)))
 
-    def _is_slow(self, engine: Engine, beside: Engine) -> bool:
-        """Return whether an engine takes 1.5 times as long as another one, at the usual shape."""
+    def ratio(self, engine: Engine, beside: Engine) -> float:
+        """Return how many times as long as another one an engine takes, at the usual shape."""
         batch = self.checked_on[len(self.checked_on) // 2]
         pair = {"this": engine, "other": beside}
         calls = {name: partial(one, engine_inputs(one, batch)) for name, one in pair.items()}
         taken = medians(interleaved_latency(calls, rounds=_FEW_ROUNDS, warmup=1))
-        return taken["this"] >= SLOW * taken["other"]
+        return taken["this"] / taken["other"]
 
     def _judged(self, made: Made) -> Made:
         budget = self._budget(made.variant)
