@@ -14,15 +14,20 @@ from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.int8_saturation import saturates
 from quantizer.errors import EngineError
 from quantizer.errors import QuantizerError
+from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables import text
 
-__all__ = ["FAILURES", "SLOW", "bound", "choose", "failed", "slow_ones", "timed"]
+__all__ = ["FAILURES", "HOPELESS", "bound", "choose", "failed", "require_sites", "slow_ones", "timed"]
 
 FAILURES = (QuantizerError, RuntimeError)
 """What takes a candidate out of the choice and leaves the others in it; libraries raise the second."""
+
+HOPELESS = 1.2
+"""A quantized engine that is so many times as slow as another one is not improved: groups that go back to float, or
+ranges at run time, have gained a few percent."""
 
 SLOW = 1.5
 """A candidate that takes so many times as long as another one of its kind is not timed at further shapes."""
@@ -99,6 +104,16 @@ def timed(
         if not broken:
             raise
     return time({name: engine for name, engine in engines.items() if name not in broken}), broken
+
+
+def require_sites(quantizer: Quantizer) -> None:
+    """Raise if a plan quantizes nothing, as where no site fits the kernels with ranges at run time.
+
+    Raises:
+        EngineError: it does; its engine would be one in float.
+    """
+    if not quantizer.coverage.share:
+        raise EngineError("no product of this model can be quantized in this way, and all would be computed in float")
 
 
 def failed(candidate: Candidate, why: object) -> Candidate:

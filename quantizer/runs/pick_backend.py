@@ -33,6 +33,7 @@ from quantizer.runs.choose_engine import FAILURES
 from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
+from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.choose_engine import timed
 from quantizer.runs.compare_outputs import check_engine
 from quantizer.runs.compare_outputs import reference_outputs
@@ -249,6 +250,8 @@ class _Maker:
                 ranges = "dynamic" if variant.dynamic else None
                 self.quantizers[key] = self._calibrated.for_backend(variant.backend, ranges=ranges)
             proxy = self.quantizers[key].quantize(self._context.model)
+            if variant.dynamic:
+                require_sites(self.quantizers[key])
             self.quantizers[key].export(proxy, path, example, opset=opset)
             self._frozen[key] = proxy
         return self._frozen[key], path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from quantizer.report.tables.choice_table import print_choice
 from quantizer.runs import choose_engine
 from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import choose
+from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.choose_engine import slow_ones
 from quantizer.runs.choose_engine import timed
 
@@ -150,6 +152,34 @@ def test_the_instructions_that_bound_int8(flags: set[str], told: str, monkeypatc
 def test_nothing_is_left_to_choose() -> None:
     with pytest.raises(EngineError, match="no engine is right and runs here: b float32: failed: it crashed"):
         choose([BROKEN], SHAPES, ())
+
+
+def test_a_long_reason_leaves_the_times_in_sight(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = ("1 x 16", "8 x 128", "32 x 512")
+    path = "/a/long/way/" + "to/" * 30 + "model.engine"
+    tried = [
+        Candidate(backend="onnxruntime", format="int8 dynamic", milliseconds=(1.56, 49.38, 1402.87), sqnr_db=26.1),
+        Candidate(backend="openvino", format="int8+bfloat16", milliseconds=(9.75, 99.25), score_difference=-0.0011),
+        Candidate(backend="openvino", format="int8", verdict=f"failed: {path} is damaged"),
+    ]
+    print_choice(choose(tried, shapes, ()), Console(width=80))
+    said = capsys.readouterr().out
+    table, _, below = said.partition("failed\n")
+    for shown in ("1.56", "49.38", "1402.87", "9.75", "99.25", "-0.0011", "chosen"):
+        assert shown in table
+    assert f"openvino int8: failed: {path} is damaged" in below
+    assert "openvino int8+bfloat16: 3.54x the time at 1 x 16 and 8 x 128: too slow to go on" in below
+
+
+def test_a_plan_without_sites_is_no_candidate() -> None:
+    class Nothing:
+        coverage = SimpleNamespace(share=0.0)
+
+    quantizer: Any = Nothing()
+    with pytest.raises(EngineError, match="no product of this model can be quantized in this way"):
+        require_sites(quantizer)
+    quantizer.coverage = SimpleNamespace(share=0.4)
+    require_sites(quantizer)
 
 
 def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

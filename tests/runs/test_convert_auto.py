@@ -286,6 +286,7 @@ def test_one_that_fails_is_a_row_and_leaves_nothing(
     assert not list(Path("out").rglob(f"*{LOSER}*"))
 
 
+@pytest.mark.promise("All are of one calibration, and each starts with nothing put back")
 def test_what_went_back_for_one_is_quantized_for_the_next(
     convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

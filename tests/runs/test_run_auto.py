@@ -95,6 +95,7 @@ def test_the_run_goes_on_with_the_fastest(
     assert record.choice.headline.split(",")[0][1:] in (at / "done" / "report.html").read_text()
 
 
+@pytest.mark.promise("the run says so and goes on with its backend, so that `float.engine` is the fastest of all")
 @pytest.mark.promise("Where float won, the last line of a run names `float.engine` as what to deploy")
 def test_float_wins_and_is_named_in_the_end(
     at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -56,7 +56,7 @@ def candidates_svg(choice: EngineChoice) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """How near an engine is to float, upwards.
+    """An axis of how near an engine is to float, upwards.
 
     Attributes:
         name: what is written at the axis.

@@ -22,6 +22,7 @@ from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables import text
 from quantizer.runs.choose_engine import FAILURES
+from quantizer.runs.choose_engine import HOPELESS
 from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
@@ -40,9 +41,6 @@ from quantizer.tasks import Batch
 __all__ = ["PYTORCH", "Chooser", "Chosen"]
 
 PYTORCH = "PyTorch float"
-
-HOPELESS = 1.2
-"""Where calibrated ranges are so many times as slow as another backend's, those taken at run time are not tried."""
 
 
 @dataclass(frozen=True)

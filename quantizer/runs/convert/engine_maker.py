@@ -23,7 +23,8 @@ from quantizer.engines.measure.trial import tried_build
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import EngineCheck
-from quantizer.runs.choose_engine import SLOW
+from quantizer.runs.choose_engine import HOPELESS
+from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.compare_outputs import OutputCheck
 from quantizer.runs.compare_outputs import Reference
 from quantizer.runs.compare_outputs import Tolerance
@@ -127,7 +128,7 @@ class EngineMaker:
             variant: how the engine is built.
             quantizer: a calibrated quantizer.
             folder: where its files are written.
-            beside: another engine. If this one takes 1.5 times as long, none of its groups is timed or searched for:
+            beside: another engine. If this one takes 1.2 times as long, none of its groups is timed or searched for:
                 a better plan would not make it the faster one.
         """
         allowed, amp, model = self.asked.max_drop, None, self.context.model
@@ -135,7 +136,7 @@ class EngineMaker:
         read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
         metric = TaskMetric(read, self.context.task, budget.searched, [], self.stage.tell)
         made = self._quantized(variant, quantizer, folder)
-        if beside is not None and made.engine is not None and self.ratio(made.engine, beside) >= SLOW:
+        if beside is not None and made.engine is not None and self.ratio(made.engine, beside) >= HOPELESS:
             return self._judged(made)
         prices = None if made.engine is None else self._prices(made, quantizer)
         if prices is not None and prices.slower():
@@ -185,6 +186,8 @@ class EngineMaker:
         """Quantize, export and build."""
         with self.stage("quantize"):
             quantized = quantizer.quantize(self.context.model)
+            if variant.dynamic:
+                require_sites(quantizer)
         with self.stage("export"):
             quantizer.export(quantized, folder / ONNX, self.context.task.example())
         built = self._built(variant, folder / ONNX, folder / ENGINE)
