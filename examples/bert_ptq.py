@@ -74,7 +74,7 @@ def main() -> None:
     batches = task.batches(rows)
 
     # 1. Calibrate. 'auto' takes for each operand the range with which its operation's output comes out best.
-    q = Quantizer(backend="openvino", activations={"calibrator": "auto"})
+    q = Quantizer(backend="auto", activations={"calibrator": "auto"})
     q.calibrate(model, batches)
     print("## What will be quantized, and why not the rest", q.coverage, sep="\n")
     print("\n## The range of each operand, and what was chosen for it", q.ranges, sep="\n")
@@ -93,7 +93,7 @@ def main() -> None:
         onnx = q.export(quantized, Path(folder) / "model.onnx", task.example())
         built = q.build(onnx, Path(folder) / "model.engine")
         print(f"\n## The engine has {built.size_bytes / 1e6:.1f} MB")
-        engine = load_engine("openvino", built.path)
+        engine = load_engine(q.config.backend, built.path)
         base = task.predict(lambda batch: model(**batch), unseen)
         runs = {
             "float": base,

@@ -277,7 +277,7 @@ def arguments() -> argparse.Namespace:
     add("--doc-stride", type=int, default=128, help="tokens that a window shares with the next one of its context")
     add("--max-answer", type=int, default=30, help="tokens in an answer")
     add("--null-threshold", type=float, default=0.0, help="by how much 'no answer' must be better than an answer")
-    add("--backend", default="openvino", help="the engine: openvino, onnxruntime, tensorrt, ...")
+    add("--backend", default="auto", help="the engine: auto for this CPU, openvino, onnxruntime, tensorrt, ...")
     add("--weights", choices=("per_channel", "per_tensor"), default="per_channel", help="the scales of weights")
     add("--residual-adds", action="store_true", help="residual additions in INT8 as well, also where that loses")
     add("--float", nargs="+", default=[], metavar="NAME", help="modules that stay float: 'qa_outputs', 'encoder.**'")
@@ -351,13 +351,14 @@ def run(asked: argparse.Namespace) -> None:
         "QAT": lambda batch: trained(**batch),
     }
     onnx = q.export(trained, asked.output / "model.onnx", ranged[0])
-    if runs_here(asked.backend):
+    backend = q.config.backend
+    if runs_here(backend):
         lengths = (LEAST_TOKENS, min(128, asked.max_length), asked.max_length)
         built = q.build(onnx, asked.output / "model.engine", dynamic={"batch": (1, size, size), "sequence": lengths})
-        engine = load_engine(asked.backend, built.path)
+        engine = load_engine(backend, built.path)
         runs["engine"] = lambda batch: engine({name: batch[name].numpy() for name in engine.input_names})
     else:
-        print(f"no engine was built: {asked.backend} does not run here; {onnx} is what it takes")
+        print(f"no engine was built: {backend} does not run here; {onnx} is what it takes")
     q.save(asked.output / "quantizer")
     unanswerable = any(not question.answers for question in (*teaching, *unseen))
     report(runs, unseen, scored, tokenizer, asked, asked.null_threshold if unanswerable else None)

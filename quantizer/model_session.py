@@ -99,8 +99,7 @@ class ModelSession:
         """
         if isinstance(model, nn.Module) and is_proxy(model):
             raise ProxyError("this is a proxy already; pass the float model that it was made from")
-        bound = self._model() if self._model is not None else None
-        if bound is not None and bound is not model:
+        if self._model is not None and (bound := self._model()) not in (None, model):
             raise ProxyError(
                 f"this Quantizer serves another {type(bound).__name__} already; make one Quantizer for each model"
             )
@@ -261,13 +260,14 @@ class ModelSession:
         self.fallback, self._chosen_in = fallback, self.decided() if plan is None else plan
         return fallback
 
+    def clear_fallback(self) -> None:
+        """Quantize all groups again, those too that another quantizer put back."""
+        self.fallback = self._carried = None
+
     def is_working_proxy(self, proxy: nn.Module) -> bool:
         """Return whether ``proxy`` is the session's proxy of ``calib``, ``amp`` or ``qat``."""
-        return any(
-            proxy is stage.proxy
-            for stage in (self.decisions.calibration, self.amp, self.trainable)
-            if stage is not None
-        )
+        stages = (self.decisions.calibration, self.amp, self.trainable)
+        return any(stage is not None and proxy is stage.proxy for stage in stages)
 
     def export(
         self,

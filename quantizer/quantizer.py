@@ -192,8 +192,8 @@ class Quantizer(QuantizerViews):
         )
 
     def clear_fallback(self) -> None:
-        """Undo ``fallback``: all groups of the plan are quantized again."""
-        self._session.fallback = None
+        """Undo ``fallback``, and what ``for_backend`` carried over: all groups of the plan are quantized again."""
+        self._session.clear_fallback()
 
     def qat(self, model: nn.Module, *, scales: Scales = "fixed", copy: bool = False) -> nn.Module:
         """Return a proxy to train: it rounds as the engine will, and gradients pass through the rounding.
@@ -223,21 +223,21 @@ class Quantizer(QuantizerViews):
         """
         return self._session.frozen(model)
 
-    def for_backend(self, name: str) -> Quantizer:
+    def for_backend(self, name: str, *, ranges: str | None = None) -> Quantizer:
         """Return a quantizer for the backend ``name``, from this one's calibration: no data is needed again.
 
         Its plan equals, bit for bit, that of a quantizer configured for that backend and calibrated on the same data.
         What fell back is float there too, with its groups of that backend; what ``amp`` measured is not copied.
-
-        A loaded quantizer has no data: ranges that were chosen by running it stay, biases are not corrected, and a
-        warning says both. Call ``quantize(model)`` of the new one before anything else.
+        ``ranges`` (static or dynamic) replaces ``activations.ranges``. A loaded quantizer has no data: ranges that were
+        chosen by running it stay, biases are not corrected, and a warning says both. Call ``quantize(model)`` first.
 
         Raises:
             ConfigError: the backend is unknown, or cannot compute in a format of the configuration.
             CalibrationError: nothing was calibrated yet, the folder from which this quantizer was loaded has no
                 statistics, or scales were loaded or trained.
         """
-        other = Quantizer(self.config, backend=name)
+        activations = self.config.activations.model_dump() | ({"ranges": ranges} if ranges else {})
+        other = Quantizer(self.config, backend=name, activations=activations)
         check_formats(other.config)
         other._session.inherit_from(self._session, self.config.backend)
         return other

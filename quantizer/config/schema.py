@@ -92,6 +92,11 @@ class EngineConfig(Section):
         description="What OpenVINO computes in where nothing is quantized; null: float32. Other backends take the "
         "types of the ONNX file.",
     )
+    compiled: bool | None = Field(
+        default=None,
+        description="Whether Inductor compiles the graph of a torch engine; null: where there is a C++ compiler and "
+        "that is faster.",
+    )
     strip_weights: bool = Field(
         default=False,
         description="Write TensorRT engines without weights: loading one reads them from the ONNX file beside it.",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from quantizer.common.registry import Registry
@@ -12,6 +13,8 @@ from quantizer.engines.base import Backend
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import Engine
+from quantizer.engines.cpu import cpu_instructions
+from quantizer.engines.engine_file import built_on
 from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.errors import EngineError
@@ -53,6 +56,8 @@ def build_engine(
 def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool = True) -> Engine:
     """Load an engine file of the backend ``name``; engines on a CPU also take an ``.onnx`` file.
 
+    Where an engine was built on a CPU with instructions that this one lacks, a warning says so.
+
     Args:
         name: a name from ``backends``.
         path: the file.
@@ -66,7 +71,22 @@ def load_engine(name: str, path: str | Path, *, threads: int = 1, verify: bool =
     """
     if threads < 1:
         raise EngineError(f"threads is {threads}, expected 1 or more")
-    return backend(name).load(Path(path), threads=threads, verify=verify)
+    loaded = backend(name).load(Path(path), threads=threads, verify=verify)
+    if backend(name).device == "cpu":
+        _warn_of_another_cpu(Path(path))
+    return loaded
+
+
+def _warn_of_another_cpu(path: Path) -> None:
+    """Warn if this CPU lacks instructions of the one that an engine was built on: others may be faster here."""
+    here = cpu_instructions()
+    lacking = [name for name in built_on(path) if name not in here]
+    if here and lacking:
+        warnings.warn(
+            f"{path} was built on a CPU with {', '.join(lacking)}, which this one lacks: it may be slower and less "
+            "exact here; choose and build an engine here again",
+            stacklevel=3,
+        )
 
 
 def inspect_engine(

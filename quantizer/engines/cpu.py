@@ -5,7 +5,21 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["cpu_flags", "cpu_info"]
+__all__ = ["cpu_flags", "cpu_info", "cpu_instructions"]
+
+INSTRUCTIONS = (
+    "avx2",
+    "avx512f",
+    "avx_vnni",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+    "asimddp",
+    "i8mm",
+    "sve",
+)
+"""CPU flags that decide the speed of INT8 and of floats beside it, as /proc/cpuinfo spells them."""
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -18,6 +32,12 @@ def cpu_info() -> dict[str, str]:
         return {}
     pairs = re.findall(r"^([^:\n]+?)\s*:\s*(.*)$", text.split("\n\n")[0], flags=re.MULTILINE)
     return {key.lower(): value for key, value in pairs}
+
+
+def cpu_instructions() -> tuple[str, ...]:
+    """Return those of ``INSTRUCTIONS`` that this CPU has; empty on other systems."""
+    flags = cpu_flags()
+    return tuple(name for name in INSTRUCTIONS if name in flags)
 
 
 def cpu_flags() -> set[str]:

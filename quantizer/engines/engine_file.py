@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
@@ -14,6 +16,7 @@ from quantizer.common.paths import is_folder
 from quantizer.errors import EngineError
 
 __all__ = [
+    "built_on",
     "check_signature",
     "checked_engine",
     "checked_onnx",
@@ -30,6 +33,10 @@ _NOTE_WITHOUT_SUM = b"\nquantizer: "
 """Of files from before there was a checksum: a line of the other kind must have one, so that none gets lost."""
 _LONGEST_NOTE = 2**20
 _SUM = "sha256 "
+_CPU = re.compile(r"(?:^| )cpu [a-z0-9_,]+$")
+_CPU_KEY = "quantizer.cpu"
+_TOLD_CPU = re.compile(rb" cpu ([a-z0-9_,]+) sha256 [0-9a-f]{64}\n$")
+_TAIL = 2**10
 _SUM_KEY = "quantizer.sha256"
 _NO_SUM = "0" * 64
 _PIECE = 2**20
@@ -137,18 +144,19 @@ def whole_file(path: Path) -> AbstractContextManager[Path]:
     return files.whole_file(path, EngineError)
 
 
-def write_engine(path: Path, content: memoryview, note: str = "") -> None:
+def write_engine(path: Path, content: memoryview, note: str = "", cpu: Sequence[str] = ()) -> None:
     """Write what a library built, and after it a line with its SHA-256: the library would run a damaged file too.
 
     Args:
         path: the engine file.
         content: what the library built.
         note: what it does not keep and loading needs, in the same line.
+        cpu: the instruction sets of the CPU that it was built on, if it runs on one.
 
     Raises:
         EngineError: the system refused to write.
     """
-    line = f"{note} " if note else ""
+    line = "".join(f"{part} " for part in (note, f"cpu {','.join(cpu)}" if cpu else "") if part)
     digest = hashlib.sha256(content)
     digest.update(line.encode())
     with whole_file(path) as part, part.open("wb") as stream:
@@ -181,16 +189,38 @@ def read_engine(path: Path, *, verify: bool = True) -> tuple[bytes, str]:
         digest = hashlib.sha256(content)
         digest.update(note.encode())
         _compare(path, digest.hexdigest(), told)
-    return content, note.removesuffix(" ")
+    return content, _CPU.sub("", note.removesuffix(" "))
 
 
-def sign_onnx(path: Path) -> None:
+def built_on(path: Path) -> tuple[str, ...]:
+    """Return the instruction sets of the CPU that an engine file was built on; empty if it does not say."""
+    if not is_file(path):
+        return ()
+    with path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - _TAIL))
+        tail = stream.read()
+    if (line := _TOLD_CPU.search(tail)) is not None:
+        return tuple(line[1].decode().split(","))
+    key = b"\x0a" + bytes([len(_CPU_KEY)]) + _CPU_KEY.encode() + b"\x12"
+    _, found, rest = tail.rpartition(key)
+    return tuple(rest[1 : 1 + rest[0]].decode(errors="replace").split(",")) if found and rest else ()
+
+
+def sign_onnx(path: Path, cpu: Sequence[str] = ()) -> None:
     """Append the SHA-256 of an ONNX file to its own metadata, as its last bytes; ONNX readers still read the file.
+
+    Args:
+        path: the file.
+        cpu: the instruction sets of the CPU that it was made on, which are appended before.
 
     Raises:
         OSError: the system refused to write.
     """
     with path.open("rb+") as stream:
+        if cpu:
+            stream.seek(0, os.SEEK_END)
+            stream.write(_entry(_CPU_KEY, ",".join(cpu)))
+            stream.seek(0)
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         stream.seek(0, os.SEEK_END)
         stream.write(_signature(digest))
@@ -227,7 +257,10 @@ def _compare(path: Path, found: str, told: str) -> None:
 
 
 def _signature(digest: str) -> bytes:
+    return _entry(_SUM_KEY, digest)
+
+
+def _entry(key: str, value: str) -> bytes:
     """Return an entry of the metadata (field 14 of a model: key and value) in protobuf's encoding."""
-    key, value = _SUM_KEY.encode(), digest.encode()
-    entry = b"\x0a" + bytes([len(key)]) + key + b"\x12" + bytes([len(value)]) + value
-    return b"\x72" + bytes([len(entry)]) + entry
+    parts = b"".join(bytes([tag, len(part)]) + part.encode() for tag, part in ((0x0A, key), (0x12, value)))
+    return bytes([0x72, len(parts)]) + parts

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable
 from importlib import metadata
 
-from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.cpu import cpu_info
+from quantizer.engines.cpu import cpu_instructions
 from quantizer.targets import profile
 from quantizer.targets import profiles
 
@@ -29,9 +29,6 @@ PACKAGES = (
     "onnxscript",
 )
 """Distributions whose version can change the figures of a run, besides those of the backends."""
-
-_INSTRUCTIONS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm", "sve")
-"""CPU flags that decide the speed of INT8, as /proc/cpuinfo spells them."""
 
 
 def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
@@ -62,10 +59,9 @@ def collect_machine() -> dict[str, str | int | float | None]:
 
     ``memory_gib`` is the memory of the machine, None if the system does not report it.
     """
-    flags = cpu_flags()
     return {
         "cpu": cpu_info().get("model name") or platform.processor() or platform.machine(),
-        "instructions": ", ".join(name for name in _INSTRUCTIONS if name in flags) or None,
+        "instructions": ", ".join(cpu_instructions()) or None,
         "cores": _usable_cores(),
         "memory_gib": _memory_gib(),
         "os": platform.platform(),

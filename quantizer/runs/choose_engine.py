@@ -6,48 +6,119 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+from quantizer.engines import Engine
 from quantizer.engines import Inspection
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.int8_saturation import saturates
 from quantizer.errors import EngineError
+from quantizer.errors import QuantizerError
+from quantizer.quantizer import Quantizer
 from quantizer.report import collect_machine
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables import text
 
-__all__ = ["FLOAT", "bound", "choose"]
+__all__ = ["FAILURES", "HOPELESS", "bound", "choose", "failed", "require_sites", "slow_ones", "timed"]
 
-FLOAT = "float32"
-"""The format of a candidate that is not quantized."""
+FAILURES = (QuantizerError, RuntimeError)
+"""What takes a candidate out of the choice and leaves the others in it; libraries raise the second."""
+
+HOPELESS = 1.2
+"""A quantized engine that is so many times as slow as another one is not improved: groups that go back to float, or
+ranges at run time, have gained a few percent."""
+
+SLOW = 1.5
+"""A candidate that takes so many times as long as another one of its kind is not timed at further shapes."""
+
+_INT8_FLAGS = frozenset({"avx2", "amx_int8", "asimddp", "i8mm"})
+
+Times = TypeVar("Times")
 
 
 def choose(candidates: Sequence[Candidate], shapes: Sequence[str], missing: Sequence[str]) -> EngineChoice:
     """Return the choice of the candidate with the least time, in the geometric mean of its ratios over all shapes.
 
     Args:
-        candidates: what was tried; those that failed have no times, and say why in ``verdict``.
+        candidates: what was tried; those that failed have no times, and say why in ``verdict``. Those that were too
+            slow at the first shapes have the times of these.
         shapes: the names of the shapes.
         missing: what is not installed.
 
     Raises:
         EngineError: all failed; the message holds the reason of each.
     """
-    ran = sorted((candidate for candidate in candidates if candidate.milliseconds), key=_time)
-    failed = [candidate for candidate in candidates if not candidate.milliseconds]
+    ran = sorted((one for one in candidates if len(one.milliseconds) == len(shapes) > 0), key=_time)
+    slow = [one for one in candidates if 0 < len(one.milliseconds) < len(shapes)]
+    failures = [one for one in candidates if not one.milliseconds]
     if not ran:
-        reasons = "; ".join(f"{candidate.name}: {candidate.verdict}" for candidate in failed)
+        reasons = "; ".join(f"{one.name}: {one.verdict}" for one in failures)
         raise EngineError(f"no engine is right and runs here: {reasons}")
     best = ran[0]
-    ratios = [text.times(_time(candidate) / _time(best)) for candidate in ran[1:]]
-    slower = [replace(one, verdict=f"{ratio} the time") for one, ratio in zip(ran[1:], ratios, strict=True)]
+    slower = [replace(one, verdict=f"{text.times(one.times_of(best))} the time") for one in ran[1:]]
+    for one in sorted(slow, key=lambda one: one.times_of(best)):
+        where = " and ".join(shapes[: len(one.milliseconds)])
+        slower.append(replace(one, verdict=f"{text.times(one.times_of(best))} the time at {where}: too slow to go on"))
     return EngineChoice(
         headline=_headline(ran),
         instructions=str(collect_machine()["instructions"] or "") or None,
         shapes=tuple(shapes),
-        candidates=(replace(best, verdict="chosen"), *slower, *failed),
+        candidates=(replace(best, verdict="chosen"), *slower, *failures),
         missing=tuple(missing),
     )
+
+
+def slow_ones(candidates: Sequence[Candidate]) -> set[str]:
+    """Return the names of those that cannot become the fastest of their kind, in float or quantized, at more shapes."""
+    slow = set()
+    for is_float in (True, False):
+        kind = [one for one in candidates if one.is_float is is_float and one.milliseconds]
+        best = min(kind, key=_time, default=None)
+        slow |= {one.name for one in kind if best is not None and one.times_of(best) >= SLOW}
+    return slow
+
+
+def timed(
+    engines: dict[str, Engine], time: Callable[[dict[str, Engine]], Times], call: Callable[[Engine], object]
+) -> tuple[Times, dict[str, str]]:
+    """Return the times of the engines that run, and why the others do not, by name.
+
+    Args:
+        engines: the engines by name.
+        time: times some of them, in turns.
+        call: runs one of them as ``time`` does.
+
+    Raises:
+        EngineError: none runs.
+    """
+    try:
+        return time(engines), {}
+    except FAILURES:
+        broken = {}
+        for name, engine in engines.items():
+            try:
+                call(engine)
+            except FAILURES as error:
+                broken[name] = str(error)
+        if not broken:
+            raise
+    return time({name: engine for name, engine in engines.items() if name not in broken}), broken
+
+
+def require_sites(quantizer: Quantizer) -> None:
+    """Raise if a plan quantizes nothing, as where no site fits the kernels with ranges at run time.
+
+    Raises:
+        EngineError: it does; its engine would be one in float.
+    """
+    if not quantizer.coverage.share:
+        raise EngineError("no product of this model can be quantized in this way, and all would be computed in float")
+
+
+def failed(candidate: Candidate, why: object) -> Candidate:
+    """Return the record of a candidate that is out of the choice."""
+    return replace(candidate, milliseconds=(), verdict=f"failed: {why}")
 
 
 def _time(candidate: Candidate) -> float:
@@ -58,17 +129,17 @@ def _time(candidate: Candidate) -> float:
 def _headline(ran: Sequence[Candidate]) -> str:
     """Return what the first of them, the fastest, gains over float."""
     best = ran[0]
-    floats = [candidate for candidate in ran if candidate.format == FLOAT]
-    quantized = [candidate for candidate in ran if candidate.format != FLOAT]
-    if best.format == FLOAT and quantized:
-        lost = text.times(_time(quantized[0]) / _time(best))
+    floats = [candidate for candidate in ran if candidate.is_float]
+    quantized = [candidate for candidate in ran if not candidate.is_float]
+    if best.is_float and quantized:
+        lost = text.times(quantized[0].times_of(best))
         return (
             f"nothing in INT8 is faster than float here, and {best.name} is delivered: {quantized[0].name} takes "
             f"{lost} its time"
         )
-    if best.format == FLOAT or not floats:
+    if best.is_float or not floats:
         return f"{best.name} is the fastest"
-    gain = text.times(_time(floats[0]) / _time(best))
+    gain = text.times(floats[0].times_of(best))
     return f"{best.name} is the fastest, {gain} as fast as the fastest engine in float, {floats[0].name}"
 
 
@@ -77,19 +148,28 @@ def bound(choice: EngineChoice, inspect: Callable[[Candidate], Inspection]) -> E
 
     Args:
         choice: what was chosen.
-        inspect: inspects the engine of a candidate, with the times of its layers.
+        inspect: inspects the engine of a candidate, with the times of its layers. Where that fails, they are left out.
     """
     best, *others = choice.candidates
-    lost = [candidate for candidate in others if candidate.format != FLOAT and candidate.milliseconds]
-    if best.format != FLOAT or not lost:
+    lost = [one for one in others if not one.is_float and len(one.milliseconds) == len(choice.shapes)]
+    if not best.is_float or not lost:
         return choice
-    shares = {share.precision: share.time_share for share in inspect(lost[0]).shares if share.time_share is not None}
-    said = [f"{text.percent(share)} in {precision}" for precision, share in shares.items()]
-    why = f"This CPU ({choice.instructions or 'of unknown instructions'})"
-    why += " has no VNNI, and multiplies bytes in several steps" if saturates() else " has VNNI" if _vnni() else ""
+    try:
+        shares = inspect(lost[0]).shares
+    except FAILURES:
+        shares = ()
+    told = {share.precision: share.time_share for share in shares if share.time_share is not None}
+    said = [f"{text.percent(share)} in {precision}" for precision, share in told.items()]
+    why = f"This CPU ({choice.instructions or 'of unknown instructions'}){_what_it_lacks()}"
     why = f"{why}; the time of {lost[0].name} is spent {', '.join(said)}" if said else why
     return replace(choice, headline=f"{choice.headline}. {why}")
 
 
-def _vnni() -> bool:
-    return any("vnni" in flag for flag in cpu_flags())
+def _what_it_lacks() -> str:
+    """Return what an x86 CPU without VNNI does instead, or that a CPU has nothing for INT8; empty: not known."""
+    flags = cpu_flags()
+    if saturates():
+        return " has no VNNI, and multiplies bytes in several steps"
+    if any("vnni" in flag for flag in flags):
+        return " has VNNI"
+    return " has no instructions for INT8: neither AVX2 nor VNNI" if flags and flags.isdisjoint(_INT8_FLAGS) else ""

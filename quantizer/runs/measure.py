@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from quantizer.config import RunConfig
@@ -16,11 +17,24 @@ from quantizer.report import Latency
 from quantizer.report import MemoryEntry
 from quantizer.report import latency_entries
 from quantizer.report import memory_entries
+from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.tables import text
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import engine_inputs
 from quantizer.tasks import batch_shape
 
-__all__ = ["build_options", "engine_file", "measure_latency", "measure_memory"]
+__all__ = [
+    "FLOAT_STEM",
+    "QUANTIZED_STEM",
+    "build_options",
+    "engine_file",
+    "measure_latency",
+    "measure_memory",
+    "with_deployed",
+]
+
+FLOAT_STEM, QUANTIZED_STEM = "float", "model"
+"""The names of the two files of each engine, without their endings."""
 
 _LATENCY_ROUNDS = 15
 
@@ -32,6 +46,7 @@ def build_options(config: RunConfig) -> BuildOptions:
         compute_capability=config.engine.compute_capability,
         inference_precision=config.engine.inference_precision,
         strip_weights=config.engine.strip_weights,
+        compiled=config.engine.compiled,
     )
 
 
@@ -58,6 +73,26 @@ def measure_latency(context: RunContext, config: RunConfig, engines: Mapping[str
         threads=config.engine.threads,
         engines=latency_entries({name: [1000 * s for s in times] for name, times in seconds.items()}),
     )
+
+
+def with_deployed(choice: EngineChoice | None, latency: Latency | None, backend: str) -> EngineChoice | None:
+    """Return a choice with the file of the run that is the fastest, now that groups may have gone back to float.
+
+    Args:
+        choice: what was tried; None: there was no choice.
+        latency: the latency of the run's two engines.
+        backend: the backend of both.
+    """
+    entries = {} if latency is None else {entry.name: entry for entry in latency.engines}
+    if choice is None or not {"float", "engine"} <= set(entries):
+        return choice
+    low, plain = (f"{stem}.engine" for stem in (QUANTIZED_STEM, FLOAT_STEM))
+    ratio = entries["engine"].ratio_to_float
+    if ratio >= 1:
+        return replace(choice, deploy=f"{low}, {text.times(ratio)} as fast as {plain} beside it")
+    best, lost = choice.candidates[0], f"{plain}, {text.times(1 / ratio)} as fast as the quantized {low} beside it"
+    other = f"; {best.name} was faster than both" if best.is_float and best.backend != backend else ""
+    return replace(choice, deploy=f"{lost}{other}")
 
 
 def measure_memory(context: RunContext, config: RunConfig, built: Mapping[str, BuildResult]) -> tuple[MemoryEntry, ...]:

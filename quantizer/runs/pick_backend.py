@@ -1,4 +1,4 @@
-"""The stage of a run that chooses its backend: all candidates for this CPU, from one calibration, timed in turns."""
+"""The stage of a run that chooses its engine: all candidates for this CPU, from one calibration, timed in turns."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from quantizer.engines import inspect_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
 from quantizer.engines import medians
+from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.candidates import cpu_variants
 from quantizer.engines.measure.trial import tried_build
 from quantizer.errors import EngineError
-from quantizer.errors import QuantizerError
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
-from quantizer.runs.choose_engine import FLOAT
+from quantizer.runs.choose_engine import FAILURES
 from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import choose
+from quantizer.runs.choose_engine import failed
+from quantizer.runs.choose_engine import require_sites
+from quantizer.runs.choose_engine import timed
 from quantizer.runs.compare_outputs import check_engine
 from quantizer.runs.compare_outputs import reference_outputs
 from quantizer.runs.compare_outputs import tolerance
@@ -38,12 +42,13 @@ from quantizer.runs.measure import build_options
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.run_engines import RunEngines
-from quantizer.targets import profile
+from quantizer.runs.scoring import Scoring
+from quantizer.targets import AUTO
 from quantizer.tasks import Batch
 from quantizer.tasks import Row
 from quantizer.tasks import batch_shape
 
-__all__ = ["Picked", "pick_backend", "with_backend"]
+__all__ = ["Picked", "chooses", "pick_backend", "with_backend"]
 
 _ROUNDS = 15
 
@@ -53,7 +58,7 @@ class Picked:
     """The backend of a run.
 
     Attributes:
-        config: the configuration with the backend.
+        config: the configuration with the backend, and what else the chosen engine is built with.
         quantizer: the quantizer for it, from the same calibration.
         choice: what was tried.
         engines: its engines, of the float model and of the plan without a fallback.
@@ -69,10 +74,17 @@ class Picked:
 class _Tried:
     """An engine that was built and is right; its record has no times yet."""
 
+    variant: Variant
     candidate: Candidate
     onnx: Path
     built: BuildResult
     engine: Engine
+
+
+def chooses(config: RunConfig) -> bool:
+    """Return whether a run chooses its engine: with ``auto``, unless there is a GPU and no backend is named."""
+    wanted = config.quantizer
+    return wanted.backend == AUTO and (bool(wanted.candidates) or not torch.cuda.is_available())
 
 
 def with_backend(config: RunConfig, name: str) -> RunConfig:
@@ -82,8 +94,28 @@ def with_backend(config: RunConfig, name: str) -> RunConfig:
     )
 
 
+def _with_variant(config: RunConfig, variant: Variant, quantizer: Quantizer) -> RunConfig:
+    """Return the configuration of a run that goes on with one variant, and with the settings of its quantizer."""
+    ranges = {"ranges": quantizer.config.activations.ranges}
+    activations = config.quantizer.activations.model_copy(update=ranges if variant.dynamic else {})
+    told = {"inference_precision": variant.precision, "compiled": variant.compiled}
+    chosen = {"backend": variant.backend, "candidates": (), "activations": activations}
+    return config.model_copy(
+        update={
+            "quantizer": config.quantizer.model_copy(update=chosen),
+            "engine": config.engine.model_copy(update=told),
+        }
+    )
+
+
 def pick_backend(
-    context: RunContext, config: RunConfig, quantizer: Quantizer, rows: list[Row], folder: Path, among: Sequence[str]
+    context: RunContext,
+    config: RunConfig,
+    quantizer: Quantizer,
+    scoring: Scoring,
+    rows: list[Row],
+    folder: Path,
+    among: Sequence[str],
 ) -> Picked:
     """Return the backend with the fastest engine, and what was tried.
 
@@ -94,6 +126,7 @@ def pick_backend(
         context: the model and its task.
         config: the configuration; its engines are timed at the shape of its report.
         quantizer: a calibrated quantizer.
+        scoring: scores each candidate.
         rows: what engines run on while their outputs are compared and they are timed.
         folder: the folder of the run.
         among: the backends to choose from; empty: all that ``auto`` tries.
@@ -102,81 +135,136 @@ def pick_backend(
         EngineError: nothing is right and runs here, or only engines in float.
     """
     names, missing = cpu_candidates(among)
-    report = config.report
+    report, wanted = config.report, config.quantizer
     batch = context.task.inputs.filled(context.task.samples(rows), report.latency_batch, report.latency_sequence)
-    failed: list[Candidate] = []
-    tried: dict[str, _Tried] = {}
-    quantizers = {quantizer.config.backend: quantizer}
+    variants = cpu_variants(
+        names,
+        dtype=wanted.dtype,
+        precision=config.engine.inference_precision,
+        # A plan that is to be trained keeps the ranges that training moves.
+        dynamic="ranges" not in wanted.activations.model_fields_set and config.qat is None,
+        compiled=config.engine.compiled,
+        named=bool(among),
+    )
     with tempfile.TemporaryDirectory(dir=folder) as scratch, context.timer("choose the engine"):
-        for name in names:
-            for dtype in (FLOAT, config.quantizer.dtype):
-                candidate = Candidate(backend=name, format=dtype)
-                context.timer.say(f"  {candidate.name}")
-                try:
-                    if dtype != FLOAT and name not in quantizers:
-                        quantizers[name] = quantizer.for_backend(name)
-                    model = context.model if dtype == FLOAT else quantizers[name].quantize(context.model)
-                    using = None if dtype == FLOAT else quantizers[name]
-                    tried[candidate.name] = _built(context, config, candidate, model, using, batch, Path(scratch))
-                except QuantizerError as error:
-                    failed.append(Candidate(backend=name, format=dtype, verdict=f"failed: {error}"))
-                    context.timer.say(f"  {candidate.name} failed: {error}")
-        calls = {name: partial(one.engine, engine_inputs(one.engine, batch)) for name, one in tried.items()}
-        times = medians(interleaved_latency(calls, rounds=_ROUNDS)) if calls else {}
-        timed = [replace(one.candidate, milliseconds=(1000 * times[name],)) for name, one in tried.items()]
+        maker = _Maker(context, config, quantizer, scoring, batch, Path(scratch))
+        tried, out = maker.all(variants)
+        engines = {name: one.engine for name, one in tried.items()}
+        times, broken = timed(engines, partial(_latency, batch), partial(_called, batch)) if engines else ({}, {})
+        out += [failed(tried.pop(name).candidate, why) for name, why in broken.items()]
+        ran = [replace(one.candidate, milliseconds=(1000 * times[name],)) for name, one in tried.items()]
         size, sequence = batch_shape(batch)
         shape = f"batch {size}" if sequence is None else f"{size} x {sequence}"
         choice = bound(
-            choose([*timed, *failed], [shape], missing),
+            choose([*ran, *out], [shape], missing),
             lambda candidate: _inspected(config, candidate, tried[candidate.name].built.path),
         )
-        name = _usable(choice)
-        config = with_backend(config, name)
-        engines = RunEngines(context, config, folder)
-        for one in tried.values():
-            if one.candidate.backend == name:
-                engines.adopt("float" if one.candidate.format == FLOAT else "engine", one.onnx, one.built)
-    return Picked(config, quantizers[name], choice, engines)
+        low, plain = _pair(choice, tried)
+        used = maker.quantizers[low.variant.backend, low.variant.dynamic]
+        config = _with_variant(config, low.variant, used)
+        both = RunEngines(context, config, folder)
+        if plain is not None:
+            both.adopt("float", plain.onnx, plain.built, plain.engine)
+        both.adopt("engine", low.onnx, low.built, low.engine)
+    return Picked(config, used, choice, both)
 
 
-def _built(
-    context: RunContext,
-    config: RunConfig,
-    candidate: Candidate,
-    model: nn.Module,
-    quantizer: Quantizer | None,
-    batch: Batch,
-    folder: Path,
-) -> _Tried:
-    """Export, build and check one candidate.
+class _Maker:
+    """Maker of the candidates of a run.
 
-    Args:
-        model: the float model, or the frozen proxy.
-        quantizer: what made the proxy; None: the model is the float one.
-
-    Raises:
-        QuantizerError: it cannot be built or run, or computes something else than PyTorch.
+    Attributes:
+        quantizers: those that were used, by backend and by whether ranges are taken at run time.
     """
-    name, opset, example = candidate.backend, config.export.opset, context.task.example()
-    # One file of the float model is for all.
-    path = folder / ("float.onnx" if quantizer is None else f"{name}.onnx")
-    if quantizer is not None:
-        quantizer.export(model, path, example, opset=opset)
-    elif not path.exists():
-        export_onnx(model, path, example, opset=opset, dtype=torch.float32)
-    threads, report = config.engine.threads, config.report
-    precision = config.engine.inference_precision if profile(name).inference_precisions else None
-    options = replace(build_options(config), inference_precision=precision)
-    size = {"batch": report.latency_batch, "sequence": report.latency_sequence}
-    engine_path = folder / f"{candidate.name}.engine".replace(" ", "-")
-    built = tried_build(name, path, engine_path, options, threads=threads, **size)
-    engine = load_engine(name, built.path, threads=threads)
-    plain = reference_outputs(context.model, [batch], engine.output_names)
-    expected = plain if quantizer is None else reference_outputs(model, [batch], engine.output_names)
-    computed = torch.float32 if precision is None else getattr(torch, precision)
-    checks = check_engine(engine, expected, plain, tolerance(None, quantizer is not None, computed))
-    far = [check.float_db for check in checks if check.float_db is not None]
-    return _Tried(replace(candidate, sqnr_db=min(far, default=None)), path, built, engine)
+
+    def __init__(
+        self,
+        context: RunContext,
+        config: RunConfig,
+        calibrated: Quantizer,
+        scoring: Scoring,
+        batch: Batch,
+        folder: Path,
+    ) -> None:
+        self.quantizers = {(calibrated.config.backend, False): calibrated}
+        self._context = context
+        self._config = config
+        self._calibrated = calibrated
+        self._scoring = scoring
+        self._batch = batch
+        self._folder = folder
+        self._frozen: dict[tuple[str, bool], nn.Module] = {}
+
+    def all(self, variants: Sequence[Variant]) -> tuple[dict[str, _Tried], list[Candidate]]:
+        """Return the candidates that are right, by name, and the records of the others."""
+        tried: dict[str, _Tried] = {}
+        out: list[Candidate] = []
+        for variant in variants:
+            candidate = Candidate(backend=variant.backend, format=variant.format)
+            self._context.timer.say(f"  {variant.name}")
+            try:
+                tried[variant.name] = self._tried(variant, candidate)
+            except FAILURES as error:
+                out.append(failed(candidate, error))
+                self._context.timer.say(f"  {variant.name} failed: {error}")
+        return tried, out
+
+    def _tried(self, variant: Variant, candidate: Candidate) -> _Tried:
+        """Export, build, check and score one candidate.
+
+        Raises:
+            QuantizerError: it cannot be built or run, or computes something else than PyTorch.
+        """
+        config, name = self._config, variant.backend
+        proxy, onnx = self._exported(variant)
+        threads, report = config.engine.threads, config.report
+        options = replace(build_options(config), inference_precision=variant.precision, compiled=variant.compiled)
+        size = {"batch": report.latency_batch, "sequence": report.latency_sequence}
+        path = self._folder / f"{variant.file_name}.engine"
+        built = tried_build(name, onnx, path, options, threads=threads, **size)
+        engine = load_engine(name, built.path, threads=threads)
+        plain = reference_outputs(self._context.model, [self._batch], engine.output_names)
+        expected = plain if proxy is None else reference_outputs(proxy, [self._batch], engine.output_names)
+        computed = torch.float32 if variant.precision is None else getattr(torch, variant.precision)
+        checks = check_engine(engine, expected, plain, tolerance(None, proxy is not None, computed))
+        far = [check.float_db for check in checks if check.float_db is not None]
+        found = replace(
+            candidate,
+            sqnr_db=min(far, default=None),
+            score_difference=self._scoring.difference(variant.name, engine),
+        )
+        return _Tried(variant, found, onnx, built, engine)
+
+    def _exported(self, variant: Variant) -> tuple[nn.Module | None, Path]:
+        """Return the frozen proxy, None for a variant in float, and its file; each is made once for all variants."""
+        example, opset = self._context.task.example(), self._config.export.opset
+        if variant.dtype is None:
+            # One file of the float model is for all.
+            path = self._folder / "float.onnx"
+            if not path.exists():
+                export_onnx(self._context.model, path, example, opset=opset, dtype=torch.float32)
+            return None, path
+        key = variant.backend, variant.dynamic
+        path = self._folder / f"{variant.backend}{'-dynamic' if variant.dynamic else ''}.onnx"
+        if key not in self._frozen:
+            if key not in self.quantizers:
+                ranges = "dynamic" if variant.dynamic else None
+                self.quantizers[key] = self._calibrated.for_backend(variant.backend, ranges=ranges)
+            proxy = self.quantizers[key].quantize(self._context.model)
+            if variant.dynamic:
+                require_sites(self.quantizers[key])
+            self.quantizers[key].export(proxy, path, example, opset=opset)
+            self._frozen[key] = proxy
+        return self._frozen[key], path
+
+
+def _latency(batch: Batch, engines: dict[str, Engine]) -> dict[str, float]:
+    # Servers call an engine with arrays: their conversion does not count.
+    calls = {name: partial(engine, engine_inputs(engine, batch)) for name, engine in engines.items()}
+    return medians(interleaved_latency(calls, rounds=_ROUNDS))
+
+
+def _called(batch: Batch, engine: Engine) -> object:
+    return engine(engine_inputs(engine, batch))
 
 
 def _inspected(config: RunConfig, candidate: Candidate, path: Path) -> Inspection:
@@ -184,15 +272,23 @@ def _inspected(config: RunConfig, candidate: Candidate, path: Path) -> Inspectio
     return inspect_engine(candidate.backend, path, threads=config.engine.threads, batch=batch, sequence=sequence)
 
 
-def _usable(choice: EngineChoice) -> str:
-    """Return the backend to go on with: the fastest one that has an engine in low precision.
+def _pair(choice: EngineChoice, tried: dict[str, _Tried]) -> tuple[_Tried, _Tried | None]:
+    """Return the engines to go on with: the fastest quantized one, of the fastest backend that has one, and in float.
+
+    That in float is the fastest of its backend, or the one whose types are those of the quantized one's rest: what a
+    group costs in float is taken from it. If an engine in float won, it is that one.
 
     Raises:
-        EngineError: none has.
+        EngineError: nothing quantized is right and runs here.
     """
-    quantized = [one for one in choice.candidates if one.format != FLOAT and one.milliseconds]
-    if not quantized:
-        reasons = "; ".join(f"{one.name}: {one.verdict}" for one in choice.candidates if one.format != FLOAT)
+    ran = [tried[one.name] for one in choice.candidates if one.milliseconds]
+    low = [one for one in ran if one.variant.dtype is not None]
+    if not low:
+        reasons = "; ".join(f"{one.name}: {one.verdict}" for one in choice.candidates if not one.is_float)
         raise EngineError(f"no quantized engine is right and runs here: {reasons}")
-    fastest = choice.candidates[0].backend
-    return fastest if any(one.backend == fastest for one in quantized) else quantized[0].backend
+    best = ran[0]
+    chosen = next((one for one in low if one.variant.backend == best.variant.backend), low[0])
+    plain = [one for one in ran if one.variant.dtype is None and one.variant.backend == chosen.variant.backend]
+    if best.variant.dtype is not None:
+        plain.sort(key=lambda one: one.variant.precision != chosen.variant.precision)
+    return chosen, plain[0] if plain else None

@@ -48,6 +48,8 @@ from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
 from quantizer.runs.measure import measure_latency
 from quantizer.runs.measure import measure_memory
+from quantizer.runs.measure import with_deployed
+from quantizer.runs.pick_backend import chooses
 from quantizer.runs.pick_backend import pick_backend
 from quantizer.runs.pick_backend import with_backend
 from quantizer.runs.placement.run_placement import RunPlacement
@@ -61,11 +63,10 @@ from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.run_context import bar
 from quantizer.runs.run_context import load_context
-from quantizer.runs.run_context import predict
 from quantizer.runs.run_context import resume_files
-from quantizer.runs.run_context import score_record
 from quantizer.runs.run_context import sizes_of
 from quantizer.runs.run_engines import RunEngines
+from quantizer.runs.scoring import Scoring
 from quantizer.runs.search import causes_of
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
@@ -74,7 +75,6 @@ from quantizer.runs.train import TrainingResult
 from quantizer.runs.train import train
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
-from quantizer.tasks import Predictions
 from quantizer.views.histograms import noisiest
 
 __all__ = ["run"]
@@ -98,11 +98,11 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         QuantizerError: the target cannot do what is asked, the folder exists already or cannot be written, or a stage
             failed.
     """
-    among = config.quantizer.candidates
-    chooses = config.quantizer.backend == AUTO and (bool(among) or not torch.cuda.is_available())
+    among = config.quantizer.candidates if chooses(config) else None
     if config.quantizer.backend == AUTO:
         # The candidates share one calibration, whichever it is for.
-        config = with_backend(config, cpu_candidates(among)[0][0] if chooses else QuantizerConfig().backend)
+        name = QuantizerConfig().backend if among is None else cpu_candidates(among)[0][0]
+        config = with_backend(config, name)
     check_run(config)
     folder = Path(config.output if output is None else output).absolute()
     restore_folder(folder)
@@ -112,9 +112,7 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
         write_folder(
             folder,
-            lambda target: record.append(
-                _Run(config, folder.name, target, kept, console).run(among if chooses else None)
-            ),
+            lambda target: record.append(_Run(config, folder.name, target, kept, console).run(among)),
             kind=RUN,
             replace=force,
         )
@@ -164,6 +162,7 @@ class _Run:
         checked = config.qat is None and runs_here(config.quantizer.backend)
         self.budget = EngineBudget(self.context, max_drop, self.rows.tuning, checked=checked)
         self.model, self.task = self.context.model, self.context.task
+        self.scoring = Scoring(self.context, self.rows.evaluation, config.report.bootstrap)
         self.placement = RunPlacement(self.context, config, target)
         self.choice: EngineChoice | None = None
 
@@ -174,7 +173,9 @@ class _Run:
         batches = self._calibrate(quantizer)
         engines = RunEngines(self.context, self.config, self.target)
         if among is not None:
-            picked = pick_backend(self.context, self.config, quantizer, self.rows.evaluation, self.target, among)
+            picked = pick_backend(
+                self.context, self.config, quantizer, self.scoring, self.rows.evaluation, self.target, among
+            )
             self.config, quantizer, self.choice = picked.config, picked.quantizer, picked.choice
             (self.target / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
             engines = picked.engines
@@ -192,10 +193,11 @@ class _Run:
             elif self.placement.is_fast_enough(quantizer, proxy, engines):
                 break
         quantizer.save(self.target / "quantizer")
-        predictions = self._predictions({"float": self.model, **forms})
+        # An engine without the precision that was asked for is found before the time for its score is spent.
+        self.scoring.take({"float": self.model, **forms})
         inspection = self._inspect(built["engine"])
-        predictions |= self._predictions(self._nearest(loaded, quantizer))
-        record = self._record(quantizer, course, predictions, built, loaded, inspection)
+        scores = self.scoring.scores({**forms, **self._nearest(loaded, quantizer)})
+        record = self._record(quantizer, course, scores, built, loaded, inspection)
         self._write(record)
         return record
 
@@ -273,9 +275,6 @@ class _Run:
         half = self.config.quantizer.target.torch_dtype is not torch.float32
         return {"simulation": quantizer.simulate(self.model)} if half else {}
 
-    def _predictions(self, forms: Mapping[str, nn.Module | Engine]) -> dict[str, Predictions]:
-        return {which: predict(self.context, which, form, self.rows.evaluation) for which, form in forms.items()}
-
     def _inspect(self, built: BuildResult) -> Inspection:
         """Return the precisions of the engine's layers; raise if those that were asked for are missing."""
         report = self.config.report
@@ -293,13 +292,14 @@ class _Run:
         self,
         quantizer: Quantizer,
         course: TrainingResult | None,
-        predictions: Mapping[str, Predictions],
+        scores: tuple[Score, ...],
         built: Mapping[str, BuildResult],
         engines: Mapping[str, Engine],
         inspection: Inspection,
     ) -> RunRecord:
         """Return the record of the run, after measuring latency and memory."""
         config, coverage, chosen = self.config, quantizer.coverage, quantizer.chosen_fallback
+        latency = measure_latency(self.context, config, engines)
         return RunRecord(
             name=self.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -309,8 +309,8 @@ class _Run:
                 task=config.model.task,
                 parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             ),
-            scores=self._scores(predictions),
-            latency=measure_latency(self.context, config, engines),
+            scores=scores,
+            latency=latency,
             size=sizes_of(built),
             memory=measure_memory(self.context, config, built) if engines else (),
             coverage=site_records(coverage, quantizer.plan),
@@ -322,7 +322,7 @@ class _Run:
             causes=causes_of(self.context, config, quantizer, self.rows.calibration),
             fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks),
             training=None if course is None else course.record(self.task),
-            choice=self.choice,
+            choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),
             engine=engine_file(config, built["engine"], ran=bool(engines)),
             inspection=inspection,
@@ -331,11 +331,6 @@ class _Run:
             machine=collect_machine(),
             stages=tuple(self.context.timer.done),
         )
-
-    def _scores(self, predictions: Mapping[str, Predictions]) -> tuple[Score, ...]:
-        rows, resamples = self.rows.evaluation, self.config.report.bootstrap
-        base = predictions["float"]
-        return tuple(score_record(which, self.task, base, p, rows, resamples) for which, p in predictions.items())
 
     def _write(self, record: RunRecord) -> None:
         if "json" in self.config.report.formats:

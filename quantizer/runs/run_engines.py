@@ -15,15 +15,14 @@ from quantizer.engines import load_engine
 from quantizer.engines import runs_here
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
+from quantizer.runs.measure import FLOAT_STEM
+from quantizer.runs.measure import QUANTIZED_STEM
 from quantizer.runs.measure import build_options
 from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.run_context import RunContext
 
 __all__ = ["FLOAT_STEM", "QUANTIZED_STEM", "RunEngines"]
-
-FLOAT_STEM, QUANTIZED_STEM = "float", "model"
-"""The names of the two files of each engine, without their endings."""
 
 
 class RunEngines:
@@ -43,6 +42,7 @@ class RunEngines:
         self._config = config
         self._folder = folder
         self._built = built or {}
+        self._loaded: dict[str, Engine] = {}
         self._back: frozenset[str] | None = frozenset() if built else None
 
     @property
@@ -88,6 +88,7 @@ class RunEngines:
                 quantizer.export(quantized, missing["engine"].onnx, example, opset=opset)
         with timer("build the engines"):
             for name, files in missing.items():
+                self._loaded.pop(name, None)
                 self._built[name] = self.build_file(files.onnx, files.engine)
         self._back = back
         return dict(self._built)
@@ -101,12 +102,15 @@ class RunEngines:
         backend, threads = self._config.quantizer.backend, self._config.engine.threads
         if not self.runs_here:
             return {}
-        return {name: load_engine(backend, result.path, threads=threads) for name, result in self._built.items()}
+        for name in self._built.keys() - self._loaded.keys():
+            self._loaded[name] = load_engine(backend, self._built[name].path, threads=threads)
+        return {name: self._loaded[name] for name in self._built}
 
-    def adopt(self, name: str, onnx: Path, built: BuildResult) -> None:
-        """Take an engine that was built elsewhere of the same model, with the file that it was built of."""
+    def adopt(self, name: str, onnx: Path, built: BuildResult, engine: Engine) -> None:
+        """Take an engine that was built and loaded elsewhere of the same model, with the file that it was built of."""
         files = self.files(FLOAT_STEM if name == "float" else QUANTIZED_STEM)
         onnx.replace(files.onnx)
         built.path.replace(files.engine)
         self._built[name] = replace(built, path=files.engine)
+        self._loaded[name] = engine
         self._back = frozenset()

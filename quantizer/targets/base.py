@@ -88,7 +88,7 @@ class TargetProfile:
             or have no known beginning.
         file_domains: domains of operators that occur only in its engine files, if those are ONNX files.
         ahead_of_time: the backend of the same library that builds for GPUs of other machines, if this one does not.
-        in_auto: whether ``auto`` tries it beside others of its device.
+        auto_rank: its place among the backends of its device where ``auto`` measures nothing; the lowest comes first.
         exact_variant: the backend to use on CPUs that add products of bytes in 16 bits, if this one's files saturate
             there.
     """
@@ -116,7 +116,7 @@ class TargetProfile:
     file_magic: bytes | None = None
     file_domains: frozenset[str] = frozenset()
     ahead_of_time: str | None = None
-    in_auto: bool = True
+    auto_rank: int = 0
     exact_variant: str | None = None
 
     @property

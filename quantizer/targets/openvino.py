@@ -57,6 +57,8 @@ OPENVINO_AVX2 = profiles.add("openvino-avx2")(
         weight_qmax=64,
         site_kinds=OPENVINO.site_kinds - {"matmul"},
         dynamic=None,
+        # Without VNNI its INT8 takes longer than its float: MiniLM at 8 x 128 had 0.75 times the speed.
+        auto_rank=1,
         exact_variant=None,
     )
 )

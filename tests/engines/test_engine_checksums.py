@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,17 @@ from quantizer.engines import detect_backend
 from quantizer.engines import inspect_engine
 from quantizer.engines import load_engine
 from quantizer.engines import peak_memory_mib
+from quantizer.engines.cpu import cpu_instructions
+from quantizer.engines.engine_file import built_on
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
 from quantizer.engines.measure import benchmark
 from quantizer.errors import EngineError
+
+backends_file = importlib.import_module("quantizer.engines.backends")
+openvino_engine = importlib.import_module("quantizer.engines.openvino.engine")
+onnxruntime_engine = importlib.import_module("quantizer.engines.onnxruntime.engine")
 
 
 @pytest.fixture(params=["openvino", "onnxruntime"])
@@ -74,6 +81,41 @@ def test_what_is_written_is_read_with_its_note(note: str, tmp_path: Path) -> Non
     with pytest.raises(EngineError, match="SHA-256 differs"):
         read_engine(path)
     assert read_engine(path, verify=False)[1] == note
+
+
+@pytest.mark.parametrize("note", ["", 'inference_precision float32 {"a": ["the cpu x"]}'])
+def test_the_instructions_of_the_cpu_are_beside_the_note(note: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.engine"
+    write_engine(path, memoryview(b"what a library built"), note, ("avx2", "avx512_vnni"))
+    assert read_engine(path) == (b"what a library built", note)
+    assert built_on(path) == ("avx2", "avx512_vnni")
+    path.write_bytes(path.read_bytes().replace(b"cpu avx2", b"cpu sse2"))
+    with pytest.raises(EngineError, match="SHA-256 differs"):
+        read_engine(path)
+    write_engine(path, memoryview(b"what a library built"), note)
+    assert built_on(path) == ()
+    path.write_bytes(b"quantizer.cpu\x12")
+    assert built_on(path) == ()
+
+
+@pytest.mark.promise("Loading an engine on a CPU that lacks instructions of the one it was built on warns.")
+def test_an_engine_on_a_cpu_without_its_instructions(
+    built: tuple[str, Path], qdq: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, path = built
+    here = cpu_instructions()
+    assert built_on(path) == here
+    backend_file = {"openvino": openvino_engine, "onnxruntime": onnxruntime_engine}[name]
+    monkeypatch.setattr(backend_file, "cpu_instructions", lambda: (*here, "amx_int8"))
+    build_engine(name, qdq.path, path, BuildOptions())
+    assert built_on(path) == (*here, "amx_int8")
+    monkeypatch.setattr(backends_file, "cpu_instructions", lambda: ("avx2",))
+    with pytest.warns(UserWarning, match=r"model\.engine was built on a CPU with .*amx_int8, which this one lacks"):
+        load_engine(name, path)
+    # A system that tells nothing, and a CPU that has more, are no reason to warn.
+    for told in ((), (*here, "amx_int8", "amx_bf16")):
+        monkeypatch.setattr(backends_file, "cpu_instructions", lambda told=told: told)
+        load_engine(name, path)
 
 
 def test_a_file_from_before_there_were_checksums_is_read(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ from quantizer.report.page.page_content import diff_files
 from quantizer.report.record import Cause
 from quantizer.report.record import Cure
 from quantizer.report.record import RangeCandidate
+from quantizer.report.tables.choice_table import choice_table
+from quantizer.report.tables.choice_table import print_choice
 from quantizer.report.tables.text import significant
 from quantizer.report.tables.text import typeset
 
@@ -378,10 +380,38 @@ def test_the_picture_of_a_placement_without_errors() -> None:
     assert "the run has no amp" in frontier_svg(dataclasses.replace(sample_placement(), frontier=()))
 
 
+def test_one_that_was_too_slow_is_shown_without_its_last_times() -> None:
+    choice = sample_choice()
+    best, slow = choice.candidates[:2]
+    best = dataclasses.replace(best, milliseconds=(1.0, 39.7))
+    slow = dataclasses.replace(slow, milliseconds=(4.0,), verdict="4.00x the time at 1 x 16: too slow to go on")
+    both = dataclasses.replace(choice, shapes=("1 x 16", "8 x 128"), candidates=(best, slow))
+    picture = candidates_svg(both)
+    assert ">4.00x<" in picture
+    assert "4.00 ms at 1 x 16, 4.00x the time at 1 x 16: too slow to go on" in picture
+    assert choice_table(both).count("<tr") == 3
+    console = Console(width=120, record=True)
+    print_choice(both, console)
+    assert re.search(r"openvino float32 +4\.00 +- ", console.export_text())
+
+
 def test_the_picture_of_a_choice() -> None:
     choice = sample_choice()
     assert ">3.18x<" in candidates_svg(choice)
     alone = dataclasses.replace(choice, candidates=choice.candidates[:1])
     assert ">1.00x<" in candidates_svg(alone)
+    # Not all have a score: outputs are compared.
+    assert ">dB<" in candidates_svg(choice)
+    scores = (-0.0013, 0.0, 0.0002)
+    scored = tuple(
+        dataclasses.replace(one, score_difference=score)
+        for one, score in zip(choice.candidates[:3], scores, strict=True)
+    )
+    picture = candidates_svg(dataclasses.replace(choice, candidates=scored))
+    assert ">score to float<" in picture
+    heights = [float(found) for found in re.findall(r'cy="([0-9.]+)" r="5"', picture)][-3:]
+    assert heights[0] > heights[1] > heights[2]
+    alike = tuple(dataclasses.replace(one, score_difference=0.0) for one in scored)
+    assert ">score to float<" in candidates_svg(dataclasses.replace(choice, candidates=alike))
     none = dataclasses.replace(choice, candidates=choice.candidates[3:])
     assert "No engine ran." in candidates_svg(none)

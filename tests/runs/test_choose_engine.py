@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from rich.console import Console
 
 from quantizer.engines import Inspection
 from quantizer.engines import PrecisionShare
+from quantizer.engines import int8_saturation
 from quantizer.errors import EngineError
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.tables.choice_table import print_choice
 from quantizer.runs import choose_engine
 from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import choose
+from quantizer.runs.choose_engine import require_sites
+from quantizer.runs.choose_engine import slow_ones
+from quantizer.runs.choose_engine import timed
 
 SHAPES = ("1 x 16", "8 x 128")
 
@@ -37,6 +44,57 @@ def test_the_mean_of_ratios_decides() -> None:
     ]
     assert choice.headline == "a int8 is the fastest, 2.00x as fast as the fastest engine in float, a float32"
     assert choice.shapes == SHAPES
+
+
+def test_those_that_are_too_slow_are_not_timed_to_the_end() -> None:
+    quick, slow = _candidate("c", "int8", 1.0), _candidate("c", "int8 dynamic", 1.5)
+    plain, slow_plain = _candidate("c", "float32", 4.0), _candidate("c", "bfloat16", 6.1)
+    # Each kind by itself: the fastest engine in float is needed to compare with.
+    assert slow_ones([quick, slow, plain, slow_plain, BROKEN]) == {"c int8 dynamic", "c bfloat16"}
+    whole = [_candidate("c", "int8", 1.0, 10.0), _candidate("c", "float32", 4.0, 40.0)]
+    choice = choose([slow_plain, slow, *whole, BROKEN], SHAPES, ())
+    assert [(one.name, one.verdict) for one in choice.candidates] == [
+        ("c int8", "chosen"),
+        ("c float32", "4.00x the time"),
+        ("c int8 dynamic", "1.50x the time at 1 x 16: too slow to go on"),
+        ("c bfloat16", "6.10x the time at 1 x 16: too slow to go on"),
+        ("b float32", "failed: it crashed"),
+    ]
+
+
+def test_bf16_is_an_engine_in_float() -> None:
+    best, plain = _candidate("a", "bfloat16", 1.0, 1.0), _candidate("a", "float32", 2.0, 2.0)
+    lost = choose([best, plain, _candidate("a", "int8+bfloat16", 3.0, 3.0)], SHAPES, ())
+    assert lost.headline == (
+        "nothing in INT8 is faster than float here, and a bfloat16 is delivered: a int8+bfloat16 takes 3.00x its time"
+    )
+    won = choose([best, plain, _candidate("a", "int8+bfloat16", 0.5, 0.5)], SHAPES, ())
+    assert won.headline.endswith("2.00x as fast as the fastest engine in float, a bfloat16")
+
+
+class _Runs:
+    """An engine, or one that breaks with an error of its library."""
+
+    def __init__(self, broken: bool) -> None:
+        self.broken = broken
+
+    def __call__(self) -> None:
+        if self.broken:
+            raise RuntimeError("the library gave up")
+
+
+def test_one_that_breaks_while_it_is_timed() -> None:
+    def time(engines: dict[str, Any]) -> list[str]:
+        for engine in engines.values():
+            engine()
+        return list(engines)
+
+    engines: dict[str, Any] = {"a": _Runs(broken=False), "b": _Runs(broken=True), "c": _Runs(broken=False)}
+    assert timed(engines, time, lambda engine: engine()) == (["a", "c"], {"b": "the library gave up"})
+    assert timed({"a": engines["a"]}, time, lambda engine: engine()) == (["a"], {})
+    with pytest.raises(RuntimeError, match="the library gave up"):
+        # Nobody is to blame who runs alone.
+        timed({"b": engines["b"]}, time, lambda engine: None)
 
 
 def test_float_alone() -> None:
@@ -67,10 +125,61 @@ def test_what_bounds_int8(saturates: bool, monkeypatch: pytest.MonkeyPatch) -> N
     quick = choose([A_INT8, A_FLOAT], SHAPES, ())
     assert bound(quick, inspect) is quick
 
+    def broken(candidate: Candidate) -> Inspection:
+        raise RuntimeError(f"the profiler lost {candidate.name}")
+
+    without = bound(choice, broken).headline
+    assert without == told.partition("; the time of")[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"sse4_2", "avx"}, ") has no instructions for INT8: neither AVX2 nor VNNI"),
+        ({"avx2"}, ") has no VNNI, and multiplies bytes in several steps"),
+        ({"avx2", "avx_vnni"}, ") has VNNI"),
+        ({"asimddp"}, ")"),
+        (set(), ")"),
+    ],
+)
+def test_the_instructions_that_bound_int8(flags: set[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (choose_engine, int8_saturation):
+        monkeypatch.setattr(module, "cpu_flags", lambda: flags)
+    choice = choose([_candidate("a", "int8", 8.0, 32.0), A_FLOAT], SHAPES, ())
+    assert bound(choice, lambda _: Inspection(backend="a", verified=True, note="")).headline.endswith(told)
+
 
 def test_nothing_is_left_to_choose() -> None:
     with pytest.raises(EngineError, match="no engine is right and runs here: b float32: failed: it crashed"):
         choose([BROKEN], SHAPES, ())
+
+
+def test_a_long_reason_leaves_the_times_in_sight(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = ("1 x 16", "8 x 128", "32 x 512")
+    path = "/a/long/way/" + "to/" * 30 + "model.engine"
+    tried = [
+        Candidate(backend="onnxruntime", format="int8 dynamic", milliseconds=(1.56, 49.38, 1402.87), sqnr_db=26.1),
+        Candidate(backend="openvino", format="int8+bfloat16", milliseconds=(9.75, 99.25), score_difference=-0.0011),
+        Candidate(backend="openvino", format="int8", verdict=f"failed: {path} is damaged"),
+    ]
+    print_choice(choose(tried, shapes, ()), Console(width=80))
+    said = capsys.readouterr().out
+    table, _, below = said.partition(" failed ")
+    for shown in ("1.56", "49.38", "1402.87", "9.75", "99.25", "-0.0011", "chosen"):
+        assert shown in table
+    assert f"openvino int8: failed: {path} is damaged" in below
+    assert "openvino int8+bfloat16: 3.54x the time at 1 x 16 and 8 x 128: too slow to go on" in below
+
+
+def test_a_plan_without_sites_is_no_candidate() -> None:
+    class Nothing:
+        coverage = SimpleNamespace(share=0.0)
+
+    quantizer: Any = Nothing()
+    with pytest.raises(EngineError, match="no product of this model can be quantized in this way"):
+        require_sites(quantizer)
+    quantizer.coverage = SimpleNamespace(share=0.4)
+    require_sites(quantizer)
 
 
 def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

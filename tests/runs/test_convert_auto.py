@@ -15,25 +15,39 @@ import torch
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
     pytest.importorskip(_package, reason="a conversion needs quantizer[hf,onnx,openvino,onnxruntime]")
 
+import onnx as onnx_library  # noqa: E402
+from onnx import numpy_helper  # noqa: E402
 from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.calibration.costly_attention as attention  # noqa: E402
 import quantizer.runs.convert.engine_maker as maker  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.cli.main import main  # noqa: E402
+from quantizer.engines import BuildOptions  # noqa: E402
 from quantizer.engines import BuildResult  # noqa: E402
+from quantizer.engines import Engine  # noqa: E402
 from quantizer.engines import candidates  # noqa: E402
+from quantizer.engines.candidates import Variant  # noqa: E402
 from quantizer.engines.candidates import cpu_candidates  # noqa: E402
+from quantizer.engines.candidates import cpu_variants  # noqa: E402
+from quantizer.engines.engine_file import read_engine  # noqa: E402
+from quantizer.engines.measure import trial  # noqa: E402
 from quantizer.errors import EngineError  # noqa: E402
 from quantizer.report.record import EngineCheck  # noqa: E402
+from quantizer.runs.convert import choose  # noqa: E402
 from quantizer.runs.convert import folder as folders  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
+from quantizer.runs.convert import request  # noqa: E402
+from quantizer.runs.convert.engine_maker import EngineMaker  # noqa: E402
+from quantizer.runs.convert.engine_maker import Made  # noqa: E402
 from quantizer.runs.engine_budget import EngineBudget  # noqa: E402
+from quantizer.sensitivity import Fallback  # noqa: E402
+from quantizer.sensitivity import operands_of  # noqa: E402
 
 SIZES = ("--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32")
-OPENVINO, ONNXRUNTIME = cpu_candidates()[0]
-TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
+OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
+TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 2.5, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
@@ -55,11 +69,16 @@ def convert(
     monkeypatch.setattr(attention, "_GAIN_DB", math.inf)
 
     def run(times: Mapping[str, float], *words: str) -> tuple[int, str]:
+        def variants(*given: Any, **more: Any) -> tuple[Variant, ...]:
+            # Each takes seconds to build: those that have a time.
+            return tuple(variant for variant in cpu_variants(*given, **more) if variant.name in times)
+
         def taken(calls: Mapping[str, Any], **_: int) -> dict[str, list[float]]:
             for call in calls.values():
                 call()
             return {name: [times.get(name, 9.0)] for name in calls}
 
+        monkeypatch.setattr(request, "cpu_variants", variants)
         monkeypatch.setattr(measure, "interleaved_latency", taken)
         data = ("--quantization", "--calibration", f"text-csv:{place / 'calibration.csv'}", "--rows", "12")
         code = main(["convert", "-m", str(place / "model"), *data, *SIZES, "-o", "out", *words])
@@ -92,7 +111,9 @@ def test_the_fastest_is_kept(convert: Callable[..., tuple[int, str]], place: Pat
     order = sorted(TIMES, key=lambda name: TIMES[name])
     assert found == [(name, f"{TIMES[name] / 2:.2f}x the time" if TIMES[name] > 2 else "chosen") for name in order]
     assert all(len(one["milliseconds"]) == 3 and one["sqnr_db"] for one in choice["candidates"])
-    assert [one["score_difference"] is None for one in choice["candidates"]] == [False, False, True, True]
+    # Engines in float have the float model's score, to the last row.
+    assert [one["score_difference"] for one in choice["candidates"] if one["format"] == "float32"] == [0.0, 0.0]
+    assert all(one["score_difference"] is not None for one in choice["candidates"])
     (entry,) = document["backends"]
     assert list(entry["latency"][0]["milliseconds"]) == ["PyTorch float", "float engine", "engine"]
     assert [score["which"] for score in entry["scores"]] == ["float", "proxy", "engine"]
@@ -113,13 +134,13 @@ def test_float_is_delivered_where_it_is_faster(
     build = maker.tried_build
 
     def tried(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
-        if name == OPENVINO and engine.parent.name == OPENVINO:
+        if engine.parent.name == f"{OPENVINO}-int8":
             engine.write_bytes(b"half of an engine")
             raise EngineError("building it crashed")
         return build(name, onnx, engine, *more, **options)
 
     monkeypatch.setattr(maker, "tried_build", tried)
-    code, said = convert({**TIMES, f"{ONNXRUNTIME} int8": 8.0})
+    code, said = convert({**TIMES, f"{ONNXRUNTIME} int8": 8.0}, "--backend", "auto", OPENVINO, ONNXRUNTIME)
     assert code == 0, said
     choice = _read("out/conversion.json")["choice"]
     assert choice["headline"].startswith(
@@ -146,26 +167,22 @@ def test_all_fail(convert: Callable[..., tuple[int, str]], monkeypatch: pytest.M
     monkeypatch.setattr(Quantizer, "export", lambda _, __, path, ___: path)
     code, said = convert(TIMES)
     assert code == 1
-    assert f"no engine is right and runs here: {OPENVINO} float32: failed: building it crashed; " in said
+    assert "no engine is right and runs here: " in said
+    assert f"{OPENVINO} float32: failed: building it crashed; " in said
     assert not list(Path.cwd().iterdir())
 
 
 def test_what_is_not_installed(convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     found = candidates.find_spec
     monkeypatch.setattr(candidates, "find_spec", lambda name: None if name == "openvino" else found(name))
-    assert cpu_candidates() == ((ONNXRUNTIME,), ("openvino: pip install 'quantizer[openvino]'",))
-    monkeypatch.setattr(candidates, "find_spec", lambda name: None)
+    assert cpu_candidates() == ((ONNXRUNTIME, TORCH), ("openvino: pip install 'quantizer[openvino]'",))
+    monkeypatch.setattr(candidates, "find_spec", lambda name: found(name) if name == "torch" else None)
+    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
     code, said = convert(TIMES)
     assert code == 1
     assert "no engine for a CPU is installed" in said
     assert "pip install 'quantizer[onnxruntime]'" in said
-
-
-def test_the_variant_for_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "saturates", lambda: True)
-    assert set(cpu_candidates()[0]) == {"openvino-avx2", "onnxruntime-avx2"}
-    monkeypatch.setattr(candidates, "saturates", lambda: False)
-    assert set(cpu_candidates()[0]) == {"openvino", "onnxruntime"}
+    assert "was built without oneDNN" in said
 
 
 @pytest.mark.promise("one that misses `--max-drop` is not chosen.")
@@ -185,3 +202,157 @@ def test_a_budget_that_is_missed(
         (ONNXRUNTIME, "float32", "chosen"),
         (ONNXRUNTIME, "int8", "failed: its score drops by 0.20000, and --max-drop allows 0.01"),
     ]
+
+
+class _Breaking:
+    """An engine that breaks, at a moment of the test's choice, with an error of its library."""
+
+    def __init__(self, engine: Engine, breaks: Callable[[], bool]) -> None:
+        self.name, self.device = engine.name, engine.device
+        self.inputs, self.input_names, self.output_names = engine.inputs, engine.input_names, engine.output_names
+        self._engine = engine
+        self._breaks = breaks
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Any:
+        if self._breaks():
+            raise RuntimeError("the library gave up")
+        return self._engine(inputs)
+
+
+LOSER = f"{OPENVINO}-int8"
+
+
+def _wrong(onnx: Path) -> None:
+    """Make a file compute something else, as a library with a bug does."""
+    model = onnx_library.load(str(onnx))
+    scales = {node.input[1] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    for tensor in model.graph.initializer:
+        if tensor.name in scales:
+            values = numpy_helper.to_array(tensor)
+            tensor.CopyFrom(numpy_helper.from_array((values * 3).astype(values.dtype), tensor.name))
+    onnx_library.save(model, str(onnx))
+
+
+@pytest.mark.promise("An engine that crashes, hangs, or computes something else than PyTorch is a row with the reason")
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("wrong", "the engine does not compute what the model computes"),
+        ("hangs", "took more than 0.01 s"),
+        ("breaks in the check", "the library gave up"),
+        ("breaks while it is timed", "the library gave up"),
+    ],
+)
+def test_one_that_fails_is_a_row_and_leaves_nothing(
+    how: str, reason: str, convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, loaded = maker.tried_build, maker.load_engine
+    timing: list[str] = []
+
+    def tried(name: str, onnx: Path, engine: Path, *more: Any, **options: Any) -> BuildResult:
+        with pytest.MonkeyPatch.context() as patch:
+            if engine.parent.name == LOSER and how == "hangs":
+                patch.setattr(trial, "TIMEOUT_S", 0.01)
+            if engine.parent.name == LOSER and how == "wrong":
+                _wrong(onnx)
+            return built(name, onnx, engine, *more, **options)
+
+    def load(name: str, path: Path, **more: Any) -> Any:
+        engine = loaded(name, path, **more)
+        if path.parent.name != LOSER or not how.startswith("breaks"):
+            return engine
+        return _Breaking(engine, lambda: how == "breaks in the check" or bool(timing))
+
+    def latency(*given: Any) -> Any:
+        timing.append("begun")
+        return measure.measure_latency(*given)
+
+    monkeypatch.setattr(maker, "tried_build", tried)
+    monkeypatch.setattr(maker, "load_engine", load)
+    monkeypatch.setattr(choose, "measure_latency", latency)
+    # Without prices: the engine under test is called by the choice alone.
+    monkeypatch.setattr(EngineMaker, "_prices", lambda *_: None)
+    times = {f"{OPENVINO} int8": 1.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
+    code, said = convert(times)
+    assert code == 0, said
+    choice = _read("out/conversion.json")["choice"]
+    verdicts = {f"{one['backend']} {one['format']}": one["verdict"] for one in choice["candidates"]}
+    lost = verdicts.pop(f"{OPENVINO} int8")
+    assert lost.startswith("failed: ")
+    assert reason in lost
+    assert verdicts == {f"{ONNXRUNTIME} int8": "chosen", f"{ONNXRUNTIME} float32": "2.50x the time"}
+    assert choice["candidates"][-1]["milliseconds"] == []
+    assert {path.name for path in Path("out").iterdir() if path.is_dir()} == {ONNXRUNTIME, "quantizer"}
+    assert not list(Path("out").rglob(f"*{LOSER}*"))
+
+
+@pytest.mark.promise("All are of one calibration, and each starts with nothing put back")
+def test_what_went_back_for_one_is_quantized_for_the_next(
+    convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back: dict[str, Fallback | None] = {}
+    quantized = EngineMaker.quantized
+
+    def puts_back(self: EngineMaker, variant: Variant, quantizer: Quantizer, *more: Any, **named: Any) -> Made:
+        made = quantized(self, variant, quantizer, *more, **named)
+        back[variant.backend] = quantizer.chosen_fallback
+        groups = tuple(operands_of(quantizer._session.decided()))
+        quantizer._session.put_back(Fallback(groups=groups[:1], asked="a test"))
+        return made
+
+    monkeypatch.setattr(EngineMaker, "quantized", puts_back)
+    monkeypatch.setattr(EngineMaker, "_prices", lambda *_: None)
+    code, said = convert({f"{OPENVINO} int8": 1.0, f"{ONNXRUNTIME} int8": 2.0})
+    assert code == 0, said
+    assert back == {OPENVINO: None, ONNXRUNTIME: None}
+
+
+def test_ranges_at_run_time_compete(convert: Callable[..., tuple[int, str]]) -> None:
+    times = {f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0, f"{ONNXRUNTIME} int8 dynamic": 1.5}
+    code, said = convert(times)
+    assert code == 0, said
+    assert f"{ONNXRUNTIME} int8 dynamic is the fastest, 3.33x as fast" in said
+    config = _read(f"out/{ONNXRUNTIME}/config.json")
+    assert config["quantization"]["ranges"] == "dynamic"
+    model = onnx_library.load(f"out/{ONNXRUNTIME}/model.onnx")
+    assert "DynamicQuantizeLinear" in {node.op_type for node in model.graph.node}
+    assert load_converted(f"out/{ONNXRUNTIME}")(["a good film"])["logits"].shape[0] == 1
+    assert Quantizer.load("out/quantizer").config.activations.ranges == "dynamic"
+
+
+@pytest.mark.promise("on a CPU with BF16 OpenVINO's engines with a rest in bfloat16 are tried, too")
+@pytest.mark.skipif(not candidates._has_bf16(), reason="this CPU has no BF16")
+def test_a_rest_in_bf16_competes(convert: Callable[..., tuple[int, str]]) -> None:
+    times = {"float32": 5.0, "bfloat16": 4.0, "int8": 2.0, "int8+bfloat16": 1.5}
+    code, said = convert({f"{OPENVINO} {form}": value for form, value in times.items()})
+    assert code == 0, said
+    gain = f"{OPENVINO} int8+bfloat16 is the fastest, 2.67x as fast as the fastest engine in float, {OPENVINO} bfloat16"
+    assert gain in said
+    config = _read(f"out/{OPENVINO}/config.json")
+    assert config["inference_precision"] == "bfloat16"
+    assert config["quantization"]["ranges"] == "static"
+    folder = Path("out") / OPENVINO
+    assert read_engine(folder / "model.engine")[1].startswith("inference_precision bfloat16")
+    assert {path.name for path in folder.iterdir()} == {"model.onnx", "model.engine", "config.json", "tokenizer"}
+    choice = _read("out/conversion.json")["choice"]
+    decibels = {one["format"]: one["sqnr_db"] for one in choice["candidates"]}
+    assert 30 <= decibels["bfloat16"] < decibels["float32"]
+
+
+def test_torch_competes_on_its_eager_road(
+    convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roads: dict[str, bool | None] = {}
+    built = maker.tried_build
+
+    def tried(name: str, onnx: Path, engine: Path, options: BuildOptions, **more: Any) -> BuildResult:
+        roads[engine.stem] = options.compiled
+        return built(name, onnx, engine, options, **more)
+
+    monkeypatch.setattr(maker, "tried_build", tried)
+    monkeypatch.setattr(EngineMaker, "_prices", lambda *_: None)
+    code, said = convert({f"{TORCH} float32": 5.0, f"{TORCH} int8": 2.0})
+    assert code == 0, said
+    assert set(roads.values()) == {False}
+    assert _read(f"out/{TORCH}/config.json")["backend"] == TORCH
+    assert load_converted(f"out/{TORCH}")(["a good film"])["logits"].shape[0] == 1

@@ -24,6 +24,7 @@ import quantizer.runs.placement.place_groups as place_groups
 import quantizer.runs.run as pipeline
 import quantizer.runs.run_context as stages
 import quantizer.runs.run_engines as run_engines
+import quantizer.runs.scoring as scoring
 from quantizer import Quantizer
 from quantizer.cli.main import main
 from quantizer.config import load_run
@@ -389,7 +390,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "fallback": (Quantizer, "fallback"),
     "quantize": (Quantizer, "quantize"),
     "save": (Quantizer, "save"),
-    "score": (pipeline, "score_record"),
+    "score": (scoring, "score_record"),
     "export": (Quantizer, "export"),
     "export float": (run_engines, "export_onnx"),
     "build": (stages, "build_engine"),

@@ -13,6 +13,7 @@ import yaml
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "onnxruntime", "jinja2"):
     pytest.importorskip(_package, reason="a run needs quantizer[hf,onnx,openvino,onnxruntime,report]")
 
+import onnx  # noqa: E402
 from tiny_run import tiny_run  # noqa: E402
 
 import quantizer.runs.measure as run_measure  # noqa: E402
@@ -24,11 +25,15 @@ from quantizer.config import dump_yaml  # noqa: E402
 from quantizer.config import load_run  # noqa: E402
 from quantizer.engines import BuildResult  # noqa: E402
 from quantizer.engines import PeakMemory  # noqa: E402
+from quantizer.engines import candidates  # noqa: E402
+from quantizer.engines.candidates import Variant  # noqa: E402
 from quantizer.engines.candidates import cpu_candidates  # noqa: E402
+from quantizer.engines.candidates import cpu_variants  # noqa: E402
+from quantizer.engines.engine_file import read_engine  # noqa: E402
 from quantizer.errors import EngineError  # noqa: E402
 from quantizer.report import read_record  # noqa: E402
 
-OPENVINO, ONNXRUNTIME = cpu_candidates()[0]
+OPENVINO, ONNXRUNTIME, TORCH = sorted(cpu_candidates()[0], key=lambda name: ("torch" in name, "onnx" in name))
 TIMES = {f"{OPENVINO} float32": 4.0, f"{OPENVINO} int8": 3.0, f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0}
 
 pytestmark = [
@@ -54,7 +59,12 @@ def _taking(times: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None
             call()
         return {name: [times[name]] for name in calls}
 
+    def variants(*given: Any, **more: Any) -> tuple[Variant, ...]:
+        # Each takes seconds to build: those that have a time.
+        return tuple(variant for variant in cpu_variants(*given, **more) if variant.name in times)
+
     monkeypatch.setattr(pick, "interleaved_latency", taken)
+    monkeypatch.setattr(pick, "cpu_variants", variants)
 
 
 @pytest.mark.promise("the run goes on with the fastest; its first line and the report say which that is")
@@ -68,13 +78,46 @@ def test_the_run_goes_on_with_the_fastest(
     assert record.choice is not None
     assert [one.name for one in record.choice.candidates] == sorted(TIMES, key=lambda name: TIMES[name])
     assert all(one.sqnr_db for one in record.choice.candidates)
+    chosen, *_, plain = record.choice.candidates
+    assert plain.score_difference == 0
+    assert chosen.score_difference == record.scores[-1].difference
+    # The chosen engine was scored once, as the rows of the choice.
+    assert [stage.name for stage in record.stages].count("score the float") == 1
+    assert "score the engine" not in [stage.name for stage in record.stages]
     assert record.engine is not None
     assert record.engine.backend == ONNXRUNTIME
     assert record.scores[-1].which == "engine"
     assert load_run("done/config.yaml").quantizer.backend == ONNXRUNTIME
     assert Quantizer.load("done/quantizer").config.backend == ONNXRUNTIME
-    assert record.choice.headline in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert record.choice.headline in said
+    assert said.splitlines()[-1] == f"deploy  {record.choice.deploy}"
     assert record.choice.headline.split(",")[0][1:] in (at / "done" / "report.html").read_text()
+
+
+@pytest.mark.promise("the run says so and goes on with its backend, so that `float.engine` is the fastest of all")
+@pytest.mark.promise("Where float won, the last line of a run names `float.engine` as what to deploy")
+def test_float_wins_and_is_named_in_the_end(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _taking({f"{ONNXRUNTIME} float32": 1.0, f"{ONNXRUNTIME} int8": 2.0}, monkeypatch)
+
+    def last(calls: Mapping[str, Any], **_: int) -> dict[str, list[float]]:
+        return {name: [{"float": 1.0, "engine": 2.0}[name]] for name in calls}
+
+    monkeypatch.setattr(run_measure, "interleaved_latency", last)
+    assert main(["run", "tiny.yaml"]) == 0
+    said = capsys.readouterr().out
+    record = read_record(at / "done" / "report.json")
+    assert record.choice is not None
+    assert record.choice.headline.startswith(
+        f"nothing in INT8 is faster than float here, and {ONNXRUNTIME} float32 is delivered"
+    )
+    assert record.choice.deploy == "float.engine, 2.00x as fast as the quantized model.engine beside it"
+    assert said.splitlines()[-1] == f"deploy  {record.choice.deploy}"
+    assert "To deploy: float.engine, 2.00" in (at / "done" / "report.html").read_text()
+    assert (at / "done" / "float.engine").exists()
+    assert (at / "done" / "model.engine").exists()
 
 
 def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +138,7 @@ def test_only_float_is_right(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_in_a_notebook_it_is_an_engine_for_this_cpu() -> None:
-    assert Quantizer(backend="auto").config.backend == OPENVINO
+    assert Quantizer(backend="auto").config.backend == cpu_candidates()[0][0]
 
 
 @pytest.mark.parametrize("written", [{"backend": [ONNXRUNTIME]}, {"backend": "auto", "candidates": [ONNXRUNTIME]}])
@@ -118,6 +161,81 @@ def test_a_list_narrows_the_choice(written: dict[str, Any], at: Path, monkeypatc
     assert names == [(ONNXRUNTIME,)]
     assert cpu_candidates(names[0])[0] == (ONNXRUNTIME,)
     assert Quantizer("tiny.yaml").config.backend == ONNXRUNTIME
+
+
+def test_nothing_is_installed(at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(candidates, "find_spec", lambda _: None)
+    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    assert main(["run", "tiny.yaml"]) == 1
+    said = capsys.readouterr().err
+    assert "no engine for a CPU is installed" in said
+    assert "onnxruntime: pip install 'quantizer[onnxruntime]'" in said
+    assert not (at / "done").exists()
+
+
+def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _taking(
+        {f"{ONNXRUNTIME} float32": 3.0, f"{ONNXRUNTIME} int8": 2.0, f"{ONNXRUNTIME} int8 dynamic": 1.0}, monkeypatch
+    )
+    assert main(["run", "tiny.yaml"]) == 0
+    record = read_record(at / "done" / "report.json")
+    assert record.choice is not None
+    assert [one.format for one in record.choice.candidates] == ["int8 dynamic", "int8", "float32"]
+    assert load_run("done/config.yaml").quantizer.activations.ranges == "dynamic"
+    assert Quantizer.load("done/quantizer").config.activations.ranges == "dynamic"
+    assert "DynamicQuantizeLinear" in {node.op_type for node in onnx.load("done/model.onnx").graph.node}
+    settings = yaml.safe_load(Path("tiny.yaml").read_text())
+    settings["quantizer"]["activations"] = {"ranges": "static"}
+    Path("tiny.yaml").write_text(yaml.safe_dump(settings))
+    tried: list[bool] = []
+    monkeypatch.setattr(pick, "cpu_variants", lambda *_, **named: tried.append(named["dynamic"]) or ())
+    assert main(["run", "tiny.yaml", "output=again"]) == 1
+    assert tried == [False]
+
+
+def test_one_that_breaks_while_it_is_timed(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {f"{ONNXRUNTIME} float32": 3.0, f"{ONNXRUNTIME} int8": 2.0, f"{OPENVINO} float32": 1.0}
+    _taking(times, monkeypatch)
+    called = pick._called
+    latency = pick._latency
+
+    def breaks(batch: Any, engines: Mapping[str, Any]) -> Any:
+        if f"{OPENVINO} float32" in engines:
+            raise RuntimeError("the library gave up")
+        return latency(batch, dict(engines))
+
+    def call(batch: Any, engine: Any) -> object:
+        if engine.name == "openvino":
+            raise RuntimeError("the library gave up")
+        return called(batch, engine)
+
+    monkeypatch.setattr(pick, "_latency", breaks)
+    monkeypatch.setattr(pick, "_called", call)
+    assert main(["run", "tiny.yaml"]) == 0
+    record = read_record(at / "done" / "report.json")
+    assert record.choice is not None
+    assert [(one.name, one.verdict) for one in record.choice.candidates] == [
+        (f"{ONNXRUNTIME} int8", "chosen"),
+        (f"{ONNXRUNTIME} float32", "1.50x the time"),
+        (f"{OPENVINO} float32", "failed: the library gave up"),
+    ]
+
+
+@pytest.mark.skipif(not candidates._has_bf16(), reason="this CPU has no BF16")
+def test_the_run_goes_on_with_the_rest_that_won(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = {"float32": 4.0, "bfloat16": 5.0, "int8": 2.0, "int8+bfloat16": 1.0}
+    _taking({f"{OPENVINO} {form}": value for form, value in forms.items()}, monkeypatch)
+    settings = yaml.safe_load(Path("tiny.yaml").read_text())
+    # The engine of a plan with a fallback is built anew.
+    settings |= {"amp": {}, "fallback": {"num": 1}}
+    Path("tiny.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["run", "tiny.yaml"]) == 0
+    record = read_record(at / "done" / "report.json")
+    assert record.fallback is not None
+    assert load_run("done/config.yaml").engine.inference_precision == "bfloat16"
+    # What groups cost in float is taken from an engine in the types of the other one's rest.
+    for stem in ("model", "float"):
+        assert read_engine(at / "done" / f"{stem}.engine")[1].startswith("inference_precision bfloat16")
 
 
 def test_a_list_with_an_engine_of_a_gpu(at: Path, capsys: pytest.CaptureFixture[str]) -> None:

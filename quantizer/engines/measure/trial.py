@@ -21,7 +21,10 @@ from quantizer.engines.measure.dummy_inputs import working_inputs
 from quantizer.engines.measure.own_process import in_own_process
 from quantizer.errors import QuantizerError
 
-__all__ = ["main", "tried_build"]
+__all__ = ["TIMEOUT_S", "main", "tried_build"]
+
+TIMEOUT_S = 600.0
+"""After so many seconds a build and its first run are given up."""
 
 
 def tried_build(
@@ -33,7 +36,7 @@ def tried_build(
     threads: int = 1,
     batch: int = 1,
     sequence: int = 16,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
 ) -> BuildResult:
     """Build an engine and run it once on made-up inputs, in a fresh process.
 
@@ -45,12 +48,17 @@ def tried_build(
         threads: threads of the CPU.
         batch: size of the first dimension of an input, where it is dynamic.
         sequence: size of its other dynamic dimensions.
-        timeout_s: seconds until it is given up.
+        timeout_s: seconds until it is given up; None: ``TIMEOUT_S``.
 
     Raises:
         EngineError: the engine cannot be built or run, the process crashed, or it took longer than ``timeout_s``.
     """
-    told = {"dynamic": dict(options.dynamic), "inference_precision": options.inference_precision}
+    told = {
+        "dynamic": dict(options.dynamic),
+        "inference_precision": options.inference_precision,
+        "compiled": options.compiled,
+    }
+    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
     words = (onnx, engine, threads, batch, sequence, json.dumps(told))
     doing = f"building and running {engine.name} for {backend} in a process of its own"
     result = in_own_process("quantizer.engines.measure.trial", backend, words, doing=doing, timeout_s=timeout_s)

@@ -26,6 +26,7 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.engine_file import check_signature
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
@@ -136,7 +137,7 @@ class ONNXRuntimeBackend:
             # It only makes the engine faster, so the engine is built without the package too.
             if find_spec("onnx") is not None:
                 fuse_biases(part)
-            sign_onnx(part)
+            sign_onnx(part, cpu_instructions())
         if options.progress:
             options.progress(1.0, "optimize")
         return BuildResult(

@@ -26,6 +26,7 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.engine_file import checked_engine
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
@@ -121,7 +122,7 @@ class OpenVINOBackend:
         if models.usual is not None:
             told = f"{told},{len(content)}"
             content = memoryview(bytes(content) + models.usual.export_model().getbuffer())
-        write_engine(engine_path, content, f"{_NOTE}{told} {json.dumps(models.dimensions)}")
+        write_engine(engine_path, content, f"{_NOTE}{told} {json.dumps(models.dimensions)}", cpu_instructions())
         if options.progress:
             options.progress(1.0, "compile")
         emulated = precision == "bfloat16" and "BF16" not in _capabilities(ov)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from quantizer.engines.backends import backends
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
+from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
 from quantizer.engines.engine_file import write_engine
@@ -59,7 +60,7 @@ class TorchBackend:
         checked_output(engine_path, onnx_path)
         report = options.progress or (lambda share, phase: None)
         file, warnings = _engine_module().built_file(onnx_path, options.compiled, report)
-        write_engine(engine_path, memoryview(file.packed()))
+        write_engine(engine_path, memoryview(file.packed()), cpu=cpu_instructions())
         report(1.0, "compile")
         return BuildResult(
             engine_path,

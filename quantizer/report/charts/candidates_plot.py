@@ -1,5 +1,6 @@
-"""A choice of an engine as a picture: how near the outputs are to float, against how fast it is.
+"""A choice of an engine as a picture: how near it is to float, against how fast it is.
 
+How near is the difference in score to the float model where all have one, and otherwise the SQNR of the outputs.
 Engines in float are 100 dB and more from PyTorch's outputs, those in INT8 15 to 40: above 60 dB all are at the top.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
@@ -22,12 +24,10 @@ _COLOURS = {"quantized": "#2f7fd6", "float": "#c26a12"}
 """See ``pareto_plot.py``."""
 _HEIGHT, _MARGIN, _LEFT, _RIGHT = 200, 24, 8, 94
 _TOP_DB = 60.0
-_TICKS = (0, 20, 40, 60)
-_FLOATS = ("float32", "float16", "bfloat16")
 
 
 def candidates_svg(choice: EngineChoice) -> str:
-    """Return the candidates that ran, numbered, by how fast each is at the last shape and how near to float.
+    """Return the candidates that ran, numbered, by how fast each is over its shapes and how near to float.
 
     Returns:
         An ``<svg>`` element as wide as its container; it shows a sentence if none ran.
@@ -35,48 +35,90 @@ def candidates_svg(choice: EngineChoice) -> str:
     ran = [candidate for candidate in choice.candidates if candidate.milliseconds]
     if not ran:
         return svg_note("No engine ran.")
-    slowest = max(candidate.milliseconds[-1] for candidate in ran)
-    fastest = min(candidate.milliseconds[-1] for candidate in ran)
+    ratios = [candidate.times_of(ran[0]) for candidate in ran]
+    slowest, most = max(ratios), max(ratios) / min(ratios)
+    axis = _Axis.of(ran)
     legend, top = svg_legend([(_dot("7", 9, colour), name) for name, colour in _COLOURS.items()])
-    points = [_point(row, candidate, slowest, slowest / fastest) for row, candidate in enumerate(ran, start=1)]
-    ends = ((0.0, 1.0), (1.0, slowest / fastest)) if slowest > fastest else ((0.5, 1.0),)
+    shares = [(slowest / ratio - 1) / (most - 1) if most > 1 else 0.5 for ratio in ratios]
+    points = [_point(row, one, _x(shares[row - 1]), axis, choice.shapes) for row, one in enumerate(ran, start=1)]
+    ends = ((0.0, 1.0), (1.0, most)) if most > 1 else ((0.5, 1.0),)
     ticks = [svg_text(_x(share), _HEIGHT + 4, text.times(speed), "qz-value", "middle") for share, speed in ends]
-    inner = [*_grid(), *ticks, *points]
+    inner = [*axis.grid(), *ticks, *points]
+    where = f"at {choice.shapes[0]}" if len(choice.shapes) == 1 else "in the mean over the shapes"
     names = [
-        svg_text(0, top + 13, "dB", "qz-value"),
-        svg_text("45%", top + _HEIGHT + 26, f"speed at {choice.shapes[-1]}, the slowest is 1", "qz-value", "middle"),
+        svg_text(0, top + 13, axis.name, "qz-value"),
+        svg_text("45%", top + _HEIGHT + 26, f"speed {where}, the slowest is 1", "qz-value", "middle"),
     ]
     frame = f'<svg x="0" y="{top + 10}" width="100%" height="{_HEIGHT}" overflow="visible">{"".join(inner)}</svg>'
-    label = f"SQNR of the outputs against speed of {text.counted(len(ran), 'engine')}; {choice.headline}"
+    label = f"{axis.meaning} against speed of {text.counted(len(ran), 'engine')}; {choice.headline}"
     return svg_picture(label, top + _HEIGHT + 36, [*legend, *names, frame])
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of how near an engine is to float, upwards.
+
+    Attributes:
+        name: what is written at the axis.
+        meaning: what it shows, in words.
+        low: the value at the bottom.
+        high: the value at the top.
+        ticks: values with a line, and what is written there.
+    """
+
+    name: str
+    meaning: str
+    low: float
+    high: float
+    ticks: tuple[tuple[float, str], ...]
+
+    @classmethod
+    def of(cls, ran: Sequence[Candidate]) -> _Axis:
+        """Return the axis for what is known of all engines that ran."""
+        found = [candidate.score_difference for candidate in ran]
+        scored = [0.0, *(difference for difference in found if difference is not None)]
+        if len(scored) <= len(ran):
+            ticks = tuple((float(tick), str(tick)) for tick in (0, 20, 40))
+            return cls("dB", "SQNR of the outputs", 0.0, _TOP_DB, (*ticks, (_TOP_DB, f"{_TOP_DB:g}+")))
+        low, high = min(scored), max(scored)
+        ticks = tuple((value, text.signed(value) if value else "0") for value in sorted({low, 0.0, high}))
+        if low == high:
+            low, high = -1.0, 1.0
+        return cls("score to float", "Score less that of the float model", low, high, ticks)
+
+    def of_candidate(self, candidate: Candidate) -> float:
+        """Return the height of an engine; outputs without any difference to float are at the top."""
+        if self.name == "dB":
+            return self.height(_TOP_DB if candidate.sqnr_db is None else candidate.sqnr_db)
+        return self.height(candidate.score_difference or 0.0)
+
+    def height(self, value: float) -> float:
+        """Return where a value is, in pixels from the top."""
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return round(_MARGIN + (_HEIGHT - 2 * _MARGIN) * (1 - share), 1)
+
+    def grid(self) -> Sequence[str]:
+        """Return a line for each tick, with its value."""
+        lines = []
+        for value, shown in self.ticks:
+            y = self.height(value)
+            ends = f'x1="{_LEFT}%" x2="100%" y1="{y}" y2="{y}"'
+            lines.append(f'<line {ends} stroke="currentColor" stroke-opacity="0.15"/>')
+            lines.append(svg_text(f"{_LEFT - 1.5}%", y + 4, shown, "qz-value", "end"))
+        return lines
 
 
 def _x(share: float) -> str:
     return f"{_LEFT + 2 + (_RIGHT - _LEFT) * share:.2f}%"
 
 
-def _y(decibels: float | None) -> float:
-    share = 1.0 if decibels is None else min(max(decibels, 0.0), _TOP_DB) / _TOP_DB
-    return round(_MARGIN + (_HEIGHT - 2 * _MARGIN) * (1 - share), 1)
-
-
-def _grid() -> Sequence[str]:
-    lines = []
-    for tick in _TICKS:
-        ends = f'x1="{_LEFT}%" x2="100%" y1="{_y(tick)}" y2="{_y(tick)}"'
-        lines.append(f'<line {ends} stroke="currentColor" stroke-opacity="0.15"/>')
-        shown = f"{tick}+" if tick == _TOP_DB else str(tick)
-        lines.append(svg_text(f"{_LEFT - 1.5}%", _y(tick) + 4, shown, "qz-value", "end"))
-    return lines
-
-
-def _point(row: int, candidate: Candidate, slowest: float, most: float) -> str:
-    speed = slowest / candidate.milliseconds[-1]
-    x, y = _x((speed - 1) / (most - 1) if most > 1 else 0.5), _y(candidate.sqnr_db)
-    colour = _COLOURS["float" if candidate.format in _FLOATS else "quantized"]
+def _point(row: int, candidate: Candidate, x: str, axis: _Axis, shapes: Sequence[str]) -> str:
+    y = axis.of_candidate(candidate)
+    colour = _COLOURS["float" if candidate.is_float else "quantized"]
     ring = f'<circle cx="{x}" cy="{y}" r="9" fill="none" stroke="currentColor" stroke-width="2"/>'
     chosen = candidate.verdict == "chosen"
-    title = f"{candidate.name}: {candidate.milliseconds[-1]:.2f} ms, {candidate.verdict}"
+    times = candidate.milliseconds
+    title = f"{candidate.name}: {times[-1]:.2f} ms at {shapes[len(times) - 1]}, {candidate.verdict}"
     # Numbers of rows: the names of two engines in float, which differ in little but time, would overlap.
     words = svg_text(x, y - 13, str(row), "qz-value", "middle")
     return f"<g><title>{html.escape(title)}</title>{ring if chosen else ''}{_dot(x, y, colour)}{words}</g>"

@@ -106,6 +106,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "parameters": text.count(record.model.parameters),
         "verdict": text.typeset(verdict(record)),
         "choice": text.typeset(record.choice.headline) if record.choice else "",
+        "deploy": text.typeset(record.choice.deploy) if record.choice else "",
         "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
         "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],

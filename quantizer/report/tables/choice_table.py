@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +16,9 @@ from quantizer.report.tables.tables import html_table
 
 __all__ = ["choice_table", "missing_lines", "print_choice"]
 
+_ROOM = 20
+"""Letters of a verdict beside the times of three shapes in a terminal of 80."""
+
 
 def print_choice(choice: EngineChoice, console: Console) -> None:
     """Print what was chosen, and all candidates in a table."""
@@ -25,14 +30,23 @@ def print_choice(choice: EngineChoice, console: Console) -> None:
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
     table.add_column("verdict")
     for candidate in choice.candidates:
-        times = [f"{value:.2f}" for value in candidate.milliseconds] or ["-"] * len(choice.shapes)
+        times = [f"{value:.2f}" for value in candidate.milliseconds]
+        times += ["-"] * (len(choice.shapes) - len(times))
         sqnr = "-" if candidate.sqnr_db is None else text.decibels(candidate.sqnr_db)
         difference = candidate.score_difference
         score = ["-" if difference is None else text.signed(difference)] if scored else []
-        table.add_row(candidate.name, *times, sqnr, *score, Text(candidate.verdict))
+        table.add_row(candidate.name, *times, sqnr, *score, Text(_short(candidate.verdict)))
     console.print(table)
+    for candidate in choice.candidates:
+        if candidate.verdict != _short(candidate.verdict):
+            console.print(Text(f"{candidate.name}: {candidate.verdict}"), soft_wrap=True)
     for line in missing_lines(choice):
         console.print(Text(line), soft_wrap=True)
+
+
+def _short(verdict: str) -> str:
+    """Return a verdict as a table has room for it: without a reason, which may hold a path."""
+    return verdict if len(verdict) <= _ROOM else re.split(":| at ", verdict)[0]
 
 
 def choice_table(choice: EngineChoice) -> str:
@@ -50,7 +64,8 @@ def choice_table(choice: EngineChoice) -> str:
         (
             row,
             candidate.name,
-            *(candidate.milliseconds or (None,) * len(choice.shapes)),
+            *candidate.milliseconds,
+            *[None] * (len(choice.shapes) - len(candidate.milliseconds)),
             candidate.sqnr_db,
             *((candidate.score_difference,) if scored else ()),
             candidate.verdict,

@@ -52,6 +52,8 @@ def print_record(record: RunRecord, folder: Path | str, console: Console) -> Non
     console.print(
         Text("report  ", style="bold") + Text(str(page if page.exists() else folder / "report.json")), soft_wrap=True
     )
+    if record.choice is not None and record.choice.deploy:
+        console.print(Text("deploy  ", style="bold") + Text(record.choice.deploy), soft_wrap=True)
 
 
 def _table(record: RunRecord) -> Table:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -13,13 +14,19 @@ from torch import nn
 from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
+from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
+from quantizer.engines import medians
 from quantizer.engines import runs_here
+from quantizer.engines.candidates import Variant
 from quantizer.engines.measure.trial import tried_build
 from quantizer.export import export_onnx
 from quantizer.quantizer import Quantizer
 from quantizer.report.record import EngineCheck
+from quantizer.runs.choose_engine import HOPELESS
+from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.compare_outputs import OutputCheck
+from quantizer.runs.compare_outputs import Reference
 from quantizer.runs.compare_outputs import Tolerance
 from quantizer.runs.compare_outputs import check_engine
 from quantizer.runs.compare_outputs import reference_outputs
@@ -34,6 +41,7 @@ from quantizer.runs.placement.price_groups import EngineFiles
 from quantizer.runs.placement.price_groups import TimeCache
 from quantizer.runs.placement.price_groups import Timing
 from quantizer.runs.run_context import RunContext
+from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
 from quantizer.runs.task_metric import TaskMetric
@@ -45,6 +53,7 @@ from quantizer.tasks import Row
 __all__ = ["EngineMaker", "Made"]
 
 _AMP_BATCHES = 4
+_FEW_ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +61,7 @@ class Made:
     """One engine that was built.
 
     Attributes:
-        name: its backend.
+        variant: its backend, and how it was built.
         onnx: the file that it was built from.
         built: the engine's file.
         quantized: the frozen proxy; None: it is the float model's.
@@ -62,7 +71,7 @@ class Made:
         checks: its outputs against PyTorch's.
     """
 
-    name: str
+    variant: Variant
     onnx: Path
     built: BuildResult
     quantized: nn.Module | None = None
@@ -103,15 +112,32 @@ class EngineMaker:
         self.tuning = tuning
         self.scratch = scratch
         self.stage = context.timer
-        self._plain: dict[str, Made] = {}
+        self._plain: dict[Variant, Made] = {}
+        self._outputs: WeakKeyDictionary[nn.Module, list[Reference]] = WeakKeyDictionary()
 
-    def quantized(self, name: str, quantizer: Quantizer, folder: Path) -> Made:
-        """Quantize, export, build and check, with ``max_drop`` again until the engine meets it, too."""
+    def variant(self, name: str) -> Variant:
+        """Return how the engine of a backend is built that was asked for by its name."""
+        dtype = (self.asked.dtype or "int8") if self.asked.quantization else None
+        precision = self.asked.inference_precision if profile(name).inference_precisions else None
+        return Variant(backend=name, dtype=dtype, precision=precision)
+
+    def quantized(self, variant: Variant, quantizer: Quantizer, folder: Path, beside: Engine | None = None) -> Made:
+        """Quantize, export, build and check, with ``max_drop`` again until the engine meets it, too.
+
+        Args:
+            variant: how the engine is built.
+            quantizer: a calibrated quantizer.
+            folder: where its files are written.
+            beside: another engine. If this one takes 1.2 times as long, none of its groups is timed or searched for:
+                a better plan would not make it the faster one.
+        """
         allowed, amp, model = self.asked.max_drop, None, self.context.model
-        budget = EngineBudget(self.context, allowed, self.tuning, checked=runs_here(name))
+        budget = self._budget(variant)
         read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
         metric = TaskMetric(read, self.context.task, budget.searched, [], self.stage.tell)
-        made = self._quantized(name, quantizer, folder)
+        made = self._quantized(variant, quantizer, folder)
+        if beside is not None and made.engine is not None and self.ratio(made.engine, beside) >= HOPELESS:
+            return self._judged(made)
         prices = None if made.engine is None else self._prices(made, quantizer)
         if prices is not None and prices.slower():
             quantizer.fallback(None, prices=prices)
@@ -123,33 +149,70 @@ class EngineMaker:
                 search_fallback(self.context, quantizer, amp, metric, allowed, prices=prices)
             chosen = quantizer.chosen_fallback
             if chosen is not None and chosen.reasons():
-                made = self._quantized(name, quantizer, folder)
+                made = self._quantized(variant, quantizer, folder)
             allowed = budget.next_drop(made.engine, 0 if chosen is None else len(chosen.groups))
             if allowed is None:
                 break
-        return replace(made, budget=tuple(budget.checks), checks=self._checks(name, made.engine, made.quantized))
+        return self._checked(replace(made, budget=tuple(budget.checks)))
 
-    def _quantized(self, name: str, quantizer: Quantizer, folder: Path) -> Made:
+    def as_calibrated(self, variant: Variant, quantizer: Quantizer, folder: Path) -> Made:
+        """Quantize, export, build and check, with nothing put back; with ``max_drop`` the engine's drop is told."""
+        return self._judged(self._quantized(variant, quantizer, folder))
+
+    def rebuilt(self, variant: Variant, made: Made, engine: Path) -> Made:
+        """Build and check another variant of a quantized engine from the same file."""
+        engine.parent.mkdir()
+        built = self._built(variant, made.onnx, engine)
+        return self._judged(replace(made, variant=variant, built=built, engine=self._loaded(built, variant)))
+
+    def ratio(self, engine: Engine, beside: Engine) -> float:
+        """Return how many times as long as another one an engine takes, at the usual shape."""
+        batch = self.checked_on[len(self.checked_on) // 2]
+        pair = {"this": engine, "other": beside}
+        calls = {name: partial(one, engine_inputs(one, batch)) for name, one in pair.items()}
+        taken = medians(interleaved_latency(calls, rounds=_FEW_ROUNDS, warmup=1))
+        return taken["this"] / taken["other"]
+
+    def _judged(self, made: Made) -> Made:
+        budget = self._budget(made.variant)
+        chosen = None if made.quantizer is None else made.quantizer.chosen_fallback
+        budget.next_drop(made.engine, 0 if chosen is None else len(chosen.groups))
+        return self._checked(replace(made, budget=tuple(budget.checks)))
+
+    def _budget(self, variant: Variant) -> EngineBudget:
+        return EngineBudget(self.context, self.asked.max_drop, self.tuning, checked=runs_here(variant.backend))
+
+    def _quantized(self, variant: Variant, quantizer: Quantizer, folder: Path) -> Made:
         """Quantize, export and build."""
         with self.stage("quantize"):
             quantized = quantizer.quantize(self.context.model)
+            if variant.dynamic:
+                require_sites(quantizer)
         with self.stage("export"):
             quantizer.export(quantized, folder / ONNX, self.context.task.example())
-        built = self._built(name, folder / ONNX, folder / ENGINE)
-        engine = self._loaded(built, name)
-        return Made(name=name, onnx=folder / ONNX, built=built, quantized=quantized, quantizer=quantizer, engine=engine)
+        built = self._built(variant, folder / ONNX, folder / ENGINE)
+        return Made(
+            variant=variant,
+            onnx=folder / ONNX,
+            built=built,
+            quantized=quantized,
+            quantizer=quantizer,
+            engine=self._loaded(built, variant),
+        )
 
     def _prices(self, made: Made, quantizer: Quantizer) -> Prices | None:
         """Return what the groups of a plan are worth in time, in the middle one of the shapes, if that can be told."""
         assert made.quantized is not None
-        plain = self.plain_engine(made.name)
+        plain = self.plain_engine(made.variant)
         batch, sequence = self.facts.shapes[len(self.facts.shapes) // 2]
         placer = GroupPlacer(
             model=self.context.model,
             example=self.context.task.example(),
-            timing=Timing(backend=made.name, batch=batch, sequence=sequence or batch, threads=self.asked.threads),
+            timing=Timing(
+                backend=made.variant.backend, batch=batch, sequence=sequence or batch, threads=self.asked.threads
+            ),
             cache=TimeCache(self.context.resume.times),
-            build=partial(self._built, made.name),
+            build=partial(self._built, made.variant),
             folder=self.scratch,
             say=self.stage.say,
         )
@@ -157,28 +220,26 @@ class EngineMaker:
         with self.stage("time the groups"):
             return placer.prices(quantizer, made.quantized, low, high)
 
-    def plain_engine(self, name: str) -> Made:
-        """Return the engine of the float model of a backend, in a file that is not kept; it is built once."""
-        if name not in self._plain:
-            engine = self.scratch / f"{name}.engine"
-            self._plain[name] = self.float_engine(name, self.float_file(name), engine, checked=False)
-        return self._plain[name]
+    def plain_engine(self, variant: Variant) -> Made:
+        """Return the engine of the float model beside a variant, in a file that is not kept; it is built once."""
+        plain = replace(variant, dtype=None, dynamic=False)
+        if plain not in self._plain:
+            engine = self.scratch / f"{plain.file_name}.engine"
+            self._plain[plain] = self.float_engine(plain, self.float_file(plain.backend), engine, checked=False)
+        return self._plain[plain]
 
-    def checked_plain_engine(self, name: str) -> Made:
+    def checked_plain_engine(self, variant: Variant) -> Made:
         """Return it with its outputs checked."""
-        made = self.plain_engine(name)
-        return replace(made, checks=self._checks(name, made.engine))
+        return self._checked(self.plain_engine(variant))
 
-    def float_engine(self, name: str, onnx: Path, engine: Path, *, checked: bool = True) -> Made:
+    def float_engine(self, variant: Variant, onnx: Path, engine: Path, *, checked: bool = True) -> Made:
         """Export the float model, if ``onnx`` does not exist, and build and check its engine."""
         if not onnx.exists():
             with self.stage("export" if checked else "export the float model"):
-                self.export_float(name, onnx)
-        built = self._built(name, onnx, engine)
-        loaded = self._loaded(built, name)
-        return Made(
-            name=name, onnx=onnx, built=built, engine=loaded, checks=self._checks(name, loaded) if checked else ()
-        )
+                self.export_float(variant.backend, onnx)
+        built = self._built(variant, onnx, engine)
+        made = Made(variant=variant, onnx=onnx, built=built, engine=self._loaded(built, variant))
+        return self._checked(made) if checked else made
 
     def float_file(self, name: str) -> Path:
         """Return where the float model is exported to if its file is not kept; backends of one kind share it."""
@@ -189,46 +250,51 @@ class EngineMaker:
         target = profile(name)
         export_onnx(self.context.model, path, self.context.task.example(), opset=target.opset, dtype=target.torch_dtype)
 
-    def options(self, name: str) -> BuildOptions:
-        """Return the options of a backend's build."""
+    def options(self, variant: Variant) -> BuildOptions:
+        """Return the options of a build."""
         return BuildOptions(
             dynamic=self.facts.dimensions,
-            compute_capability=self.capability(name),
-            inference_precision=self.precision(name),
+            compute_capability=self.capability(variant.backend),
+            inference_precision=variant.precision,
+            compiled=variant.compiled,
         )
 
     def capability(self, name: str) -> str | None:
         """Return the GPU that a backend builds for ahead of time, if it does."""
         return self.asked.compute_capability if profile(name).capabilities else None
 
-    def precision(self, name: str) -> str | None:
-        """Return in what a backend computes what is not quantized, if that can be set."""
-        return self.asked.inference_precision if profile(name).inference_precisions else None
-
-    def tolerance(self, name: str, quantized: bool) -> Tolerance:
+    def tolerance(self, variant: Variant) -> Tolerance:
         """Return the tolerance of an engine, by the precision in which it computes floats."""
-        told = self.precision(name)
-        dtype = profile(name).torch_dtype if told is None else getattr(torch, told)
-        return tolerance(self.asked.tolerance, quantized, dtype)
+        told = variant.precision
+        dtype = profile(variant.backend).torch_dtype if told is None else getattr(torch, told)
+        return tolerance(self.asked.tolerance, variant.dtype is not None, dtype)
 
-    def _built(self, name: str, onnx: Path, engine: Path) -> BuildResult:
+    def _built(self, variant: Variant, onnx: Path, engine: Path) -> BuildResult:
+        name, options = variant.backend, self.options(variant)
         with self.stage("build the engine"):
             if not self.asked.chooses:
-                return self.stage.build(name, onnx, engine, self.options(name))
+                return self.stage.build(name, onnx, engine, options)
             # Where others can take its place, a candidate may crash or hang.
             sequence = 16 if self.facts.sequence is None else self.facts.sequence[0]
             batch, threads = self.facts.batch[0], self.asked.threads
-            return tried_build(name, onnx, engine, self.options(name), threads=threads, batch=batch, sequence=sequence)
+            return tried_build(name, onnx, engine, options, threads=threads, batch=batch, sequence=sequence)
 
-    def _loaded(self, built: BuildResult, name: str) -> Engine | None:
+    def _loaded(self, built: BuildResult, variant: Variant) -> Engine | None:
+        name = variant.backend
         return load_engine(name, built.path, threads=self.asked.threads) if runs_here(name) else None
 
-    def _checks(self, name: str, engine: Engine | None, quantized: nn.Module | None = None) -> tuple[OutputCheck, ...]:
-        if engine is None:
-            return ()
+    def _checked(self, made: Made) -> Made:
+        """Return what was made with the checks of its outputs; none if it does not run here."""
+        if made.engine is None:
+            return made
         with self.stage("check the outputs against PyTorch"):
-            plain = reference_outputs(self.context.model, self.checked_on, engine.output_names)
-            expected = plain
-            if quantized is not None:
-                expected = reference_outputs(quantized, self.checked_on, engine.output_names)
-            return tuple(check_engine(engine, expected, plain, self.tolerance(name, quantized is not None)))
+            plain = self._reference(self.context.model, made.engine)
+            expected = plain if made.quantized is None else self._reference(made.quantized, made.engine)
+            found = check_engine(made.engine, expected, plain, self.tolerance(made.variant))
+        return replace(made, checks=tuple(found))
+
+    def _reference(self, model: nn.Module, engine: Engine) -> list[Reference]:
+        """Return PyTorch's outputs; engines of one model have the same ones."""
+        if model not in self._outputs:
+            self._outputs[model] = reference_outputs(model, self.checked_on, engine.output_names)
+        return self._outputs[model]

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from quantizer.common.plain_values import decoded
 from quantizer.common.plain_values import json_values
 from quantizer.engines import Array
 from quantizer.engines import Engine
+from quantizer.engines import backend
 from quantizer.engines import load_engine
 from quantizer.errors import QuantizerError
 from quantizer.files import restore_folder
@@ -148,7 +150,8 @@ def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True)
         raise QuantizerError(
             f"{path / CONFIG} has format {config.get('format')!r}, expected {FORMAT}: convert the model again"
         )
-    if config.get("chosen_on") not in (None, here := collect_machine()["instructions"]):
+    other = config.get("chosen_on") not in (None, here := collect_machine()["instructions"])
+    if other:
         warnings.warn(
             f"{path}: its engine was chosen as the fastest on a CPU with {config['chosen_on']}, and this one has "
             f"{here or 'instructions that are not known'}: another may be faster here; convert the model again",
@@ -156,7 +159,9 @@ def load_converted(folder: str | Path, *, threads: int = 1, verify: bool = True)
         )
     task = config["task"]
     processor = load_processor(str(path / processor_folder(task)), task)
-    return Converted(config, load_engine(config["backend"], path / ENGINE, threads=threads, verify=verify), processor)
+    # One warning is enough.
+    load = backend(config["backend"]).load if other else partial(load_engine, config["backend"])
+    return Converted(config, load(path / ENGINE, threads=threads, verify=verify), processor)
 
 
 def _check(config: dict[str, Any]) -> None:

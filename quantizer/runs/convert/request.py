@@ -10,7 +10,9 @@ from dataclasses import field
 from pathlib import Path
 
 from quantizer.engines import backends
+from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.candidates import cpu_variants
 from quantizer.errors import ConfigError
 from quantizer.errors import EngineError
 from quantizer.errors import QuantizerError
@@ -68,7 +70,8 @@ class ConversionRequest:
         threads: the number of CPU threads of engines and PyTorch.
         force: replace the folder of an earlier conversion; a folder with anything else is never replaced.
         chooses: whether the fastest engine is chosen; ``backends`` are then those for this CPU.
-        missing: those for this CPU that are not installed, and what installs them.
+        variants: the engines to choose from.
+        missing: backends for this CPU that are not installed, and what installs them.
 
     Raises:
         ConfigError: the options do not fit together; all problems are listed.
@@ -94,6 +97,7 @@ class ConversionRequest:
     threads: int = 1
     force: bool = False
     chooses: bool = field(default=False, init=False)
+    variants: tuple[Variant, ...] = field(default=(), init=False)
     missing: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -110,7 +114,7 @@ class ConversionRequest:
         """Put the backends for this CPU in the place of ``auto``: those beside it, or those that take the options."""
         if AUTO not in self.backends:
             return
-        names = tuple(name for name in self.backends if name != AUTO)
+        among = names = tuple(name for name in self.backends if name != AUTO)
         missing: tuple[str, ...] = ()
         # Names that are unknown, or there twice, are told of with the other problems of names.
         if set(names) <= set(backends.names()) and len(set(names)) == len(names):
@@ -124,7 +128,14 @@ class ConversionRequest:
             if self.dtype in (None, *profile(name).activation_dtypes)
             and self.inference_precision in (None, *profile(name).inference_precisions)
         ]
-        for field_name, value in (("backends", tuple(fit) or names), ("chooses", True), ("missing", missing)):
+        chosen = {"backends": tuple(fit) or names, "chooses": True, "missing": missing}
+        if set(names) <= set(backends.names()):
+            dtype = (self.dtype or "int8") if self.quantization else None
+            # A plan in which ranges are taken at run time has no calibrated ones to search in.
+            chosen["variants"] = cpu_variants(
+                fit or names, dtype=dtype, precision=self.inference_precision, dynamic=True, named=bool(among)
+            )
+        for field_name, value in chosen.items():
             object.__setattr__(self, field_name, value)
 
     def _names(self) -> Iterator[str]:

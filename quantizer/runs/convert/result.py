@@ -32,6 +32,7 @@ class QuantizationSummary:
 
     Attributes:
         dtype: the number format.
+        ranges: where those of activations come from, ``static`` (calibration) or ``dynamic`` (each run).
         sites: the number of quantized sites and of sites that ran in calibration, by kind.
         multiply_adds: the share of multiply-adds in low precision; None: none were counted.
         put_back: the groups of sites that fell back to float.
@@ -42,6 +43,7 @@ class QuantizationSummary:
     """
 
     dtype: str
+    ranges: str
     sites: dict[str, tuple[int, int]]
     multiply_adds: float | None
     put_back: tuple[str, ...]
@@ -87,6 +89,7 @@ def quantization_facts(
     every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
     return QuantizationSummary(
         dtype=quantizer.config.dtype,
+        ranges=quantizer.config.activations.ranges,
         sites={kind: (quantized[kind], count) for kind, count in every.items()},
         multiply_adds=coverage.share,
         put_back=() if chosen is None else chosen.groups,

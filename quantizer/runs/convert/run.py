@@ -5,34 +5,25 @@ The output folder is complete or absent: it is filled under a temporary name and
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Mapping
-from collections.abc import Sequence
 from dataclasses import asdict
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from torch import nn
 
 from quantizer.engines import Engine
-from quantizer.engines import Inspection
-from quantizer.engines import inspect_engine
-from quantizer.errors import EngineError
-from quantizer.errors import QuantizerError
+from quantizer.engines.candidates import Variant
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.qdq.signature import read_signature
 from quantizer.quantizer import Quantizer
-from quantizer.report import Score
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
-from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables.choice_table import print_choice
-from quantizer.runs.choose_engine import bound
-from quantizer.runs.choose_engine import choose
+from quantizer.runs.convert.choose import PYTORCH
+from quantizer.runs.convert.choose import Chooser
 from quantizer.runs.convert.data import Samples
 from quantizer.runs.convert.data import read_calibration
 from quantizer.runs.convert.data import read_labelled
@@ -59,16 +50,13 @@ from quantizer.runs.preflight import require_tools
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import load_context
-from quantizer.runs.run_context import predict
 from quantizer.runs.run_context import resume_files
-from quantizer.runs.run_context import score_record
+from quantizer.runs.scoring import Scoring
 from quantizer.targets import profile
-from quantizer.tasks import Predictions
 
 __all__ = ["convert"]
 
 _RESAMPLES = 1000
-_PYTORCH = "PyTorch float"
 
 
 def convert(asked: ConversionRequest, console: Console) -> Path:
@@ -136,12 +124,12 @@ class _Run:
         self.model, self.task = self.context.model, self.context.task
         # Errors that would otherwise come after minutes of calibration.
         maker = EngineMaker(asked, facts, self.context, [], [], [], target)
-        require_tools({name: maker.options(name) for name in asked.backends}, html=False)
+        require_tools({name: maker.options(maker.variant(name)) for name in asked.backends}, html=False)
         check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
         self.calibration, held_out = ([], []) if data is None else data.of(self.task)
         self.batches = self.task.sample_batches(self.calibration)
         self.check_batches = [self.task.inputs.filled(held_out or self.calibration, *shape) for shape in facts.shapes]
-        self.float_predictions: Predictions | None = None
+        self.scoring = Scoring(self.context, self.evaluation, _RESAMPLES)
         self.calibrated: Quantizer | None = None
 
     def run(self) -> tuple[EngineChoice | None, list[BackendResult]]:
@@ -167,118 +155,65 @@ class _Run:
         write_json(self.target / "conversion.json", document)
         return choice, results
 
-    def _quantizer(self, name: str) -> Quantizer:
-        """Return the quantizer for a backend; all are from one calibration, with the first that is asked for."""
+    def _quantizer(self, name: str, ranges: str | None = None) -> Quantizer:
+        """Return the quantizer for a backend; all are from one calibration, with the first that is asked for.
+
+        Args:
+            name: the backend.
+            ranges: ``dynamic`` for ranges that are taken at run time.
+        """
         if self.calibrated is None:
             self.calibrated = Quantizer(backend=name, dtype=self.asked.dtype or "int8")
             with self.stage(f"calibrate on {len(self.calibration)} {self.task.reads}s"):
                 self.calibrated.calibrate(self.model, self.batches)
                 self.calibrated.save(self.target / "quantizer")
-        return self.calibrated if self.calibrated.config.backend == name else self.calibrated.for_backend(name)
+        if self.calibrated.config.backend == name and ranges is None:
+            return self.calibrated
+        other = self.calibrated.for_backend(name, ranges=ranges)
+        # What went back for one engine is another one's to choose.
+        other.clear_fallback()
+        return other
+
+    def _quantizer_of(self, variant: Variant) -> Quantizer:
+        return self._quantizer(variant.backend, "dynamic" if variant.dynamic else None)
 
     def _each(self, name: str, maker: EngineMaker) -> BackendResult:
         """Return the results of one backend, in a folder of its own."""
         quantizer = self._quantizer(name) if self.asked.quantization else None
-        folder = self.target / name
+        folder, variant = self.target / name, maker.variant(name)
         folder.mkdir()
         self.console.print(f"[bold]{name}[/bold]")
         if quantizer is None:
-            made = maker.float_engine(name, folder / ONNX, folder / ENGINE)
+            made = maker.float_engine(variant, folder / ONNX, folder / ENGINE)
         else:
-            made = maker.quantized(name, quantizer, folder)
+            made = maker.quantized(variant, quantizer, folder)
         latency: tuple[ShapeLatency, ...] = ()
         if made.engine is not None:
-            models: dict[str, nn.Module | Engine] = {_PYTORCH: self.model}
+            models: dict[str, nn.Module | Engine] = {PYTORCH: self.model}
             if made.quantized is not None:
-                plain = maker.plain_engine(name).engine
+                plain = maker.plain_engine(variant).engine
                 assert plain is not None
                 models["float engine"] = plain
-            latency = self._latency({**models, "engine": made.engine})
-        return self._result(maker, made, folder, latency, self._scored(made))
+            models["engine"] = made.engine
+            with self.stage("measure latency"):
+                latency = tuple(measure_latency(models, batch, self.asked.threads) for batch in self.check_batches)
+        return self._result(maker, made, folder, latency)
 
     def _chosen(self, maker: EngineMaker) -> tuple[EngineChoice, list[BackendResult]]:
         """Make the engines of all candidates, in float and quantized, and keep the fastest that is right."""
-        made: dict[str, Made] = {}
-        failed: list[Candidate] = []
         if self.asked.quantization:
             # What is wrong with the data is no fault of a candidate.
             self._quantizer(self.asked.backends[0])
-        for name in self.asked.backends:
-            self.console.print(f"[bold]{name}[/bold]")
-            for quantized in (False, True)[: 2 if self.asked.quantization else 1]:
-                dtype = (self.asked.dtype or "int8") if quantized else profile(name).float_dtype
-                try:
-                    one = self._candidate(name, maker, quantized=quantized)
-                except QuantizerError as error:
-                    failed.append(Candidate(backend=name, format=dtype, verdict=f"failed: {error}"))
-                    self.stage.say(f"{name} {dtype} failed: {error}")
-                else:
-                    made[f"{name} {dtype}"] = one
-        engines = {name: one.engine for name, one in made.items() if one.engine is not None}
-        latency = self._latency({_PYTORCH: self.model, **engines}) if engines else ()
-        scores = {name: self._scored(one) for name, one in made.items() if one.quantized is not None}
-        tried = [self._record(name, one, latency, scores.get(name, ())) for name, one in made.items()]
-        choice = choose([*tried, *failed], [str(shape) for shape in latency], self.asked.missing)
-        choice = bound(choice, lambda candidate: self._inspected(made[candidate.name]))
-        best = choice.candidates[0]
-        kept, folder = made[best.name], self.target / best.backend
-        for name in self.asked.backends:
-            if (self.target / name).exists() and not (name == best.backend and kept.quantized is not None):
-                shutil.rmtree(self.target / name)
-        if kept.quantizer is None:
-            folder.mkdir()
-            maker.export_float(best.backend, folder / ONNX)
-            kept.built.path.rename(folder / ENGINE)
-        plain = f"{best.backend} {profile(best.backend).float_dtype}"
-        names = {_PYTORCH: _PYTORCH, **({plain: "float engine"} if plain in made else {}), best.name: "engine"}
-        taken = tuple(
-            replace(shape, milliseconds={told: shape.milliseconds[name] for name, told in names.items()})
-            for shape in latency
-        )
-        scored = scores[best.name] if best.name in scores else self._scored(kept)
-        result = self._result(maker, kept, folder, taken, scored, choice.instructions)
+        chooser = Chooser(maker, self.scoring, self._quantizer_of, self.console)
+        chosen = chooser.choose()
+        kept, folder = chosen.made, self.target / chosen.made.variant.backend
+        chooser.deliver(kept, folder)
+        result = self._result(maker, kept, folder, chosen.latency, chosen.choice.instructions)
         if kept.quantizer is not None:
             # As it was calibrated, before any group was put back.
             kept.quantizer.clear_fallback()
             kept.quantizer.save(self.target / "quantizer")
-        return choice, [result]
-
-    def _candidate(self, name: str, maker: EngineMaker, *, quantized: bool) -> Made:
-        """Return one engine to choose from.
-
-        Raises:
-            QuantizerError: it cannot be made, is wrong, or misses ``max_drop``; nothing of it stays.
-        """
-        if not quantized:
-            return maker.checked_plain_engine(name)
-        folder = self.target / name
-        folder.mkdir()
-        try:
-            made = maker.quantized(name, self._quantizer(name), folder)
-            if made.budget and self.asked.max_drop is not None and made.budget[-1].drop > self.asked.max_drop:
-                raise EngineError(
-                    f"its score drops by {made.budget[-1].drop:.5f}, and --max-drop allows {self.asked.max_drop:g}"
-                )
-        except QuantizerError:
-            shutil.rmtree(folder)
-            raise
-        return made
-
-    def _record(self, name: str, made: Made, latency: Sequence[ShapeLatency], scores: Sequence[Score]) -> Candidate:
-        far = [check.float_db for check in made.checks if check.float_db is not None]
-        return Candidate(
-            backend=made.name,
-            format=name.rpartition(" ")[2],
-            milliseconds=tuple(shape.milliseconds[name] for shape in latency),
-            score_difference=scores[-1].difference if scores else None,
-            sqnr_db=min(far, default=None),
-        )
-
-    def _inspected(self, made: Made) -> Inspection:
-        batch, sequence = self.facts.shapes[len(self.facts.shapes) // 2]
-        return inspect_engine(
-            made.name, made.built.path, threads=self.asked.threads, batch=batch, sequence=sequence or batch
-        )
+        return chosen.choice, [result]
 
     def _result(
         self,
@@ -286,11 +221,11 @@ class _Run:
         made: Made,
         folder: Path,
         latency: tuple[ShapeLatency, ...],
-        scores: tuple[Score, ...],
         chosen_on: str | None = None,
     ) -> BackendResult:
         """Return what is delivered for a backend, after writing the rest of its folder."""
-        name, facts = made.name, None
+        name, facts = made.variant.backend, None
+        forms: dict[str, nn.Module | Engine] = {} if made.quantized is None else {"proxy": made.quantized}
         if made.quantizer is not None:
             facts = quantization_facts(made.quantizer, made.budget, str(self.asked.calibration), len(self.calibration))
         self.context.processor.save_pretrained(folder / processor_folder(self.facts.task))
@@ -298,7 +233,7 @@ class _Run:
             backend=name,
             float_dtype=profile(name).float_dtype,
             compute_capability=maker.capability(name),
-            inference_precision=maker.precision(name),
+            inference_precision=made.variant.precision,
             quantization=facts,
             signature=read_signature(folder / ONNX),
             onnx_bytes=(folder / ONNX).stat().st_size,
@@ -306,34 +241,11 @@ class _Run:
             build_seconds=made.built.seconds,
             chosen_on=chosen_on,
             not_verified=None if made.checks else "not verified: built ahead of time, and there is no GPU here",
-            tolerance=str(maker.tolerance(name, made.quantized is not None)),
+            tolerance=str(maker.tolerance(made.variant)),
             checks=made.checks,
             latency=latency,
-            scores=scores,
+            scores=() if made.engine is None else self.scoring.scores({**forms, "engine": made.engine}),
         )
         write_json(folder / CONFIG, backend_config(self.facts, result))
         print_result(result, self.console)
         return result
-
-    def _latency(self, models: Mapping[str, nn.Module | Engine]) -> tuple[ShapeLatency, ...]:
-        with self.stage("measure latency"):
-            return tuple(measure_latency(models, batch, self.asked.threads) for batch in self.check_batches)
-
-    def _scored(self, made: Made) -> tuple[Score, ...]:
-        """Return the task's scores of the float model, the proxy and the engine on the evaluation rows."""
-        if not self.evaluation or made.engine is None:
-            return ()
-        if self.float_predictions is None:
-            self.float_predictions = self._predict("float model", self.model)
-        scores = [self._score("float", self.float_predictions)]
-        if made.quantized is not None:
-            scores.append(self._score("proxy", self._predict("proxy", made.quantized)))
-        scores.append(self._score("engine", self._predict("engine", made.engine)))
-        return tuple(scores)
-
-    def _predict(self, which: str, model: nn.Module | Engine) -> Predictions:
-        return predict(self.context, which, model, self.evaluation)
-
-    def _score(self, which: str, predictions: Predictions) -> Score:
-        base = self.float_predictions or predictions
-        return score_record(which, self.task, base, predictions, self.evaluation, _RESAMPLES)

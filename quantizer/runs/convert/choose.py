@@ -1,0 +1,223 @@
+"""The choice of a conversion: all engines for this CPU are made, checked, scored and timed; the fastest is taken."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from quantizer.engines import Engine
+from quantizer.engines import Inspection
+from quantizer.engines import inspect_engine
+from quantizer.engines.candidates import Variant
+from quantizer.errors import EngineError
+from quantizer.quantizer import Quantizer
+from quantizer.report.candidate_record import Candidate
+from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.tables import text
+from quantizer.runs.choose_engine import FAILURES
+from quantizer.runs.choose_engine import HOPELESS
+from quantizer.runs.choose_engine import bound
+from quantizer.runs.choose_engine import choose
+from quantizer.runs.choose_engine import failed
+from quantizer.runs.choose_engine import slow_ones
+from quantizer.runs.choose_engine import timed
+from quantizer.runs.convert.engine_maker import EngineMaker
+from quantizer.runs.convert.engine_maker import Made
+from quantizer.runs.convert.folder import ENGINE
+from quantizer.runs.convert.folder import ONNX
+from quantizer.runs.convert.measure import ShapeLatency
+from quantizer.runs.convert.measure import measure_latency
+from quantizer.runs.run_context import engine_inputs
+from quantizer.runs.scoring import Scoring
+from quantizer.tasks import Batch
+
+__all__ = ["PYTORCH", "Chooser", "Chosen"]
+
+PYTORCH = "PyTorch float"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An engine that was chosen.
+
+    Attributes:
+        choice: what was tried.
+        made: the engine.
+        latency: its latency beside PyTorch's and that of the fastest engine in float of its backend, at each shape.
+    """
+
+    choice: EngineChoice
+    made: Made
+    latency: tuple[ShapeLatency, ...]
+
+
+class Chooser:
+    """Maker of all candidates of a conversion.
+
+    Args:
+        maker: makes one engine; its scratch folder holds all of them.
+        scoring: scores them.
+        quantizer: gives a quantizer for a variant, from one calibration, with nothing put back.
+        console: where backends are named.
+    """
+
+    def __init__(
+        self, maker: EngineMaker, scoring: Scoring, quantizer: Callable[[Variant], Quantizer], console: Console
+    ) -> None:
+        self._maker = maker
+        self._asked = maker.asked
+        self._stage = maker.stage
+        self._scoring = scoring
+        self._quantizer = quantizer
+        self._console = console
+        self._made: dict[str, Made] = {}
+        self._records: dict[str, Candidate] = {}
+
+    def choose(self) -> Chosen:
+        """Make the engines of all candidates, in float and quantized, and return the fastest that is right.
+
+        Raises:
+            EngineError: none is.
+        """
+        for variant in self._asked.variants:
+            self._console.print(f"[bold]{variant.name}[/bold]")
+            record = Candidate(backend=variant.backend, format=variant.format)
+            try:
+                if (hopeless := self._hopeless(variant)) is not None:
+                    self._drop(replace(record, verdict=f"not built: {hopeless}"))
+                    continue
+                made = self._candidate(variant)
+                difference = self._scoring.difference(variant.name, made.engine)
+            except FAILURES as error:
+                self._drop(failed(record, error))
+            else:
+                far = [check.float_db for check in made.checks if check.float_db is not None]
+                self._made[variant.name] = made
+                self._records[variant.name] = replace(
+                    record, sqnr_db=min(far, default=None), score_difference=difference
+                )
+        latency = self._timed()
+        choice = choose(list(self._records.values()), [str(shape) for shape in latency], self._asked.missing)
+        choice = bound(choice, self._inspected)
+        best = self._made[choice.candidates[0].name]
+        return Chosen(choice, best, self._told(choice, latency, best))
+
+    def deliver(self, made: Made, folder: Path) -> None:
+        """Move an engine and its ONNX file into a folder of their own, which is made."""
+        if made.quantized is None:
+            folder.mkdir()
+            self._maker.export_float(made.variant.backend, folder / ONNX)
+        else:
+            made.onnx.parent.rename(folder)
+        if made.built.path.parent != made.onnx.parent or made.quantized is None:
+            made.built.path.replace(folder / ENGINE)
+
+    def _candidate(self, variant: Variant) -> Made:
+        """Return one engine to choose from.
+
+        Raises:
+            QuantizerError: it cannot be made, is wrong, or misses ``max_drop``.
+        """
+        if variant.dtype is None:
+            return self._maker.checked_plain_engine(variant)
+        folder, first = self._folder(variant), self._first(variant)
+        if variant.dynamic:
+            folder.mkdir()
+            made = self._maker.as_calibrated(variant, self._quantizer(variant), folder)
+        elif variant is first:
+            folder.mkdir()
+            made = self._maker.quantized(variant, self._quantizer(variant), folder, beside=self._quick)
+        elif first.name in self._made:
+            made = self._maker.rebuilt(variant, self._made[first.name], folder / ENGINE)
+        else:
+            raise EngineError(f"{first.name} failed, and it is built from the same file")
+        allowed = self._asked.max_drop
+        if made.budget and allowed is not None and made.budget[-1].drop > allowed:
+            raise EngineError(f"its score drops by {made.budget[-1].drop:.5f}, and --max-drop allows {allowed:g}")
+        return made
+
+    def _hopeless(self, variant: Variant) -> str | None:
+        """Return why an engine with ranges at run time cannot win; None: it may.
+
+        Such an engine has at most the speed of the one with ranges from calibration (3% more were measured).
+        """
+        static = self._made.get(self._first(variant).name) if variant.dynamic else None
+        if static is None or static.engine is None or self._quick is None or static.engine is self._quick:
+            return None
+        ratio = self._maker.ratio(static.engine, self._quick)
+        if ratio < HOPELESS:
+            return None
+        return f"{static.variant.name} takes {text.times(ratio)} the time of another, and this is no faster"
+
+    def _first(self, variant: Variant) -> Variant:
+        """Return the variant of a backend whose file and plan others of it go by."""
+        return next(one for one in self._asked.variants if one.backend == variant.backend and one.dtype is not None)
+
+    @property
+    def _quick(self) -> Engine | None:
+        """The first quantized engine: backends come with the one first that usually is the fastest."""
+        return next((one.engine for one in self._made.values() if one.quantized is not None), None)
+
+    def _drop(self, record: Candidate) -> None:
+        """Take a candidate out of the choice; nothing of it stays."""
+        self._made.pop(record.name, None)
+        self._records[record.name] = record
+        shutil.rmtree(self._maker.scratch / record.name.replace(" ", "-"), ignore_errors=True)
+        self._stage.say(f"{record.name} {record.verdict}")
+
+    def _folder(self, variant: Variant) -> Path:
+        return self._maker.scratch / variant.file_name
+
+    def _timed(self) -> tuple[ShapeLatency, ...]:
+        """Time PyTorch and all engines at each shape; at the last and largest one none that is too slow to win."""
+        taken: list[ShapeLatency] = []
+        with self._stage("measure latency"):
+            for place, batch in enumerate(self._maker.checked_on, start=1):
+                last = place == len(self._maker.checked_on)
+                left = slow_ones(list(self._records.values())) if last else set()
+                engines = {name: one.engine for name, one in self._made.items() if name not in left and one.engine}
+                if not engines:
+                    break
+                shape, broken = timed(engines, partial(self._latency, batch), partial(_called, batch))
+                taken.append(shape)
+                for name in engines.keys() - broken.keys():
+                    times = (*self._records[name].milliseconds, shape.milliseconds[name])
+                    self._records[name] = replace(self._records[name], milliseconds=times)
+                for name, why in broken.items():
+                    self._drop(failed(self._records[name], why))
+        return tuple(taken)
+
+    def _latency(self, batch: Batch, engines: dict[str, Engine]) -> ShapeLatency:
+        return measure_latency({PYTORCH: self._maker.context.model, **engines}, batch, self._asked.threads)
+
+    def _told(self, choice: EngineChoice, latency: Sequence[ShapeLatency], best: Made) -> tuple[ShapeLatency, ...]:
+        """Return the latency of PyTorch, of the chosen backend's fastest engine in float, and of the chosen one."""
+        names = {PYTORCH: PYTORCH}
+        backend, every = best.variant.backend, len(latency)
+        plain = [one for one in choice.candidates if one.is_float and one.backend == backend]
+        plain = [one for one in plain if len(one.milliseconds) == every]
+        if plain and best.variant.dtype is not None:
+            names[plain[0].name] = "float engine"
+        names[choice.candidates[0].name] = "engine"
+        return tuple(
+            replace(shape, milliseconds={told: shape.milliseconds[name] for name, told in names.items()})
+            for shape in latency
+        )
+
+    def _inspected(self, candidate: Candidate) -> Inspection:
+        made, facts = self._made[candidate.name], self._maker.facts
+        batch, sequence = facts.shapes[len(facts.shapes) // 2]
+        return inspect_engine(
+            candidate.backend, made.built.path, threads=self._asked.threads, batch=batch, sequence=sequence or batch
+        )
+
+
+def _called(batch: Batch, engine: Engine) -> object:
+    return engine(engine_inputs(engine, batch))
