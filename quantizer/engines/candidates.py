@@ -40,7 +40,7 @@ class Variant:
 
     @property
     def format(self) -> str:
-        """The format of its products: ``float32``, ``int8``, ``int8+bfloat16`` with the rest in bfloat16, ``int8 dynamic``."""
+        """The format of products: ``float32``, ``int8``, ``int8 dynamic``, ``int8+bfloat16`` with such a rest."""
         rest = self.precision or profile(self.backend).float_dtype
         if self.dtype is None:
             return rest
