@@ -106,8 +106,8 @@ def test_faults_of_text_schema_and_overrides_come_together(write: Write) -> None
         ("engine: {inference_precision: bf16}", "got the text 'bf16'; expected 'float32' or 'bfloat16' or null"),
         (
             "engine:",
-            "engine: got null; expected a section with keys compute_capability, inference_precision, strip_weights, "
-            "threads; leave",
+            "engine: got null; expected a section with keys compute_capability, inference_precision, compiled, "
+            "strip_weights, threads; leave",
         ),
         ("engine: 3", "engine: got the whole number 3; expected a section"),
         ("export: {dynamic: {batch: [1, 2]}}", r"export.dynamic.batch\[2\]: is missing; expected three whole numbers"),

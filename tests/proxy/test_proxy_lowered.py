@@ -110,6 +110,7 @@ def test_encoders(architecture: str) -> None:
         assert sqnr_db(lowered(**given), frozen(**given)) > 40
 
 
+@pytest.mark.promise("- **Attention** whose products stay float is the model's own, fused or not.")
 def test_attention_whose_products_stay_float_is_the_models_own() -> None:
     model, given = tiny("bert", "sdpa"), batch("bert", padded=True)
     q = calibrated(model, given)
@@ -364,6 +365,10 @@ def test_copies_casts_and_loaded_states_choose_their_kernels_again() -> None:
     assert torch.equal(lowered(x), expected)
 
 
+@pytest.mark.promise(
+    "Saving is `q.save`, and lowering again after `Quantizer.load`: kernels keep weights in a layout of the processor "
+    "at hand, and nothing of ours is pickled."
+)
 def test_a_saved_quantizer_lowers_again(tmp_path: Path) -> None:
     model = Mlp().eval()
     q = calibrated(model)

@@ -63,13 +63,13 @@ def compile_models(
 ) -> Models:
     """Return the compiled models of an ONNX file; with ``ranges`` of its sizes also the one for the usual sizes."""
     core = ov.Core()
-    dimensions = _dimensions(onnx_path)
     try:
         model = core.read_model(str(onnx_path))
         ports = {port_name(port): port.partial_shape for port in model.inputs}
         compiled = _compiled(core, model, settings, onnx_path)
     except RuntimeError as error:
         raise EngineError(f"OpenVINO refused {onnx_path}: {explain_error(onnx_path, reason(error))}") from error
+    dimensions = _dimensions(onnx_path)
     usual = usual_shapes(ports, dimensions, ranges) if os.path.getsize(onnx_path) <= LARGEST_BYTES else None
     if usual is None:
         return Models(compiled, dimensions)
