@@ -45,12 +45,12 @@ from quantizer.engines import build_engine
 from quantizer.engines import interleaved_latency
 from quantizer.engines import load_engine
 from quantizer.engines import medians
+from quantizer.engines.candidates import Variant
 from quantizer.engines.candidates import cpu_candidates
-from quantizer.engines.int8_saturation import saturates
+from quantizer.engines.candidates import cpu_variants
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
 from quantizer.report.candidate_record import Candidate
-from quantizer.runs.choose_engine import FLOAT
 from quantizer.runs.choose_engine import choose
 
 Shape = tuple[int, int | None]
@@ -137,13 +137,12 @@ def engines(case: Case, folder: Path) -> tuple[dict[str, Make], list[str]]:
     lines = []
     example = case.calibration[0]
     plain = export_onnx(case.model, folder / "float.onnx", example, opset=20, dtype=torch.float32)
-    names = [*cpu_candidates()[0]]
-    names += [] if any(name.startswith("torch") for name in names) else ["torch-avx2" if saturates() else "torch"]
+    names = cpu_candidates()[0]
     quantizer = Quantizer(backend=names[0], preset=case.preset)
     quantizer.calibrate(case.model, case.calibration, progress=False)
     batch, sequence = case.shapes[-2]
+    paths: dict[str, Path] = {}
     for name in names:
-        found[f"{name} {FLOAT}"] = partial(_built, name, plain)
         # Always a new one: what goes back for its time in one engine is no matter of another.
         mine = quantizer.for_backend(name)
         back = 0
@@ -155,9 +154,11 @@ def engines(case: Case, folder: Path) -> tuple[dict[str, Make], list[str]]:
             back = len(prices.slower())
             if back:
                 mine.fallback(None, prices=prices)
-        path = mine.export(mine.quantize(case.model), folder / f"{name}.onnx", example)
-        found[f"{name} int8"] = partial(_built, name, path)
+        paths[name] = mine.export(mine.quantize(case.model), folder / f"{name}.onnx", example)
         lines.append(f"{name} int8: {back} groups back for their time, {mine.coverage.share:.1%} of multiply-adds")
+    for variant in cpu_variants(names, dtype="int8"):
+        path = plain if variant.dtype is None else paths[variant.backend]
+        found[variant.name] = partial(_built, variant, path)
     theirs = {BASE: plain_session(plain), DYNAMIC: plain_session(dynamic_file(plain, folder / "dynamic.onnx"))}
     theirs[NNCF] = openvino_engine(_nncf_file(plain, case, folder))
     return found | {one: partial(_same, run) for one, run in theirs.items()}, lines
@@ -168,12 +169,13 @@ def _same(run: Run, shape: Shape) -> Run:
 
 
 @cache
-def _built(backend: str, path: Path, shape: Shape) -> Run:
+def _built(variant: Variant, path: Path, shape: Shape) -> Run:
     """An engine with a usual shape; only OpenVINO's depends on it."""
     batch, sequence = shape
     usual = {"batch": (batch,) * 3, "sequence": (sequence or 1,) * 3}
-    target = path.with_name(f"{path.stem}-{backend}.engine")
-    return load_engine(backend, build_engine(backend, path, target, BuildOptions(dynamic=usual)).path, threads=1)
+    options = BuildOptions(dynamic=usual, inference_precision=variant.precision, compiled=variant.compiled)
+    target = path.with_name(f"{path.stem}-{variant.file_name}.engine")
+    return load_engine(variant.backend, build_engine(variant.backend, path, target, options).path, threads=1)
 
 
 def _nncf_file(plain: Path, case: Case, folder: Path) -> Path:
@@ -236,7 +238,7 @@ def _verdicts(shape: str, seconds: dict[str, list[float]]) -> dict[str, str]:
     def ratio(other: str) -> float:
         return statistics.median(b / a for a, b in zip(worth[best], worth[other], strict=True))
 
-    floats = [one for one in seconds if one.endswith(FLOAT) or one == BASE]
+    floats = [one.name for one in tried if one.is_float] + [BASE]
     return {
         "chosen": best,
         "to the fastest float engine": f"{min(map(ratio, floats)):.2f}",

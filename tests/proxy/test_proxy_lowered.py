@@ -69,6 +69,10 @@ class Wanders(nn.Module):
         return torch.stack(seen).sum(0)
 
 
+@pytest.mark.promise(
+    "It needs no export and no compiler, so it takes models that no exporter takes: branches that depend on data, "
+    "loops, caches."
+)
 def test_a_model_that_does_not_export_keeps_its_control_flow() -> None:
     model = Wanders().eval()
     inputs = [rows(1).abs(), -rows(2).abs(), 0.01 * rows(3).abs()]
@@ -376,6 +380,10 @@ def test_a_saved_quantizer_lowers_again(tmp_path: Path) -> None:
     assert torch.equal(Quantizer.load(tmp_path / "saved").lower(model)(rows(1)), q.lower(model)(rows(1)))
 
 
+@pytest.mark.promise(
+    "Weights that may do so stay in floats, and the reason says so; quantize for `torch-avx2`, which has weights of "
+    "7 bits."
+)
 def test_weights_whose_products_saturate_are_left_to_floats() -> None:
     model = nn.Sequential(nn.Linear(32, 8)).eval()
     q = calibrated(model, backend="onnxruntime")
