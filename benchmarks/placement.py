@@ -21,6 +21,7 @@ import torch
 from chosen_engine import CASES
 from chosen_engine import Case
 from chosen_engine import Run
+from chosen_engine import Shape
 from common import heading
 from common import stsb
 from data import imagenet_sample
@@ -61,10 +62,11 @@ def outputs(run: Run, batches: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
     return np.concatenate(found)
 
 
-def built(backend: str, path: Path) -> Run:
-    """The engine of an ONNX file."""
-    target = path.with_suffix(".engine")
-    return load_engine(backend, build_engine(backend, path, target, BuildOptions()).path, threads=1)
+def built(backend: str, path: Path, shape: Shape) -> Run:
+    """The engine of an ONNX file, for a usual shape."""
+    usual = {"batch": (shape[0],) * 3, "sequence": (shape[1] or 1,) * 3}
+    options = BuildOptions(dynamic=usual)
+    return load_engine(backend, build_engine(backend, path, path.with_suffix(".engine"), options).path, threads=1)
 
 
 def report(name: str, backend: str) -> None:
@@ -85,7 +87,7 @@ def report(name: str, backend: str) -> None:
     told: dict[str, tuple[int, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         plain = export_onnx(case.model, Path(folder) / "float.onnx", example, opset=20, dtype=torch.float32)
-        engines["float"] = built(backend, plain)
+        engines["float"] = built(backend, plain, (size, sequence))
         told["float"] = (len(prices.groups), prices.float_us)
         for place, (label, speedup) in enumerate(wanted.items()):
             quantizer.clear_fallback()
@@ -95,7 +97,7 @@ def report(name: str, backend: str) -> None:
                 back = set(chosen.reasons())
             frozen = quantizer.quantize(case.model)
             path = quantizer.export(frozen, Path(folder) / f"plan{place}.onnx", example)
-            engines[label] = built(backend, path)
+            engines[label] = built(backend, path, (size, sequence))
             told[label] = (len(back), prices.time_us(back))
         reference = outputs(engines["float"], batches)
         given = case.inputs(size, sequence)
