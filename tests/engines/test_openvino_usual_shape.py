@@ -78,10 +78,16 @@ def test_without_usual_sizes_there_is_one_model(
     assert _loaded(path, 1).usual is None
 
 
-def test_a_large_model_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_models, "LARGEST_BYTES", 1000)
-    path = build_engine("openvino", written(tmp_path, "batch, sequence, 64"), tmp_path / "m.engine", USUAL).path
-    assert _loaded(path, 1).usual is None
+@pytest.mark.parametrize("beside", [False, True], ids=["in the file", "in a second file"])
+def test_a_large_model_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    path = written(tmp_path, "batch, sequence, 64")
+    if beside:
+        onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=0)
+    monkeypatch.setattr(compiled_models, "LARGEST_BYTES", WEIGHT.nbytes - 1)
+    built = build_engine("openvino", path, tmp_path / "m.engine", USUAL).path
+    assert _loaded(built, 1).usual is None
+    monkeypatch.undo()
+    assert _loaded(build_engine("openvino", path, tmp_path / "n.engine", USUAL).path, 1).usual is not None
 
 
 def test_sizes_that_the_model_cannot_take(tmp_path: Path) -> None:

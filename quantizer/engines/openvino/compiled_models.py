@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def compile_models(
     except RuntimeError as error:
         raise EngineError(f"OpenVINO refused {onnx_path}: {explain_error(onnx_path, reason(error))}") from error
     dimensions = _dimensions(onnx_path)
-    usual = usual_shapes(ports, dimensions, ranges) if os.path.getsize(onnx_path) <= LARGEST_BYTES else None
+    usual = usual_shapes(ports, dimensions, ranges) if _weight_bytes(model) <= LARGEST_BYTES else None
     if usual is None:
         return Models(compiled, dimensions)
     try:
@@ -87,6 +87,13 @@ def _compiled(core: Any, model: Any, settings: Mapping[str, object], path: Path)
         compiled = core.compile_model(model, "CPU", {**_dynamic_group(model), **settings})
     _check_outputs(model, compiled, path)
     return checked_precision(compiled, path, settings)
+
+
+def _weight_bytes(model: Any) -> int:
+    """Return the size of a model's constants, wherever the file keeps them: large ones lie in a second file."""
+    stored = (node for node in model.get_ops() if node.get_type_name() == "Constant")
+    bits = sum(math.prod(node.get_output_shape(0)) * node.get_element_type().bitwidth for node in stored)
+    return int(bits) // 8
 
 
 def _dynamic_group(model: Any) -> dict[str, object]:

@@ -14,8 +14,7 @@ from typing import Any
 __all__ = ["LARGEST_BYTES", "usual_shapes"]
 
 LARGEST_BYTES = 2**29
-"""Size of an ONNX file up to which a model gets a second variant: the weights of a larger one are too many to hold
-twice."""
+"""Size of a model's constants up to which it gets a second variant: larger ones are not held twice."""
 
 _USUAL = 1
 
