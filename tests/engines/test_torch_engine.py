@@ -56,6 +56,19 @@ def _sqnr_db(found: np.ndarray, expected: np.ndarray) -> float:
     return float(10 * np.log10(np.square(expected.astype(np.float64)).sum() / max(noise, 1e-30)))
 
 
+def _db_to_proxy(model: nn.Module, x: torch.Tensor, folder: Path, **settings: Any) -> float:
+    """The SQNR of the eager engine of a model to its frozen proxy."""
+    q = Quantizer(preset="fast", backend="torch", **settings)
+    q.calibrate(model, [x])
+    frozen = q.quantize(model)
+    q.export(frozen, folder / "m.onnx", x)
+    build_engine("torch", folder / "m.onnx", folder / "m.engine", EAGER)
+    engine = load_engine("torch", folder / "m.engine")
+    (found,) = engine({engine.input_names[0]: x}).values()
+    with torch.no_grad():
+        return _sqnr_db(found, frozen(x).numpy())
+
+
 @pytest.mark.parametrize(("kind", "least_db"), [("int8", 40), ("float", 100)])
 def test_eager_kernels_compute_what_another_library_does(
     files: dict[str, Path], tmp_path: Path, kind: str, least_db: float
@@ -107,15 +120,7 @@ class Convolutions(nn.Module):
 def test_convolutions(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Convolutions().eval(), torch.randn(2, 3, 16, 16)
-    q = Quantizer(preset="fast", backend="torch")
-    q.calibrate(model, [x])
-    frozen = q.quantize(model)
-    q.export(frozen, tmp_path / "m.onnx", x)
-    build_engine("torch", tmp_path / "m.onnx", tmp_path / "m.engine", EAGER)
-    engine = load_engine("torch", tmp_path / "m.engine")
-    (found,) = engine({engine.input_names[0]: x}).values()
-    with torch.no_grad():
-        assert _sqnr_db(found, frozen(x).numpy()) > 35
+    assert _db_to_proxy(model, x, tmp_path) > 35
 
 
 def test_the_compiled_road_computes_the_same(
@@ -171,12 +176,4 @@ class OneBias(nn.Module):
 def test_a_tensor_with_two_readers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = OneBias().eval(), torch.randn(4, 32)
-    q = Quantizer(preset="fast", backend="torch", bias_correction=False)
-    q.calibrate(model, [x])
-    frozen = q.quantize(model)
-    q.export(frozen, tmp_path / "m.onnx", x)
-    build_engine("torch", tmp_path / "m.onnx", tmp_path / "m.engine", EAGER)
-    engine = load_engine("torch", tmp_path / "m.engine")
-    (found,) = engine({engine.input_names[0]: x}).values()
-    with torch.no_grad():
-        assert _sqnr_db(found, frozen(x).numpy()) > 35
+    assert _db_to_proxy(model, x, tmp_path, bias_correction=False) > 35
