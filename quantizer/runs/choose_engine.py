@@ -20,7 +20,18 @@ from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables import text
 
-__all__ = ["FAILURES", "HOPELESS", "bound", "choose", "failed", "require_sites", "slow_ones", "timed"]
+__all__ = [
+    "FAILURES",
+    "HOPELESS",
+    "NO_FASTER",
+    "bound",
+    "choose",
+    "failed",
+    "not_built",
+    "require_sites",
+    "slow_ones",
+    "timed",
+]
 
 FAILURES = (QuantizerError, RuntimeError)
 """What takes a candidate out of the choice and leaves the others in it; libraries raise the second."""
@@ -28,6 +39,12 @@ FAILURES = (QuantizerError, RuntimeError)
 HOPELESS = 1.2
 """A quantized engine that is so many times as slow as another one is not improved: groups that go back to float, or
 ranges at run time, have gained a few percent."""
+
+NO_FASTER = "no faster than int8"
+"""Why an engine with ranges at run time is not built.
+
+It loses less accuracy, which counts under a budget; its speed is at most 3% more than that of the other one.
+"""
 
 SLOW = 1.5
 """A candidate that takes so many times as long as another one of its kind is not timed at further shapes."""
@@ -114,6 +131,11 @@ def require_sites(quantizer: Quantizer) -> None:
     """
     if not quantizer.coverage.share:
         raise EngineError("no product of this model can be quantized in this way, and all would be computed in float")
+
+
+def not_built(candidate: Candidate, why: str) -> Candidate:
+    """Return the record of a candidate that cannot win."""
+    return replace(candidate, milliseconds=(), verdict=f"not built: {why}")
 
 
 def failed(candidate: Candidate, why: object) -> Candidate:

@@ -30,9 +30,11 @@ from quantizer.quantizer import Quantizer
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.runs.choose_engine import FAILURES
+from quantizer.runs.choose_engine import NO_FASTER
 from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
+from quantizer.runs.choose_engine import not_built
 from quantizer.runs.choose_engine import require_sites
 from quantizer.runs.choose_engine import timed
 from quantizer.runs.compare_outputs import check_engine
@@ -198,8 +200,13 @@ class _Maker:
         """Return the candidates that are right, by name, and the records of the others."""
         tried: dict[str, _Tried] = {}
         out: list[Candidate] = []
+        fallback = self._config.fallback
+        budget = fallback is not None and fallback.max_drop is not None
         for variant in variants:
             candidate = Candidate(backend=variant.backend, format=variant.format)
+            if variant.dynamic and not budget and f"{variant.backend} {variant.dtype}" in tried:
+                out.append(not_built(candidate, NO_FASTER))
+                continue
             self._context.timer.say(f"  {variant.name}")
             try:
                 tried[variant.name] = self._tried(variant, candidate)

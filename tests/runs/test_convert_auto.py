@@ -307,9 +307,15 @@ def test_what_went_back_for_one_is_quantized_for_the_next(
     assert back == {OPENVINO: None, ONNXRUNTIME: None}
 
 
-def test_ranges_at_run_time_compete(convert: Callable[..., tuple[int, str]]) -> None:
+def test_ranges_at_run_time_compete_under_a_budget(convert: Callable[..., tuple[int, str]], place: Path) -> None:
     times = {f"{ONNXRUNTIME} float32": 5.0, f"{ONNXRUNTIME} int8": 2.0, f"{ONNXRUNTIME} int8 dynamic": 1.5}
     code, said = convert(times)
+    assert code == 0, said
+    assert f"{ONNXRUNTIME} int8 is the fastest, 2.50x as fast" in said
+    choice = _read("out/conversion.json")["choice"]
+    assert choice["candidates"][-1]["verdict"] == "not built: no faster than int8"
+    budget = ("--max-drop", "0.9", "--tuning", f"text-csv:{place / 'calibration.csv'}")
+    code, said = convert(times, *budget, "--force")
     assert code == 0, said
     assert f"{ONNXRUNTIME} int8 dynamic is the fastest, 3.33x as fast" in said
     config = _read(f"out/{ONNXRUNTIME}/config.json")

@@ -177,6 +177,10 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
     _taking(
         {f"{ONNXRUNTIME} float32": 3.0, f"{ONNXRUNTIME} int8": 2.0, f"{ONNXRUNTIME} int8 dynamic": 1.0}, monkeypatch
     )
+    settings = yaml.safe_load(Path("tiny.yaml").read_text())
+    settings |= {"amp": {}, "fallback": {"max_drop": 0.9}}
+    settings["data"]["tuning"] = {"name": "text-csv", "path": str(at / "calibration.csv")}
+    Path("tiny.yaml").write_text(yaml.safe_dump(settings))
     assert main(["run", "tiny.yaml"]) == 0
     record = read_record(at / "done" / "report.json")
     assert record.choice is not None
@@ -184,13 +188,40 @@ def test_the_run_goes_on_with_the_ranges_that_won(at: Path, monkeypatch: pytest.
     assert load_run("done/config.yaml").quantizer.activations.ranges == "dynamic"
     assert Quantizer.load("done/quantizer").config.activations.ranges == "dynamic"
     assert "DynamicQuantizeLinear" in {node.op_type for node in onnx.load("done/model.onnx").graph.node}
-    settings = yaml.safe_load(Path("tiny.yaml").read_text())
     settings["quantizer"]["activations"] = {"ranges": "static"}
     Path("tiny.yaml").write_text(yaml.safe_dump(settings))
     tried: list[bool] = []
     monkeypatch.setattr(pick, "cpu_variants", lambda *_, **named: tried.append(named["dynamic"]) or ())
     assert main(["run", "tiny.yaml", "output=again"]) == 1
     assert tried == [False]
+
+
+@pytest.mark.promise("a backend's ranges at run time are tried with `--max-drop` alone, or where its INT8 fails")
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranges_at_run_time_that_no_budget_asks_for(
+    fails: bool, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = {f"{ONNXRUNTIME} float32": 3.0, f"{ONNXRUNTIME} int8": 2.0, f"{ONNXRUNTIME} int8 dynamic": 1.0}
+    _taking(times, monkeypatch)
+    load = pick.load_engine
+
+    def loaded(name: str, path: Path, **options: Any) -> Any:
+        if fails and path.name == f"{ONNXRUNTIME}-int8.engine":
+            raise EngineError("the library gave up")
+        return load(name, path, **options)
+
+    monkeypatch.setattr(pick, "load_engine", loaded)
+    assert main(["run", "tiny.yaml"]) == 0
+    record = read_record(at / "done" / "report.json")
+    assert record.choice is not None
+    verdicts = {one.format: one.verdict for one in record.choice.candidates}
+    if fails:
+        assert verdicts["int8 dynamic"] == "chosen"
+        assert verdicts["int8"] == "failed: the library gave up"
+    else:
+        assert verdicts["int8"] == "chosen"
+        assert verdicts["int8 dynamic"] == "not built: no faster than int8"
+    assert verdicts["int8 dynamic"] in capsys.readouterr().out
 
 
 def test_one_that_breaks_while_it_is_timed(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,11 @@ from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables import text
 from quantizer.runs.choose_engine import FAILURES
 from quantizer.runs.choose_engine import HOPELESS
+from quantizer.runs.choose_engine import NO_FASTER
 from quantizer.runs.choose_engine import bound
 from quantizer.runs.choose_engine import choose
 from quantizer.runs.choose_engine import failed
+from quantizer.runs.choose_engine import not_built
 from quantizer.runs.choose_engine import slow_ones
 from quantizer.runs.choose_engine import timed
 from quantizer.runs.convert.engine_maker import EngineMaker
@@ -91,7 +93,7 @@ class Chooser:
             record = Candidate(backend=variant.backend, format=variant.format)
             try:
                 if (hopeless := self._hopeless(variant)) is not None:
-                    self._drop(replace(record, verdict=f"not built: {hopeless}"))
+                    self._drop(not_built(record, hopeless))
                     continue
                 made = self._candidate(variant)
                 difference = self._scoring.difference(variant.name, made.engine)
@@ -149,6 +151,8 @@ class Chooser:
         Such an engine has at most the speed of the one with ranges from calibration (3% more were measured).
         """
         static = self._made.get(self._first(variant).name) if variant.dynamic else None
+        if static is not None and self._asked.max_drop is None:
+            return NO_FASTER
         if static is None or static.engine is None or self._quick is None or static.engine is self._quick:
             return None
         ratio = self._maker.ratio(static.engine, self._quick)
