@@ -18,6 +18,7 @@ from importlib.metadata import version
 from rich.console import Console
 
 from quantizer.cli.check import Check
+from quantizer.cli.compare import Compare
 from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
 from quantizer.cli.output import print_error
@@ -32,7 +33,7 @@ from quantizer.errors import QuantizerError
 
 __all__ = ["VERBS", "main"]
 
-VERBS: tuple[Verb, ...] = (Convert(), Run(), Validate(), Inspect(), Show(), Check())
+VERBS: tuple[Verb, ...] = (Convert(), Run(), Compare(), Validate(), Inspect(), Show(), Check())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

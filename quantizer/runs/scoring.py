@@ -40,9 +40,9 @@ class Scoring:
         self._known: WeakKeyDictionary[nn.Module | Engine, Predictions] = WeakKeyDictionary()
         self._base: WeakKeyDictionary[nn.Module | Engine, Predictions] = WeakKeyDictionary()
 
-    def for_run(self, context: RunContext, folder: Path) -> Scoring:
+    def for_run(self, context: RunContext, resamples: int, folder: Path) -> Scoring:
         """Return a scorer for another run on the same model and rows, which knows what the float model predicts."""
-        other = Scoring(context, self._rows, self._resamples, folder)
+        other = Scoring(context, self._rows, resamples, folder)
         # The same object for all, so that whichever run predicts first does so for the runs that follow.
         other._base = self._base
         return other
