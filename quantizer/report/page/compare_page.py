@@ -15,7 +15,6 @@ from quantizer.report.compare.tables import runs_html
 from quantizer.report.compare.tables import settings_html
 from quantizer.report.json_file import write_text_atomic
 from quantizer.report.page.html import render
-from quantizer.report.page.page_content import safe
 from quantizer.report.tables import text
 
 __all__ = ["html_from_comparison", "write_comparison"]
@@ -55,10 +54,10 @@ def _view(comparison: Comparison, title: str) -> dict[str, Any]:
         "runs": text.counted(len(comparison.runs), "run"),
         "verdict": text.typeset(_verdict(comparison)) if best is not None else "No run has a score.",
         "notes": [text.typeset(note[:1].upper() + note[1:]) for note in comparison.notes],
-        "table": safe(runs_html(comparison)),
-        "picture": safe(_picture(comparison)),
-        "settings": safe(settings_html(comparison)),
-        "pairs": safe(pairs_html(comparison)),
+        "table": runs_html(comparison),
+        "picture": _picture(comparison),
+        "settings": settings_html(comparison),
+        "pairs": pairs_html(comparison),
     }
 
 

@@ -54,11 +54,13 @@ from quantizer.report.tables.placement_table import placement_table
 from quantizer.report.tables.search_table import evaluation_caption
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
+from quantizer.report.verdict import THRESHOLDS
+from quantizer.report.verdict import verdict_of
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-__all__ = ["DiffFile", "Tile", "diff_files", "safe", "tiles", "view_from_record"]
+__all__ = ["DiffFile", "Tile", "diff_files", "tiles", "view_from_record"]
 
 _BARS = 30
 _NAMES = {"memory_gib": "memory, GiB", "instructions": "INT8 instructions"}
@@ -104,49 +106,63 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "record": record,
         "created": record.created.replace("T", " "),
         "parameters": text.count(record.model.parameters),
+        "judgement": _judgement(record),
+        "thresholds": text.typeset(THRESHOLDS),
         "verdict": text.typeset(verdict(record)),
         "choice": text.typeset(record.choice.headline) if record.choice else "",
         "deploy": text.typeset(record.choice.deploy) if record.choice else "",
-        "choice_table": safe(choice_table(record.choice) if record.choice else ""),
-        "choice_plot": safe(candidates_svg(record.choice) if record.choice else ""),
+        "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
+        "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],
         "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
-        "placement_table": safe(placement_table(record.placement) if record.placement else ""),
-        "frontier": safe(frontier_svg(record.placement) if record.placement else ""),
-        "causes": [text.typeset(line) for line in cause_lines(record.causes)],
+        "placement_table": _safe(placement_table(record.placement) if record.placement else ""),
+        "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
+        "causes": [text.typeset(line) for line in cause_lines(record.causes, record.placement)],
         "tiles": tiles(record),
         "latency": text.typeset(_latency_note(record)),
-        "score_table": safe(score_table(record)),
-        "cost_table": safe(cost_table(record)),
-        "coverage_by_kind": safe(coverage_by_kind(record.coverage)),
-        "coverage_by_reason": safe(coverage_by_reason(record.coverage)),
-        "escaped_table": safe(escaped_table(record.escaped)),
-        "coverage_table": safe(coverage_table(record.coverage)),
-        "ranges_table": safe(ranges_table(record.coverage)),
-        "histograms": [safe(histogram_figure(histogram)) for histogram in record.histograms],
-        "bars": safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
+        "score_table": _safe(score_table(record)),
+        "cost_table": _safe(cost_table(record)),
+        "coverage_by_kind": _safe(coverage_by_kind(record.coverage)),
+        "coverage_by_reason": _safe(coverage_by_reason(record.coverage)),
+        "escaped_table": _safe(escaped_table(record.escaped)),
+        "coverage_table": _safe(coverage_table(record.coverage)),
+        "ranges_table": _safe(ranges_table(record.coverage)),
+        "histograms": [_safe(histogram_figure(histogram, _by_output(record))) for histogram in record.histograms],
+        "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
         "bars_shown": min(_BARS, len(record.sensitivity)),
         "error_words": error_words(record.measure).heading,
-        "heat_map": safe(sensitivity_heatmap(record.sensitivity, measure=record.measure)),
-        "sensitivity_table": safe(sensitivity_table(record.sensitivity, record.measure)),
-        "evaluations_table": safe(evaluations_table(record.fallback)),
+        "heat_map": _safe(sensitivity_heatmap(record.sensitivity, measure=record.measure)),
+        "sensitivity_table": _safe(sensitivity_table(record.sensitivity, record.measure)),
+        "evaluations_table": _safe(evaluations_table(record.fallback)),
         "put_back": text.counted(len(record.fallback.groups), "group") if record.fallback else "",
         "search": text.typeset(evaluation_caption(record.fallback)) if record.fallback else "",
-        "pareto": safe(pareto_svg(record.fallback) if record.fallback else ""),
+        "pareto": _safe(pareto_svg(record.fallback) if record.fallback else ""),
         "training": text.typeset(training_caption(record.training)) if record.training else "",
-        "loss_curve": safe(loss_svg(record.training) if record.training else ""),
-        "score_curve": safe(score_svg(record.training) if record.training else ""),
+        "loss_curve": _safe(loss_svg(record.training) if record.training else ""),
+        "score_curve": _safe(score_svg(record.training) if record.training else ""),
         "engine_note": verified_words(record.inspection) if record.inspection else "",
         "engine_facts": engine_facts(record.inspection) if record.inspection else [],
-        "engine_table": safe(engine_table(record.inspection) if record.inspection else ""),
-        "layers_table": safe(layers_table(record.inspection) if record.inspection else ""),
+        "engine_table": _safe(engine_table(record.inspection) if record.inspection else ""),
+        "layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
         "build_time": text.seconds(record.engine.build_seconds) if record.engine else None,
         "diff_files": diff_files(record.diff),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",
-        "versions_table": safe(_pairs("Package", "Version", record.versions)),
-        "machine_table": safe(_pairs("Fact", "Value", record.machine)),
-        "stages_table": safe(_stages(stages)),
+        "versions_table": _safe(_pairs("Package", "Version", record.versions)),
+        "machine_table": _safe(_pairs("Fact", "Value", record.machine)),
+        "stages_table": _safe(_stages(stages)),
     }
+
+
+def _judgement(record: RunRecord) -> tuple[str, str, str]:
+    """Return the verdict as a CSS class, its level and its reasons."""
+    found = verdict_of(record)
+    return found.level.replace(" ", "-"), found.level, text.typeset("; ".join(found.reasons))
+
+
+def _by_output(record: RunRecord) -> bool:
+    """Return whether ranges were chosen by the output of the model."""
+    activations = record.config.get("quantizer", {}).get("activations", {})
+    return activations.get("calibrator") in ("auto", "output")
 
 
 def tiles(record: RunRecord) -> tuple[Tile, ...]:
@@ -253,7 +269,7 @@ def _stages(stages: Sequence[tuple[str, float]]) -> str:
     return html_table(["Stage", Column(title="Time", show=text.seconds)], rows, label="Stages", style=False)
 
 
-def safe(markup: str) -> Markup:
+def _safe(markup: str) -> Markup:
     """Return markup of this package's tables and pictures, which have escaped all values, as safe for jinja2."""
     try:
         from markupsafe import Markup
