@@ -204,10 +204,12 @@ class Task(ABC):
         targets = self._checked_targets(float_predictions, rows)
         return bootstrap_interval(self.metric, float_predictions.decisions, other.decisions, targets, n, seed)
 
-    def resampled(self, predictions: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0) -> list[float]:
+    def resampled(
+        self, predictions: Predictions, rows: Sequence[Row], n: int = 1000, seed: int = 0
+    ) -> tuple[float, ...]:
         """Return the scores of bootstrap resamples, which are the same for all predictions on the same rows."""
         targets = self._checked_targets(predictions, rows)
-        return [float(score) for score in resampled_scores(self.metric, predictions.decisions, targets, n, seed)]
+        return tuple(map(float, resampled_scores(self.metric, predictions.decisions, targets, n, seed)))
 
     @property
     def input_names(self) -> tuple[str, ...]:

@@ -103,21 +103,21 @@ def compare(runs: Sequence[ComparedRun]) -> Comparison:
 
 def pair(first: ComparedRun, second: ComparedRun) -> Pair:
     """Return the difference of two runs that have scores."""
-    names = {"first": first.name, "second": second.name}
     why = _not_comparable(first, second)
     if why:
-        return Pair(**names, why=why)
+        return Pair(first=first.name, second=second.name, why=why)
     assert first.score is not None
     assert second.score is not None
     difference = second.score.value - first.score.value
     one, other = first.resampled, second.resampled
     if not one or not other:
         without = " and ".join(run.name for run in (first, second) if not run.resampled)
-        return Pair(**names, difference=difference, why=f"no interval: no resamples.json in {without}")
+        why = f"no interval: no resamples.json in {without}"
+        return Pair(first=first.name, second=second.name, difference=difference, why=why)
     # Of fewer resamples in one run, the first are those of the other one.
     length = min(len(one), len(other))
     interval = paired_interval(np.array(one[:length]), np.array(other[:length]))
-    return Pair(**names, difference=difference, interval=interval)
+    return Pair(first=first.name, second=second.name, difference=difference, interval=interval)
 
 
 def _not_comparable(first: ComparedRun, second: ComparedRun) -> str:

@@ -45,7 +45,7 @@ def pairs_html(comparison: Comparison) -> str:
         Column(title="against", mono=True),
         Column(title="Difference", numeric=True, show=text.signed),
         Column(title="95% interval", numeric=True, show=text.interval),
-        "",
+        Column(title=""),
     ]
     rows = [(one.second, one.first, one.difference, one.interval, one.verdict) for one in comparison.pairs]
     return html_table(columns, rows, label="Pairs", style=False)

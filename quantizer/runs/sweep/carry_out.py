@@ -76,9 +76,7 @@ def _check(runs: Sequence[SweepRun], folder: Path) -> None:
     """Raise for what would come after the first run otherwise."""
     marker = read_marker(folder) if folder.is_dir() else None
     if marker is not None:
-        raise QuantizerError(
-            f"{folder} holds a {marker.kind}, and a sweep has a folder of its own: name it by --output"
-        )
+        raise QuantizerError(f"{folder} holds a {marker.kind}, and a sweep has its own folder: name it by --output")
     if any("json" not in run.config.report.formats for run in runs):
         raise ConfigError(["report.formats: json is missing; expected it in every run of a sweep, which compares them"])
 

@@ -42,7 +42,7 @@ def in_processes(
     try:
         for worker in workers:
             worker.start()
-        outcomes = []
+        outcomes: list[Outcome] = []
         while len(outcomes) < len(runs):
             outcomes.append(done.get())
             tell(outcomes[-1])
