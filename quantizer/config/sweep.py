@@ -105,7 +105,7 @@ class Sweep:
 
     @property
     def count(self) -> int:
-        """How many runs these are."""
+        """The number of runs."""
         return sum(math.prod(len(axis.values) for axis in file.axes) for file in self.files)
 
     def folder(self) -> str:

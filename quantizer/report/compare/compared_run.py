@@ -80,12 +80,12 @@ class ComparedRun:
 
     @property
     def seconds(self) -> float | None:
-        """How long the stages of the run took; None if it failed."""
+        """The seconds that the stages of the run took; None if it failed."""
         return None if self.record is None else sum(stage.seconds for stage in self.record.stages)
 
     @property
     def timed_on(self) -> tuple[object, ...] | None:
-        """What a time depends on besides the engine: machine and shape; None if nothing was timed."""
+        """The machine and the shape, on which a time depends besides the engine; None if nothing was timed."""
         if self.record is None or self.record.latency is None:
             return None
         latency, machine = self.record.latency, self.record.machine

@@ -70,7 +70,7 @@ def carry_out_one(run: SweepRun, folder: Path, force: bool, shared: SharedWork, 
 
     try:
         carry_out(run.config, folder / run.name, force, console, load)
-    except Exception as error:  # noqa: BLE001  # of one run whatever it is, also in a library: the others go on
+    except Exception as error:  # noqa: BLE001 - whatever one run fails of, the others go on
         plain = isinstance(error, QuantizerError)
         text = str(error) if plain else f"{type(error).__name__}: {error}"
         console.print(f"{run.name} failed: {text}", markup=False, highlight=False, soft_wrap=True)

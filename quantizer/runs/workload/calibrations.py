@@ -14,7 +14,7 @@ __all__ = ["Calibrations"]
 
 
 class Calibrations:
-    """What calibration saw, for several quantizers of one model; the batches are the same for all.
+    """The statistics of calibrations, for several quantizers of one model; the batches are the same for all.
 
     A quantizer with the settings of an earlier one gets its plan; one with other settings, such as another backend or
     percentile, gets the statistics, of which its plan is made as if it had seen the batches itself.
