@@ -31,7 +31,7 @@ def names(paths: list[str], *overrides: str) -> list[str]:
 
 
 def problem(paths: list[str], *overrides: str) -> str:
-    with pytest.raises(ConfigError, match="problems? in the configuration") as caught:
+    with pytest.raises(ConfigError, match=r"problems? in the configuration") as caught:
         read_sweep(paths, overrides).runs(Path("out"))
     return str(caught.value)
 

@@ -29,7 +29,7 @@ _ASKED = "asked.yaml"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """The end of a run.
 
     Attributes:
         name: its name.

@@ -1,4 +1,4 @@
-"""What the runs of a sweep have in common: the loaded model and rows, float scores and engines, and calibrations."""
+"""The work that the runs of a sweep have in common: the loaded model and rows, float scores and engines, and calibrations."""
 
 from __future__ import annotations
 
