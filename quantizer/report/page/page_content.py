@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from quantizer.report.page.page_tables import coverage_by_reason
 from quantizer.report.page.page_tables import coverage_table
 from quantizer.report.page.page_tables import escaped_table
 from quantizer.report.page.page_tables import evaluations_table
+from quantizer.report.page.page_tables import outputs_table
 from quantizer.report.page.page_tables import ranges_table
 from quantizer.report.page.page_tables import score_table
 from quantizer.report.page.page_tables import sensitivity_table
@@ -33,6 +35,7 @@ from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
 from quantizer.report.record import LatencyEntry
 from quantizer.report.record import MemoryEntry
+from quantizer.report.record import OutputDistance
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import Site
@@ -121,6 +124,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "tiles": tiles(record),
         "latency": text.typeset(_latency_note(record)),
         "score_table": _safe(score_table(record)),
+        "outputs_table": _safe(outputs_table(record)),
         "cost_table": _safe(cost_table(record)),
         "coverage_by_kind": _safe(coverage_by_kind(record.coverage)),
         "coverage_by_reason": _safe(coverage_by_reason(record.coverage)),
@@ -171,7 +175,7 @@ def tiles(record: RunRecord) -> tuple[Tile, ...]:
         _speed_tile(record.latency.engines if record.latency else ()),
         _size_tile(record.size),
         _memory_tile(record.memory),
-        _score_tile(quantized_score(record.scores)),
+        _score_tile(quantized_score(record.scores)) if record.scores else _output_tile(record.outputs),
         _coverage_tile(record.coverage, covered_share(record)),
     )
 
@@ -198,6 +202,14 @@ def _memory_tile(entries: Sequence[MemoryEntry]) -> Tile:
         return _tile("Times less memory", None)
     peaks = f"peak {entry.peak_mib:,.0f} MiB, float {float_entry.peak_mib:,.0f} MiB"
     return _tile("Times less memory", text.times(entry.ratio), peaks)
+
+
+def _output_tile(outputs: Sequence[OutputDistance]) -> Tile:
+    worst = min(outputs, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db, default=None)
+    if worst is None:
+        return _tile("Score", None)
+    found = "no difference" if worst.sqnr_db is None else f"{text.decibels(worst.sqnr_db)} dB"
+    return _tile("Output beside float", found, f"cosine {worst.cosine:.4f}, not scored")
 
 
 def _score_tile(score: Score | None) -> Tile:

@@ -22,7 +22,7 @@ from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
 
 __all__ = ["cost_table", "coverage_by_kind", "coverage_by_reason", "coverage_table", "evaluations_table"]
-__all__ += ["escaped_table", "ranges_table", "score_table", "sensitivity_table"]
+__all__ += ["escaped_table", "outputs_table", "ranges_table", "score_table", "sensitivity_table"]
 
 
 def score_table(record: RunRecord) -> str:
@@ -52,6 +52,32 @@ def score_table(record: RunRecord) -> str:
         for entry in record.scores
     ]
     return html_table(columns, rows, label="Scores", style=False)
+
+
+def outputs_table(record: RunRecord) -> str:
+    """Return a table with a row for each output: its SQNR and cosine to the float model, of engine and proxy."""
+    if not record.outputs:
+        return ""
+    columns = [
+        Column(title="Output", mono=True),
+        Column(title="Batch", numeric=True),
+        Column(title="Engine, dB", numeric=True, show=text.decibels),
+        Column(title="Cosine", numeric=True, show=text.score),
+        Column(title="Proxy, dB", numeric=True, show=text.decibels),
+        Column(title="Engine to proxy, dB", numeric=True, show=text.decibels),
+    ]
+    rows = [
+        (
+            one.output,
+            f"{one.batch}" + (f" x {one.sequence}" if one.sequence else ""),
+            one.sqnr_db if one.engine else None,
+            one.cosine,
+            one.proxy_sqnr_db,
+            one.engine_to_proxy_db if one.engine else None,
+        )
+        for one in record.outputs
+    ]
+    return html_table(columns, rows, label="Outputs", style=False)
 
 
 def cost_table(record: RunRecord) -> str:
