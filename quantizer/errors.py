@@ -12,6 +12,8 @@
     ├── TaskError                a model, data set or metric of a run that cannot be loaded
     └── MissingDependencyError   an optional package that is not installed
 
+``CalibrationWarning`` is the category of what is doubtful about calibration data, and no error.
+
 A message says what was wrong and where, what was expected, and what to do.
 """
 
@@ -21,6 +23,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "CalibrationError",
+    "CalibrationWarning",
     "ConfigError",
     "EngineError",
     "ExportError",
@@ -62,6 +65,10 @@ class ProxyError(QuantizerError):
 
 class CalibrationError(QuantizerError):
     """Unusable calibration data, or a step that needs calibration first."""
+
+
+class CalibrationWarning(UserWarning):
+    """Calibration data or a model's mode that is possible, and more often a mistake."""
 
 
 class SensitivityError(QuantizerError):
