@@ -14,6 +14,8 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.common.batches import run_batches
+from quantizer.common.data.doubts import doubts_of_calibration
+from quantizer.common.data.doubts import warn_user
 from quantizer.common.distributed import get_world_size
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
@@ -101,13 +103,15 @@ class Quantizer(QuantizerViews):
             progress: whether to show a progress bar; None: only in a terminal.
 
         Raises:
-            CalibrationError: there is no data, a batch does not run through the model, or values are NaN.
+            CalibrationError: there is no data or it fails, a batch does not run through the model, or values are NaN.
         """
         with nullcontext() if resume else self._session.replaced_as_a_whole():
             proxy = self.calib(model, resume=resume)
             # With several ranks, a rank may have no data.
-            if run_batches(proxy, batches, progress, rows=rows) == 0 and get_world_size() == 1:
+            if run_batches(proxy, batches, progress, rows=rows, doubt=True) == 0 and get_world_size() == 1:
                 raise CalibrationError("the calibration data is empty: at least one batch is needed")
+        if get_world_size() == 1:
+            warn_user(doubts_of_calibration(model, self._session.decisions.rows))
         return proxy
 
     def amp(

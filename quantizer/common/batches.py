@@ -11,6 +11,8 @@ from tqdm.auto import tqdm
 
 from quantizer.common.data.batches_of import batches_of
 from quantizer.common.data.batches_of import length_of
+from quantizer.common.data.doubts import doubts_of_batch
+from quantizer.common.data.doubts import warn_user
 from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
@@ -18,13 +20,16 @@ from quantizer.errors import QuantizerError
 __all__ = ["call", "run_batches"]
 
 
-def run_batches(proxy: nn.Module, data: Any, progress: bool | None = None, *, rows: int | None = None) -> int:
+def run_batches(
+    proxy: nn.Module, data: Any, progress: bool | None = None, *, rows: int | None = None, doubt: bool = False
+) -> int:
     """Run calibration data through a proxy, without gradients, and return the number of batches.
 
     Args:
         data: what ``batches_of`` takes.
         progress: show a progress bar; None: only in a terminal.
         rows: at most so many rows, see ``batches_of``.
+        doubt: warn of a first batch that looks wrong.
 
     Raises:
         CalibrationError: the data is not what ``batches_of`` takes, or a batch does not run through the model.
@@ -35,6 +40,8 @@ def run_batches(proxy: nn.Module, data: Any, progress: bool | None = None, *, ro
     with torch.no_grad():
         for batch in tqdm(batches, "calibration", total, unit="batch", leave=False, disable=disable):
             _run(proxy, batch, count)
+            if doubt and count == 0:
+                warn_user(doubts_of_batch(batch))
             count += 1
     return count
 

@@ -46,6 +46,11 @@ class QuantizerViews:
     config: QuantizerConfig
     _session: ModelSession
 
+    def __repr__(self) -> str:
+        fallback = self._session.fallback
+        kept = "" if fallback is None or not fallback.groups else f", {len(fallback.groups)} groups in float"
+        return f"Quantizer(backend={self.config.backend!r}, {self._session.decisions.described()}{kept})"
+
     def inspect(self, model: nn.Module) -> Coverage:
         """Return the coverage of a model before calibration: its sites, and which of them rules leave out."""
         proxy = proxied_copy(self.config, model)

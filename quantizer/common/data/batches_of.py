@@ -6,7 +6,6 @@ become tensors, and a label behind the inputs is dropped.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -22,10 +21,10 @@ from torch.utils.data import Dataset
 from torch.utils.data import IterableDataset
 from torch.utils.data import Subset
 
+from quantizer.common.data.doubts import warn_user
 from quantizer.common.data.labels import Forward
 from quantizer.common.data.labels import without_label
 from quantizer.errors import CalibrationError
-from quantizer.errors import CalibrationWarning
 from quantizer.errors import QuantizerError
 
 __all__ = ["BATCH_ROWS", "MOST_ROWS", "batches_of", "length_of", "row_count"]
@@ -96,12 +95,8 @@ def _read(forward: Forward, dtype: torch.dtype, data: Iterable[Any], most: int |
                 f"{type(error).__name__}: {error}"
             ) from error
         if limit is not None and read >= limit:
-            warnings.warn(
-                f"the calibration data states no length and goes on after {read} rows, where it was stopped: "
-                "rows=... says how many to take, more or fewer",
-                CalibrationWarning,
-                stacklevel=2,
-            )
+            told = f"the calibration data states no length and goes on after {read} rows, where it was stopped"
+            warn_user([f"{told}: rows=... says how many to take, more or fewer"])
             return
         batch = without_label(forward, _with_tensors(given, dtype, number), number)
         yield batch
