@@ -167,6 +167,10 @@ class BuildResult:
     seconds: float
     warnings: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        told = "".join(f", warning: {warning}" for warning in self.warnings)
+        return f"BuildResult({str(self.path)!r}, {self.size_bytes / 2**20:.1f} MiB, in {self.seconds:.1f} s{told})"
+
 
 class Backend(Protocol):
     """Builder, loader and inspector of one library's engines. Methods import the library only when they need it."""

@@ -48,7 +48,8 @@ class QuantizerViews:
 
     def __repr__(self) -> str:
         fallback = self._session.fallback
-        kept = "" if fallback is None or not fallback.groups else f", {len(fallback.groups)} groups in float"
+        groups = 0 if fallback is None else len(fallback.groups)
+        kept = f", {groups} {'group' if groups == 1 else 'groups'} in float" if groups else ""
         return f"Quantizer(backend={self.config.backend!r}, {self._session.decisions.described()}{kept})"
 
     def inspect(self, model: nn.Module) -> Coverage:
