@@ -88,8 +88,8 @@ class OpenVINOEngine:
             results = request.infer(dict(enumerate(arrays.values())), share_inputs=True)
         except RuntimeError as error:
             raise EngineError(f"OpenVINO could not run the engine: {reason(error)}") from error
-        arrays = [np.asarray(results[index]) for index in range(len(self.output_names))]
-        return in_kind(inputs, self.output_names, arrays)
+        outputs = [np.asarray(results[index]) for index in range(len(self.output_names))]
+        return in_kind(inputs, self.output_names, outputs)
 
 
 class OpenVINOBackend:
