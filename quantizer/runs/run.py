@@ -60,6 +60,7 @@ from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
+from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import as_predictor
@@ -101,6 +102,9 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
             failed.
     """
     folder = Path(config.output if output is None else output).absolute()
+    ready = ready_to_run(config, folder, RUN, force=force)
+    for line in (*ready.notes, *filter(None, [ready.estimate])):
+        console.print(line, highlight=False, markup=False)
     record = carry_out(config, folder, force, console, partial(configured_workload, config))
     with said_complete(folder):
         print_record(record, folder, console)
