@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "DISTRIBUTION",
     "CalibrationError",
     "ConfigError",
     "EngineError",
@@ -31,7 +32,16 @@ __all__ = [
     "SourceError",
     "TaskError",
     "TrainingError",
+    "install_command",
 ]
+
+DISTRIBUTION = "enginequant"
+"""The name of this package on the index; ``quantizer`` there is another project's, with the same import name."""
+
+
+def install_command(extra: str, *options: str) -> str:
+    """Return the shell command that installs an extra of this package, with options of pip."""
+    return " ".join(["pip install", *options, f"'{DISTRIBUTION}[{extra}]'"])
 
 
 class QuantizerError(Exception):
@@ -95,4 +105,4 @@ class MissingDependencyError(QuantizerError):
     def __init__(self, package: str, extra: str) -> None:
         self.package = package
         self.extra = extra
-        super().__init__(f"{package!r} is not installed: run  pip install 'quantizer[{extra}]'")
+        super().__init__(f"{package!r} is not installed: run  {install_command(extra)}")

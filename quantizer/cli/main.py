@@ -13,10 +13,10 @@ from argparse import Namespace
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 
 from rich.console import Console
 
+from quantizer import __version__
 from quantizer.cli.check import Check
 from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
@@ -76,7 +76,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Verb, Namespace]:
         epilog="`quantizer VERB --help` shows the arguments of a verb, and an example.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('quantizer')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb in VERBS:
         about = f"{verb.help[0].upper()}{verb.help[1:]}."

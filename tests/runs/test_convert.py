@@ -24,7 +24,7 @@ from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
 
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
-    pytest.importorskip(_package, reason="a conversion needs quantizer[hf,onnx,openvino,onnxruntime]")
+    pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
 from tiny_run import tiny_run  # noqa: E402
 

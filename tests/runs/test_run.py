@@ -37,7 +37,7 @@ from quantizer.report import read_record
 from quantizer.tasks import load_model
 
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "jinja2"):
-    pytest.importorskip(_package, reason="a run needs quantizer[hf,onnx,openvino,report]")
+    pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,openvino,report]")
 
 from tiny_run import tiny_run  # noqa: E402
 
@@ -318,7 +318,7 @@ def test_a_head_that_no_task_reads(at: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
     words = ["quantizer.backend=tensorrt-rtx", "engine.compute_capability=sm89"]
     assert main(["run", "tiny.yaml", *words, "--output", "out"]) == 0
     record = read_record(at / "out" / "report.json")
