@@ -46,6 +46,8 @@ from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.search_records import fallback_record
+from quantizer.report.tracking.trackers import require_tracker
+from quantizer.report.tracking.trackers import track
 from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.measure import build_options
@@ -101,9 +103,13 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
             failed.
     """
     folder = Path(config.output if output is None else output).absolute()
+    if config.report.track is not None:
+        require_tracker(config.report.track)
     record = carry_out(config, folder, force, console, partial(configured_workload, config))
     with said_complete(folder):
         print_record(record, folder, console)
+        if config.report.track is not None:
+            console.print(track(config.report.track, record, folder), markup=False, highlight=False, soft_wrap=True)
     if (missed := missed_speed(record.placement)) is not None:
         raise EngineError(f"{missed}; {folder} holds it")
     return folder
