@@ -44,6 +44,7 @@ from quantizer.report import print_record
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.card.run_card import write_run_card
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.search_records import fallback_record
 from quantizer.report.tracking.trackers import require_tracker
@@ -339,3 +340,4 @@ class _Run:
             write_record(record, self.target / "report.json")
         if "html" in self.config.report.formats:
             write_html(record, self.target / "report.html")
+        write_run_card(record, self.target)
