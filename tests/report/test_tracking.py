@@ -110,6 +110,7 @@ class _WandbRun:
 
     def __init__(self, **asked: Any) -> None:
         self.asked = asked
+        self.silent = os.environ["WANDB_SILENT"]
         self.dir = f"{asked['dir']}/wandb/offline-run-1"
         self.logged: dict[str, float] = {}
         self.artifact: _Artifact | None = None
@@ -232,7 +233,7 @@ def test_wandb_is_offline_unless_asked(folder: Path, monkeypatch: pytest.MonkeyP
     assert run.artifact is not None
     assert run.artifact.files == ["report.html", "config.yaml"]
     assert " " not in run.artifact.name
-    assert run.finished
+    assert (run.finished, run.silent) == (True, "true")
     monkeypatch.setenv("WANDB_MODE", "online")
     track("wandb", record, folder)
     assert runs[1].asked["mode"] == "online"
@@ -240,7 +241,13 @@ def test_wandb_is_offline_unless_asked(folder: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.promise("A tracker that fails costs a line of warning, not the run.")
 @pytest.mark.parametrize(
-    "error", [ConnectionError("no route to host\nsecond line"), RuntimeError(""), OSError(28, "disk full")]
+    "error",
+    [
+        ConnectionError("no route to host\nsecond line"),
+        RuntimeError(""),
+        RuntimeError("x" * 999),
+        OSError(28, "disk full"),
+    ],
 )
 def test_a_tracker_that_fails_costs_one_line(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -251,6 +258,7 @@ def test_a_tracker_that_fails_costs_one_line(error: Exception, folder: Path, mon
     assert said.startswith(f"warning: wandb did not take the results ({type(error).__name__}: ")
     assert said.endswith(f"the run is complete in {folder}")
     assert "\n" not in said
+    assert len(said) < 300 + len(str(folder))
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)

@@ -25,8 +25,17 @@ _ARTIFACTS = ("report.html", "config.yaml")
 _LONGEST_VALUE = 500
 """Characters of a value that every version of MLflow takes."""
 
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""Instead of MLflow's own minutes of trying again."""
+_LONGEST_ERROR = 160
+"""Characters of an error that are shown."""
+
+_DEFAULTS = {
+    # Instead of minutes of trying again.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    # A run ends with its own figures.
+    "WANDB_SILENT": "true",
+}
+"""Environment variables that the trackers read, where they are not set."""
 
 
 def require_tracker(tracker: str) -> None:
@@ -51,9 +60,11 @@ def track(tracker: str, record: RunRecord, folder: Path) -> str:
         A line that says where the results are, or why the tracker did not take them.
     """
     try:
-        return f"tracked with {tracker}: {TRACKERS[tracker](record, folder)}"
+        with _defaults(_DEFAULTS):
+            return f"tracked with {tracker}: {TRACKERS[tracker](record, folder)}"
     except Exception as error:  # noqa: BLE001 - a library of others, and perhaps a server: any error may come
         said = (str(error).splitlines() or [""])[0]
+        said = said if len(said) <= _LONGEST_ERROR else f"{said[:_LONGEST_ERROR]}..."
         return (
             f"warning: {tracker} did not take the results ({type(error).__name__}: {said}); the run is complete in "
             f"{folder}"
@@ -65,25 +76,20 @@ def _mlflow(record: RunRecord, folder: Path) -> str:
     entities = import_library("mlflow", "mlflow.entities")
     local = f"sqlite:///{folder.parent / 'mlflow.db'}"
     place = os.environ.get("MLFLOW_TRACKING_URI") or local
-    with _defaults(_PATIENCE):
-        client = mlflow.MlflowClient(tracking_uri=place)
-        found = client.get_experiment_by_name(_PROJECT)
-        files = (folder.parent / "mlflow-artifacts").as_uri() if place == local else None
-        experiment = (
-            client.create_experiment(_PROJECT, artifact_location=files) if found is None else found.experiment_id
-        )
-        run = client.create_run(experiment, run_name=record.name).info.run_id
-        now = int(time.time() * 1000)
-        client.log_batch(
-            run,
-            metrics=[entities.Metric(_word(name), value, now, 0) for name, value in metrics_of(record).items()],
-            params=[
-                entities.Param(_word(name), value[:_LONGEST_VALUE]) for name, value in parameters_of(record).items()
-            ],
-        )
-        for file in _artifacts(folder):
-            client.log_artifact(run, str(file))
-        client.set_terminated(run)
+    client = mlflow.MlflowClient(tracking_uri=place)
+    found = client.get_experiment_by_name(_PROJECT)
+    files = (folder.parent / "mlflow-artifacts").as_uri() if place == local else None
+    experiment = client.create_experiment(_PROJECT, artifact_location=files) if found is None else found.experiment_id
+    run = client.create_run(experiment, run_name=record.name).info.run_id
+    now = int(time.time() * 1000)
+    client.log_batch(
+        run,
+        metrics=[entities.Metric(_word(name), value, now, 0) for name, value in metrics_of(record).items()],
+        params=[entities.Param(_word(name), value[:_LONGEST_VALUE]) for name, value in parameters_of(record).items()],
+    )
+    for file in _artifacts(folder):
+        client.log_artifact(run, str(file))
+    client.set_terminated(run)
     return place
 
 
