@@ -76,6 +76,14 @@ def test_what_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
     assert "INT8" not in body
 
 
+def test_a_module_given_in_python_has_a_score_and_no_task_of_the_hub(tmp_path: Path) -> None:
+    model = ModelInfo(source="torch.nn.modules.container:Sequential", task="module", parameters=1)
+    metadata, _ = _card(replace(sample_record(), model=model), tmp_path)
+    assert "pipeline_tag" not in metadata
+    assert "base_model" not in metadata
+    assert metadata["model-index"][0]["results"][0]["task"] == {"type": "other"}  # type: ignore[index]
+
+
 def test_a_run_without_an_engine_has_no_card(tmp_path: Path) -> None:
     write_run_card(bare_record(), tmp_path)
     assert not list(tmp_path.iterdir())

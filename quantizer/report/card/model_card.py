@@ -22,9 +22,14 @@ CARD = "README.md"
 
 _PIPELINES = {
     "embedding-classification": "feature-extraction",
+    "image-classification": "image-classification",
+    "sentence-similarity": "sentence-similarity",
     "sequence-classification": "text-classification",
 }
-"""The hub's names of tasks, where they are not ours."""
+"""The hub's names of our tasks."""
+
+_OTHER = "other"
+"""The task of a score, where the hub has no name for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,7 @@ class CardFacts:
     Attributes:
         name: the name of the model.
         source: what the float model was loaded from.
-        task: our name of its task; None: it has none.
+        task: our name of its task, or another word, of which the metadata says nothing.
         backend: the backend of the engine.
         dtype: the number format; None: nothing is quantized.
         score: the score of what is delivered, or of what is nearest to it; None: there is none.
@@ -47,7 +52,7 @@ class CardFacts:
 
     name: str
     source: str
-    task: str | None
+    task: str
     backend: str
     dtype: str | None
     score: Score | None
@@ -89,9 +94,9 @@ def _metadata(facts: CardFacts) -> dict[str, Any]:
     found: dict[str, Any] = {"library_name": "quantizer", "tags": tags}
     if (base := _hub_name(facts.source)) is not None:
         found["base_model"] = base
-    if facts.task is not None:
-        found["pipeline_tag"] = _PIPELINES.get(facts.task, facts.task)
-    if facts.task is not None and facts.score is not None:
+    if facts.task in _PIPELINES:
+        found["pipeline_tag"] = _PIPELINES[facts.task]
+    if facts.score is not None:
         metric = {
             "type": facts.score.metric,
             "value": round(facts.score.value, 6),
@@ -99,7 +104,7 @@ def _metadata(facts: CardFacts) -> dict[str, Any]:
         }
         slug = re.sub(r"[^\w.-]+", "-", facts.dataset).strip("-")
         results = {
-            "task": {"type": found["pipeline_tag"]},
+            "task": {"type": _PIPELINES.get(facts.task, _OTHER)},
             "dataset": {"name": facts.dataset, "type": slug},
             "metrics": [metric],
         }

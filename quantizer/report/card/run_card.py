@@ -43,7 +43,7 @@ def write_run_card(record: RunRecord, folder: Path) -> None:
     facts = CardFacts(
         name=record.name,
         source=record.model.source,
-        task=record.model.task or None,
+        task=record.model.task,
         backend=record.engine.backend,
         dtype=settings.get("dtype") if any(site.quantized for site in record.coverage) else None,
         score=quantized_score(record.scores),
