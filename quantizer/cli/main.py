@@ -18,6 +18,7 @@ from rich.console import Console
 
 from quantizer import __version__
 from quantizer.cli.check import Check
+from quantizer.cli.completion import Completion
 from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
 from quantizer.cli.output import print_error
@@ -32,7 +33,8 @@ from quantizer.errors import QuantizerError
 
 __all__ = ["VERBS", "main"]
 
-VERBS: tuple[Verb, ...] = (Convert(), Run(), Validate(), Inspect(), Show(), Check())
+_WORKING: tuple[Verb, ...] = (Convert(), Run(), Validate(), Inspect(), Show(), Check())
+VERBS: tuple[Verb, ...] = (*_WORKING, Completion(_WORKING))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
