@@ -87,6 +87,8 @@ ROOMS = {
     "datasets": {"tasks", "interop"},
     "matplotlib": {"report"},
     "jinja2": {"report"},
+    "mlflow": {"report"},
+    "wandb": {"report"},
     "rich": {"report", "cli", "views", "runs", "engines"},
     "pydantic": {"config"},
     "pydantic_core": {"config"},

@@ -24,7 +24,7 @@ from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
 
-pytest.importorskip("transformers", reason="these tests make transformers models: install quantizer[hf]")
+pytest.importorskip("transformers", reason="these tests make transformers models: install enginequant[hf]")
 
 
 def _settled(architecture: str = "bert", attention: str = "sdpa") -> nn.Module:

@@ -21,6 +21,7 @@ from quantizer.report.charts.training_plot import loss_svg
 from quantizer.report.charts.training_plot import score_svg
 from quantizer.report.charts.training_plot import training_caption
 from quantizer.report.codec import mapping_from_record
+from quantizer.report.page.glossary import GLOSSARY
 from quantizer.report.page.page_tables import cost_table
 from quantizer.report.page.page_tables import coverage_by_kind
 from quantizer.report.page.page_tables import coverage_by_reason
@@ -154,6 +155,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "versions_table": _safe(_pairs("Package", "Version", record.versions)),
         "machine_table": _safe(_pairs("Fact", "Value", record.machine)),
         "stages_table": _safe(_stages(stages)),
+        "glossary": GLOSSARY,
     }
 
 
