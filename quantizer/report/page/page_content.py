@@ -100,6 +100,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
     """
     stages = [(stage.name, stage.seconds) for stage in record.stages]
     config = mapping_from_record(record)["config"]
+    ran, never = ([site for site in record.coverage if site.ran is wanted] for wanted in (True, False))
     return {
         "record": record,
         "created": record.created.replace("T", " "),
@@ -121,7 +122,10 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "coverage_by_kind": _safe(coverage_by_kind(record.coverage)),
         "coverage_by_reason": _safe(coverage_by_reason(record.coverage)),
         "escaped_table": _safe(escaped_table(record.escaped)),
-        "coverage_table": _safe(coverage_table(record.coverage)),
+        "coverage_table": _safe(coverage_table(ran)),
+        "sites_ran": text.counted(len(ran), "site"),
+        "never_ran_table": _safe(coverage_table(never)),
+        "sites_never_ran": text.counted(len(never), "site"),
         "ranges_table": _safe(ranges_table(record.coverage)),
         "histograms": [_safe(histogram_figure(histogram)) for histogram in record.histograms],
         "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
@@ -194,6 +198,7 @@ def _score_tile(score: Score | None) -> Tile:
 
 
 def _coverage_tile(sites: Sequence[Site], share: float | None) -> Tile:
+    sites = [site for site in sites if site.ran]
     if not sites:
         return _tile("Sites quantized", None)
     work = "multiply-adds not counted" if share is None else f"{text.percent(share)} of multiply-adds"
