@@ -63,7 +63,7 @@ def measure_latency(context: RunContext, config: RunConfig, engines: Mapping[str
     report = config.report
     if not engines:
         return None
-    batch = context.task.random_batch(report.latency_batch, report.latency_sequence)
+    batch = context.feed.random_batch(report.latency_batch, report.latency_sequence)
     with context.timer("measure latency"):
         calls = {name: partial(engine, engine_inputs(engine, batch)) for name, engine in engines.items()}
         seconds = interleaved_latency(calls, rounds=_LATENCY_ROUNDS)

@@ -44,7 +44,7 @@ from quantizer.runs.measure import build_options
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import engine_inputs
 from quantizer.runs.run_engines import RunEngines
-from quantizer.runs.scoring import Scoring
+from quantizer.runs.workload.workload import Scorer
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
 from quantizer.tasks import Row
@@ -114,7 +114,7 @@ def pick_backend(
     context: RunContext,
     config: RunConfig,
     quantizer: Quantizer,
-    scoring: Scoring,
+    scoring: Scorer,
     rows: list[Row],
     folder: Path,
     among: Sequence[str],
@@ -138,7 +138,7 @@ def pick_backend(
     """
     names, missing = cpu_candidates(among)
     report, wanted = config.report, config.quantizer
-    batch = context.task.inputs.filled(context.task.samples(rows), report.latency_batch, report.latency_sequence)
+    batch = context.feed.inputs.filled(context.feed.samples(rows), report.latency_batch, report.latency_sequence)
     variants = cpu_variants(
         names,
         dtype=wanted.dtype,
@@ -183,7 +183,7 @@ class _Maker:
         context: RunContext,
         config: RunConfig,
         calibrated: Quantizer,
-        scoring: Scoring,
+        scoring: Scorer,
         batch: Batch,
         folder: Path,
     ) -> None:
@@ -243,7 +243,7 @@ class _Maker:
 
     def _exported(self, variant: Variant) -> tuple[nn.Module | None, Path]:
         """Return the frozen proxy, None for a variant in float, and its file; each is made once for all variants."""
-        example, opset = self._context.task.example(), self._config.export.opset
+        example, opset = self._context.feed.example(), self._config.export.opset
         if variant.dtype is None:
             # One file of the float model is for all.
             path = self._folder / "float.onnx"

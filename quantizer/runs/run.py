@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC
 from datetime import datetime
+from functools import cached_property
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +36,6 @@ from quantizer.files import restore_folder
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.quantizer import Quantizer
-from quantizer.report import ModelInfo
 from quantizer.report import RunRecord
 from quantizer.report import Score
 from quantizer.report import collect_machine
@@ -42,7 +44,9 @@ from quantizer.report import print_record
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.output_record import OutputDistance
 from quantizer.report.search_records import fallback_record
+from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
@@ -55,29 +59,27 @@ from quantizer.runs.pick_backend import with_backend
 from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.plan_records import site_records
-from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import RunRows
 from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.run_context import bar
-from quantizer.runs.run_context import load_context
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_context import sizes_of
 from quantizer.runs.run_engines import RunEngines
-from quantizer.runs.scoring import Scoring
 from quantizer.runs.search import causes_of
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
 from quantizer.runs.task_metric import TaskMetric
 from quantizer.runs.train import TrainingResult
 from quantizer.runs.train import train
+from quantizer.runs.workload.configured import configured_workload
+from quantizer.runs.workload.workload import Load
 from quantizer.targets import AUTO
 from quantizer.tasks import Batch
 from quantizer.views.histograms import noisiest
 
-__all__ = ["run"]
+__all__ = ["RUN", "carry_out", "run"]
 
 RUN = "run"
 """The kind of the folder, in its marker."""
@@ -98,13 +100,23 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
         QuantizerError: the target cannot do what is asked, the folder exists already or cannot be written, or a stage
             failed.
     """
+    folder = Path(config.output if output is None else output).absolute()
+    record = carry_out(config, folder, force, console, partial(configured_workload, config))
+    with said_complete(folder):
+        print_record(record, folder, console)
+    if (missed := missed_speed(record.placement)) is not None:
+        raise EngineError(f"{missed}; {folder} holds it")
+    return folder
+
+
+def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, load: Load) -> RunRecord:
+    """Carry out a run of any workload into a folder, and return its record; see ``run`` for errors."""
     among = config.quantizer.candidates if chooses(config) else None
     if config.quantizer.backend == AUTO:
         # The candidates share one calibration, whichever it is for.
         name = QuantizerConfig().backend if among is None else cpu_candidates(among)[0][0]
         config = with_backend(config, name)
     check_run(config)
-    folder = Path(config.output if output is None else output).absolute()
     restore_folder(folder)
     checked_folder(folder, RUN, replace=force)
     record: list[RunRecord] = []
@@ -112,15 +124,11 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
         write_folder(
             folder,
-            lambda target: record.append(_Run(config, folder.name, target, kept, console).run(among)),
+            lambda target: record.append(_Run(config, folder.name, target, kept, console, load).run(among)),
             kind=RUN,
             replace=force,
         )
-    with said_complete(folder):
-        print_record(record[0], folder, console)
-    if (missed := missed_speed(record[0].placement)) is not None:
-        raise EngineError(f"{missed}; {folder} holds it")
-    return folder
+    return record[0]
 
 
 class _Run:
@@ -128,41 +136,25 @@ class _Run:
 
     Attributes:
         target: the folder that is being filled.
-        context: the loaded model and its task.
-        rows: all rows that the run reads.
+        work: the model, the rows and the scores.
         budget: the budget of a search for fallback, checked on tuning rows that it does not see.
     """
 
-    def __init__(self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, console: Console) -> None:
+    def __init__(
+        self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, console: Console, load: Load
+    ) -> None:
         self.config = config
         self.name = name
         self.target = target
         (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         timer = StageTimer(console)
         with timer("load model and data"):
-            self.context = load_context(
-                timer,
-                kept,
-                target,
-                config.model.source,
-                config.model.task,
-                # A run writes four files of the model, of which two are in float.
-                copies=1,
-                needed_for="what a run writes of this model",
-                attention=config.model.attention,
-                sizes={
-                    "max_length": config.model.max_length,
-                    "batch_size": config.data.batch_size,
-                    # A shorter batch would be outside the engine's range.
-                    "min_length": config.export.dynamic.sequence[0],
-                },
-            )
-            self.rows = RunRows.of(config.data)
+            self.work = load(timer, kept, target)
+        self.context, self.rows, self.scoring = self.work.context, self.work.rows, self.work.scorer
         max_drop = None if config.fallback is None else config.fallback.max_drop
         checked = config.qat is None and runs_here(config.quantizer.backend)
         self.budget = EngineBudget(self.context, max_drop, self.rows.tuning, checked=checked)
-        self.model, self.task = self.context.model, self.context.task
-        self.scoring = Scoring(self.context, self.rows.evaluation, config.report.bootstrap)
+        self.model = self.context.model
         self.placement = RunPlacement(self.context, config, target)
         self.choice: EngineChoice | None = None
 
@@ -180,16 +172,15 @@ class _Run:
             (self.target / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
             engines = picked.engines
         self.placement.price(quantizer, engines)
-        metric = self._metric()
-        proxy = self._choose(quantizer, batches, metric)
+        proxy = self._choose(quantizer, batches)
         while True:
-            forms, course = self._quantize(quantizer, metric)
+            forms, course = self._quantize(quantizer)
             built = engines.build(quantizer, forms["proxy" if course is None else "qat"], trained=course is not None)
             loaded, chosen = engines.load(), quantizer.chosen_fallback
             max_drop = self.budget.next_drop(loaded.get("engine"), 0 if chosen is None else len(chosen.groups))
             if max_drop is not None:
                 assert proxy is not None
-                self._search(quantizer, proxy, metric, max_drop)
+                self._search(quantizer, proxy, max_drop)
             elif self.placement.is_fast_enough(quantizer, proxy, engines):
                 break
         quantizer.save(self.target / "quantizer")
@@ -197,17 +188,16 @@ class _Run:
         self.scoring.take({"float": self.model, **forms})
         inspection = self._inspect(built["engine"])
         scores = self.scoring.scores({**forms, **self._nearest(loaded, quantizer)})
-        record = self._record(quantizer, course, scores, built, loaded, inspection)
+        outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
+        record = replace(self._record(quantizer, course, scores, built, loaded, inspection), outputs=outputs)
         self._write(record)
         return record
 
     def _check(self, quantizer: Quantizer) -> None:
         """Raise errors now that would otherwise come after minutes of calibration."""
-        config, rows = self.config, self.rows
+        config = self.config
         require_tools({config.quantizer.backend: build_options(self.config)}, html="html" in config.report.formats)
-        check_rows(self.task, [*rows.evaluation, *rows.tuning, *rows.head], [*rows.calibration, *rows.training])
-        # Raises if the model has fewer positions than the shape for the latency.
-        self.task.random_batch(1, config.report.latency_sequence)
+        self.work.check()
         if config.quantizer.formats:
             # Raises if a rule matches nothing, which would otherwise happen when the plan is made.
             quantizer.inspect(self.model)
@@ -216,18 +206,20 @@ class _Run:
         """Calibrate, after fitting the head if the task has one, and return the calibration batches."""
         if self.rows.head:
             with self.context.timer("fit the head on float embeddings"), bar("head") as progress:
-                self.task.fit_head(as_predictor(self.model), self.rows.head, progress)
-        batches = self.task.batches(self.rows.calibration)
+                self.context.task.fit_head(as_predictor(self.model), self.rows.head, progress)
+        batches = self.context.feed.batches(self.rows.calibration)
         with self.context.timer("calibrate"):
             quantizer.calibrate(self.model, batches)
         return batches
 
-    def _metric(self) -> TaskMetric:
+    @cached_property
+    def metric(self) -> TaskMetric:
+        """The score on tuning rows, for what is chosen by it."""
         config = self.config
         settings = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
-        return TaskMetric(settings, self.task, self.budget.searched, self.rows.head, self.context.timer.tell)
+        return TaskMetric(settings, self.context.task, self.budget.searched, self.rows.head, self.context.timer.tell)
 
-    def _choose(self, quantizer: Quantizer, batches: list[Batch], metric: TaskMetric) -> nn.Module | None:
+    def _choose(self, quantizer: Quantizer, batches: list[Batch]) -> nn.Module | None:
         """Measure sensitivity, and let the groups fall back to float that are asked for; return the proxy, if any."""
         asked, amp = self.config.fallback, self.config.amp or AmpConfig()
         if self.config.amp is None and asked is None:
@@ -237,8 +229,8 @@ class _Run:
             self.model,
             measure=amp.measure,
             granularity=amp.granularity,
-            metric=metric if by_metric else None,
-            higher_is_better=metric.higher_is_better,
+            metric=self.metric if by_metric else None,
+            higher_is_better=not by_metric or self.metric.higher_is_better,
         )
         if self.config.amp is not None:
             measure_sensitivity(self.context, quantizer, proxy, [] if by_metric else batches[: amp.batches])
@@ -246,24 +238,24 @@ class _Run:
             how = asked.model_dump(include={"num", "ratio", "names", "min_speedup", "costs"})
             quantizer.fallback(proxy, prices=self.placement.prices, **how)
         elif asked is not None and asked.max_drop is not None:
-            self._search(quantizer, proxy, metric, asked.max_drop)
+            self._search(quantizer, proxy, asked.max_drop)
         return proxy
 
-    def _search(self, quantizer: Quantizer, proxy: nn.Module, metric: TaskMetric, max_drop: float) -> None:
+    def _search(self, quantizer: Quantizer, proxy: nn.Module, max_drop: float) -> None:
         asked = self.config.fallback
         assert asked is not None
         most, costs, prices = asked.evaluations, asked.costs, self.placement.prices
         search_fallback(
-            self.context, quantizer, proxy, metric, max_drop, max_evaluations=most, costs=costs, prices=prices
+            self.context, quantizer, proxy, self.metric, max_drop, max_evaluations=most, costs=costs, prices=prices
         )
 
-    def _quantize(self, quantizer: Quantizer, metric: TaskMetric) -> tuple[dict[str, nn.Module], TrainingResult | None]:
+    def _quantize(self, quantizer: Quantizer) -> tuple[dict[str, nn.Module], TrainingResult | None]:
         """Return the frozen model, with training also that of PTQ before it; and the result of the training."""
         settings, course = self.config.qat, None
         forms = {}
         if settings is not None:
             forms["ptq"] = quantizer.quantize(self.model)
-            course = train(self.context, settings, quantizer, self.rows.training, metric)
+            course = train(self.context, settings, quantizer, self.rows.training, self.metric)
         with self.context.timer("quantize"):
             forms["proxy" if course is None else "qat"] = quantizer.quantize(self.model)
         return forms, course
@@ -274,6 +266,14 @@ class _Run:
             return {"engine": engines["engine"]}
         half = self.config.quantizer.target.torch_dtype is not torch.float32
         return {"simulation": quantizer.simulate(self.model)} if half else {}
+
+    def _outputs(self, proxy: nn.Module, engine: Engine | None) -> tuple[OutputDistance, ...]:
+        """Return how far the outputs are from those of the float model, on rows of the evaluation."""
+        feed, report = self.context.feed, self.config.report
+        with self.context.timer("compare the outputs"):
+            rows = feed.samples(self.rows.evaluation or self.rows.calibration)
+            batch = feed.inputs.filled(rows, report.latency_batch, report.latency_sequence)
+            return output_distances(self.model, proxy, engine, batch)
 
     def _inspect(self, built: BuildResult) -> Inspection:
         """Return the precisions of the engine's layers; raise if those that were asked for are missing."""
@@ -304,11 +304,7 @@ class _Run:
             name=self.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=config.model_dump(mode="json"),
-            model=ModelInfo(
-                source=config.model.source,
-                task=config.model.task,
-                parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-            ),
+            model=self.work.info,
             scores=scores,
             latency=latency,
             size=sizes_of(built),
@@ -321,7 +317,7 @@ class _Run:
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
             causes=causes_of(self.context, config, quantizer, self.rows.calibration),
             fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks),
-            training=None if course is None else course.record(self.task),
+            training=None if course is None else course.record(self.context.task),
             choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),
             engine=engine_file(config, built["engine"], ran=bool(engines)),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import field
 from dataclasses import fields
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from quantizer.engines import BuildOptions
 from quantizer.engines import BuildResult
 from quantizer.engines import Engine
 from quantizer.engines import build_engine
+from quantizer.errors import TaskError
 from quantizer.files import require_room
 from quantizer.files import said_complete
 from quantizer.qat.checkpoint import check_checkpoints
@@ -38,6 +40,7 @@ from quantizer.report import Stage
 from quantizer.report import size_entries
 from quantizer.sensitivity.score_cache import check_scores
 from quantizer.tasks import Batch
+from quantizer.tasks import Feed
 from quantizer.tasks import Predictions
 from quantizer.tasks import Row
 from quantizer.tasks import Task
@@ -227,18 +230,18 @@ def sizes_of(built: Mapping[str, BuildResult]) -> tuple[SizeEntry, ...]:
 
 @dataclass(frozen=True)
 class RunRows:
-    """The rows of a run, by purpose; empty if the configuration has no data set for it."""
+    """The rows of a run, by purpose; empty if there are none for it."""
 
-    calibration: list[Row]
-    evaluation: list[Row]
-    head: list[Row]
-    tuning: list[Row]
-    training: list[Row]
+    calibration: list[Any]
+    evaluation: list[Any]
+    head: list[Row] = field(default_factory=list)
+    tuning: list[Row] = field(default_factory=list)
+    training: list[Row] = field(default_factory=list)
 
     @classmethod
     def of(cls, config: DataConfig) -> RunRows:
         """Return the rows of all data sets in a configuration."""
-        return cls(**{field.name: rows_of(getattr(config, field.name)) for field in fields(cls)})
+        return cls(**{one.name: rows_of(getattr(config, one.name)) for one in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,15 +252,26 @@ class RunContext:
         timer: prints and times stages.
         resume: the files from which a search and a training resume.
         model: the float model.
-        processor: its tokenizer or image processor.
-        task: makes batches from rows, and scores predictions.
+        processor: its tokenizer or image processor; None: it has none.
+        feed: makes batches from rows.
     """
 
     timer: StageTimer
     resume: ResumeFiles
     model: nn.Module
     processor: Any
-    task: Task
+    feed: Feed
+
+    @property
+    def task(self) -> Task:
+        """What makes batches, as the task that also scores predictions.
+
+        Raises:
+            TaskError: the model was given in Python, with batches alone.
+        """
+        if not isinstance(self.feed, Task):
+            raise TaskError("a module that is given in Python has no task, and no scores but those of score=")
+        return self.feed
 
 
 def load_context(
@@ -291,7 +305,7 @@ def load_context(
     require_room(folder, int(parameters * copies), needed_for)
     processor = load_processor(source, task)
     built = build_task(task, model, processor, **sizes)
-    return RunContext(timer=timer, resume=resume, model=model, processor=processor, task=built)
+    return RunContext(timer=timer, resume=resume, model=model, processor=processor, feed=built)
 
 
 def predict(context: RunContext, which: str, model: nn.Module | Engine, rows: list[Row]) -> Predictions:

@@ -80,7 +80,7 @@ class RunEngines:
             missing["engine"] = self.files(QUANTIZED_STEM)
         if not missing:
             return dict(self._built)
-        opset, example, timer = self._config.export.opset, self._context.task.example(), self._context.timer
+        opset, example, timer = self._config.export.opset, self._context.feed.example(), self._context.timer
         with timer("export"):
             if "float" in missing:
                 export_onnx(self._context.model, missing["float"].onnx, example, opset=opset, dtype=torch.float32)

@@ -32,7 +32,7 @@ def causes_of(context: RunContext, config: RunConfig, quantizer: Quantizer, rows
     """Return the groups that cost most with their cures; none unless sensitivity is asked for, or after training."""
     if config.amp is None or config.qat is not None or not rows:
         return ()
-    return quantizer.causes(context.model, context.task.batches(rows)[:_BATCHES]).rows
+    return quantizer.causes(context.model, context.feed.batches(rows)[:_BATCHES]).rows
 
 
 def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Module, batches: Sequence[Batch]) -> None:

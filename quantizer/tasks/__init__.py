@@ -16,6 +16,7 @@ from quantizer.tasks.datasets import read_images
 from quantizer.tasks.datasets import read_texts
 from quantizer.tasks.datasets import text_files
 from quantizer.tasks.image_inputs import read_image
+from quantizer.tasks.inputs import Feed
 from quantizer.tasks.inputs import Sample
 from quantizer.tasks.inputs import batch_shape
 from quantizer.tasks.models import load_image_processor
@@ -54,6 +55,7 @@ __all__ = [
     "resolve_source",
     # tasks
     "Batch",
+    "Feed",
     "Predictions",
     "Progress",
     "Run",

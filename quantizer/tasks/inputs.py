@@ -16,7 +16,7 @@ import torch
 
 from quantizer.errors import TaskError
 
-__all__ = ["EXAMPLE_ROWS", "Batch", "Inputs", "Sample", "TextInputs", "batch_shape", "longest_sequence"]
+__all__ = ["EXAMPLE_ROWS", "Batch", "Feed", "Inputs", "Sample", "TextInputs", "batch_shape", "longest_sequence"]
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 """The model's inputs by name: int64 [B x S] for texts, float32 [B x channels x height x width] for images."""
@@ -29,9 +29,9 @@ _CHARACTERS_PER_TOKEN = 8
 
 
 def batch_shape(batch: Batch) -> tuple[int, int | None]:
-    """Return the number of rows of a batch, and that of its tokens; None for images."""
+    """Return the number of rows of a batch, and that of its tokens; None for images and other values."""
     first = next(iter(batch.values()))
-    return first.shape[0], first.shape[1] if first.dim() == 2 else None
+    return first.shape[0], first.shape[1] if first.dim() == 2 and not first.is_floating_point() else None
 
 
 def longest_sequence(model: torch.nn.Module, config: Any) -> int | None:
@@ -74,6 +74,26 @@ class Inputs(Protocol):
 
     def example(self, samples: Sequence[Any]) -> Batch:
         """Return a batch of two samples; see ``Task.example``."""
+
+
+class Feed(Protocol):
+    """The data of a model without scores: a task, or the batches of a module that somebody gave in Python."""
+
+    @property
+    def inputs(self) -> Inputs:
+        """The batches of the model."""
+
+    def samples(self, rows: Sequence[Any]) -> list[Any]:
+        """Return the samples of rows."""
+
+    def batches(self, rows: Sequence[Any], limit: int | None = None) -> list[Batch]:
+        """Return rows as at most ``limit`` batches, in their own order."""
+
+    def example(self) -> Batch:
+        """Return a small batch for export."""
+
+    def random_batch(self, batch: int, sequence: int | None = None, seed: int = 0) -> Batch:
+        """Return a batch of that size to measure latency."""
 
 
 class TextInputs:

@@ -98,7 +98,7 @@ class Task(ABC):
         for package in self.packages:
             if find_spec(package) is None:
                 raise MissingDependencyError(package, "hf")
-        self.inputs = self.make_inputs(model, processor, max_length, min_length)
+        self.inputs: Inputs = self.make_inputs(model, processor, max_length, min_length)
         self.batch_size = batch_size
 
     # What a subclass defines

@@ -71,7 +71,7 @@ class RunPlacement:
             return
         placer = GroupPlacer(
             model=self._context.model,
-            example=self._context.task.example(),
+            example=self._context.feed.example(),
             timing=engines.timing,
             cache=self._times,
             build=engines.build_file,

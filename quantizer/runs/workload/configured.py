@@ -1,0 +1,60 @@
+"""The workload that a configuration names: a checkpoint, its task, and rows of data sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizer.config import RunConfig
+from quantizer.report import ModelInfo
+from quantizer.runs.preflight import check_rows
+from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.run_context import RunRows
+from quantizer.runs.run_context import StageTimer
+from quantizer.runs.run_context import load_context
+from quantizer.runs.scoring import Scoring
+from quantizer.runs.workload.workload import Workload
+
+__all__ = ["configured_workload"]
+
+
+def configured_workload(config: RunConfig, timer: StageTimer, kept: ResumeFiles, folder: Path) -> Workload:
+    """Return the model, the rows and the scores that a configuration names.
+
+    Raises:
+        QuantizerError: the model or a data set cannot be loaded, they do not fit, or the disk has no room.
+    """
+    context = load_context(
+        timer,
+        kept,
+        folder,
+        config.model.source,
+        config.model.task,
+        # A run writes four files of the model, of which two are in float.
+        copies=1,
+        needed_for="what a run writes of this model",
+        attention=config.model.attention,
+        sizes={
+            "max_length": config.model.max_length,
+            "batch_size": config.data.batch_size,
+            # A shorter batch would be outside the engine's range.
+            "min_length": config.export.dynamic.sequence[0],
+        },
+    )
+    rows = RunRows.of(config.data)
+
+    def check() -> None:
+        check_rows(context.task, [*rows.evaluation, *rows.tuning, *rows.head], [*rows.calibration, *rows.training])
+        # Raises if the model has fewer positions than the shape for the latency.
+        context.task.random_batch(1, config.report.latency_sequence)
+
+    return Workload(
+        context=context,
+        rows=rows,
+        scorer=Scoring(context, rows.evaluation, config.report.bootstrap),
+        info=ModelInfo(
+            source=config.model.source,
+            task=config.model.task,
+            parameters=sum(parameter.numel() for parameter in context.model.parameters()),
+        ),
+        check=check,
+    )

@@ -1,0 +1,58 @@
+"""``Workload``: the model, the rows and the scores of one run, whoever brought them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from typing import TypeAlias
+
+from torch import nn
+
+from quantizer.engines import Engine
+from quantizer.report import ModelInfo
+from quantizer.report import Score
+from quantizer.runs.run_context import ResumeFiles
+from quantizer.runs.run_context import RunContext
+from quantizer.runs.run_context import RunRows
+from quantizer.runs.run_context import StageTimer
+
+__all__ = ["Load", "Scorer", "Workload"]
+
+
+class Scorer(Protocol):
+    """Scores of models and engines, and their differences to the float model; none is run twice."""
+
+    def difference(self, which: str, engine: Engine | None) -> float | None:
+        """Return the score of an engine less that of the float model; None: there is no score, or no engine."""
+
+    def take(self, forms: Mapping[str, nn.Module | Engine]) -> None:
+        """Run models and engines; their scores are made of that later."""
+
+    def scores(self, forms: Mapping[str, nn.Module | Engine]) -> tuple[Score, ...]:
+        """Return the scores of the float model, and of other models and engines by name; empty: there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one run works on.
+
+    Attributes:
+        context: the float model and the batches that it takes.
+        rows: the rows, by purpose.
+        scorer: scores what comes of it.
+        info: the model in words.
+        check: raises what would otherwise come after minutes of calibration.
+    """
+
+    context: RunContext
+    rows: RunRows
+    scorer: Scorer
+    info: ModelInfo
+    check: Callable[[], None]
+
+
+Load: TypeAlias = Callable[[StageTimer, ResumeFiles, Path], Workload]
+"""Loads a workload for a run that prints through the timer and fills the folder."""
