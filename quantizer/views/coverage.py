@@ -25,6 +25,8 @@ from quantizer.report.tables.text import format_name
 from quantizer.report.tables.text import granularity
 from quantizer.report.tables.text import percent
 from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.views.site_rows import planned_site
+from quantizer.views.site_rows import unrewritten_site
 from quantizer.views.table_view import View
 from quantizer.views.unquantized import covered_share
 from quantizer.views.unquantized import unquantized_products
@@ -114,7 +116,7 @@ class Coverage(View[Site]):
             patches: the operator patches that were applied.
             regions: the modules whose values float16 cannot hold.
         """
-        rows = [*map(_site, plan.values()), *map(_unrewritten_site, skipped)]
+        rows = [*map(planned_site, plan.values()), *map(unrewritten_site, skipped)]
         made = cls(rows, unquantized_products(products, plan, put_back))
         made.share = covered_share(products, plan)
         made.patches = tuple(patches)
@@ -273,35 +275,6 @@ def _count(number: int) -> str:
 
 def _why(row: Site) -> str:
     return f"{row.reason} ({row.rule})" if row.rule else row.reason
-
-
-def _site(entry: SitePlan) -> Site:
-    return Site(
-        name=entry.name,
-        kind=entry.kind,
-        host_type=entry.host_type,
-        file=entry.file,
-        line=entry.line,
-        quantized=entry.quantized,
-        reason=entry.reason,
-        rule=entry.rule,
-        multiply_adds=entry.multiply_adds,
-    )
-
-
-def _unrewritten_site(skipped: UnrewrittenSource) -> Site:
-    source = skipped.source
-    return Site(
-        name=skipped.path or "(the model)",
-        kind=skipped.kind,
-        host_type=skipped.host_type,
-        file=source.file if source else "",
-        line=source.line if source else 0,
-        quantized=False,
-        reason=skipped.reason,
-        rule=None,
-        multiply_adds=0,
-    )
 
 
 def _range_row(site: SitePlan, operand: OperandPlan) -> RangeRow:

@@ -48,9 +48,10 @@ from quantizer.report.tables.engine_table import verified_words
 from quantizer.report.tables.headline import covered_share
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.headline import verdict
+from quantizer.report.tables.layer_table import group_table
+from quantizer.report.tables.layer_table import layer_table
 from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.placement_table import placement_lines
-from quantizer.report.tables.placement_table import placement_table
+from quantizer.report.tables.placement_lines import placement_lines
 from quantizer.report.tables.search_table import evaluation_caption
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
@@ -112,7 +113,6 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],
         "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
-        "placement_table": _safe(placement_table(record.placement) if record.placement else ""),
         "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
         "causes": [text.typeset(line) for line in cause_lines(record.causes)],
         "tiles": tiles(record),
@@ -143,7 +143,9 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "engine_note": verified_words(record.inspection) if record.inspection else "",
         "engine_facts": engine_facts(record.inspection) if record.inspection else [],
         "engine_table": _safe(engine_table(record.inspection) if record.inspection else ""),
-        "layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
+        "engine_layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
+        "layer_table": _safe(layer_table(record)),
+        "group_table": _safe(group_table(record)),
         "build_time": text.seconds(record.engine.build_seconds) if record.engine else None,
         "diff_files": diff_files(record.diff),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",
