@@ -320,7 +320,7 @@ class _Run:
             latency=latency,
             size=sizes_of(built),
             memory=measure_memory(self.context, config, built) if engines else (),
-            coverage=site_records(coverage, quantizer.plan),
+            coverage=site_records(coverage),
             covered_share=coverage.share,
             escaped=coverage.escaped.rows,
             histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),

@@ -52,9 +52,10 @@ from quantizer.report.tables.engine_table import verified_words
 from quantizer.report.tables.headline import covered_share
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.headline import verdict
+from quantizer.report.tables.layer_table import group_table
+from quantizer.report.tables.layer_table import layer_table
 from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.placement_table import placement_lines
-from quantizer.report.tables.placement_table import placement_table
+from quantizer.report.tables.placement_lines import placement_lines
 from quantizer.report.tables.search_table import evaluation_caption
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
@@ -106,6 +107,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
     """
     stages = [(stage.name, stage.seconds) for stage in record.stages]
     config = mapping_from_record(record)["config"]
+    ran, never = ([site for site in record.coverage if site.ran is wanted] for wanted in (True, False))
     return {
         "record": record,
         "created": record.created.replace("T", " "),
@@ -119,7 +121,6 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
         "choice_missing": missing_lines(record.choice) if record.choice else [],
         "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
-        "placement_table": _safe(placement_table(record.placement) if record.placement else ""),
         "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
         "causes": [text.typeset(line) for line in cause_lines(record.causes, record.placement)],
         "tiles": tiles(record),
@@ -130,7 +131,10 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "coverage_by_kind": _safe(coverage_by_kind(record.coverage)),
         "coverage_by_reason": _safe(coverage_by_reason(record.coverage)),
         "escaped_table": _safe(escaped_table(record.escaped)),
-        "coverage_table": _safe(coverage_table(record.coverage)),
+        "coverage_table": _safe(coverage_table(ran)),
+        "sites_ran": text.counted(len(ran), "site"),
+        "never_ran_table": _safe(coverage_table(never)),
+        "sites_never_ran": text.counted(len(never), "site"),
         "ranges_table": _safe(ranges_table(record.coverage)),
         "histograms": [_safe(histogram_figure(histogram, _by_output(record))) for histogram in record.histograms],
         "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
@@ -148,7 +152,9 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "engine_note": verified_words(record.inspection) if record.inspection else "",
         "engine_facts": engine_facts(record.inspection) if record.inspection else [],
         "engine_table": _safe(engine_table(record.inspection) if record.inspection else ""),
-        "layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
+        "engine_layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
+        "layer_table": _safe(layer_table(record)),
+        "group_table": _safe(group_table(record)),
         "build_time": text.seconds(record.engine.build_seconds) if record.engine else None,
         "diff_files": diff_files(record.diff),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",
@@ -224,6 +230,7 @@ def _score_tile(score: Score | None) -> Tile:
 
 
 def _coverage_tile(sites: Sequence[Site], share: float | None) -> Tile:
+    sites = [site for site in sites if site.ran]
     if not sites:
         return _tile("Sites quantized", None)
     work = "multiply-adds not counted" if share is None else f"{text.percent(share)} of multiply-adds"

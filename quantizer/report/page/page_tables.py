@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import Any
 
 from quantizer.reasons import counted
@@ -118,7 +117,8 @@ _COST_COLUMNS = {
 
 
 def coverage_by_kind(sites: Sequence[Site]) -> str:
-    """Return the numbers of sites and quantized sites and the share of multiply-adds, by kind."""
+    """Return the numbers of sites that ran and of quantized ones, and the share of multiply-adds, by kind."""
+    sites = [site for site in sites if site.ran]
     if not sites:
         return ""
     rows = []
@@ -132,8 +132,8 @@ def coverage_by_kind(sites: Sequence[Site]) -> str:
 
 
 def coverage_by_reason(sites: Sequence[Site]) -> str:
-    """Return the reasons of the sites that are not quantized; empty if all are."""
-    rows = counted(site.reason for site in sites if not site.quantized)
+    """Return the reasons of the sites that ran and are not quantized; empty if all are."""
+    rows = counted(site.reason for site in sites if site.ran and not site.quantized)
     return html_table(["Why not", "Sites"], rows, label="Sites left in float, by reason", style=False) if rows else ""
 
 
@@ -162,7 +162,7 @@ def escaped_table(products: Sequence[UnquantizedProduct]) -> str:
 
 
 def coverage_table(sites: Sequence[Site]) -> str:
-    """Return all sites with their reasons."""
+    """Return sites with their reasons; empty if there are none."""
     if not sites:
         return ""
     columns = [
@@ -183,7 +183,7 @@ def coverage_table(sites: Sequence[Site]) -> str:
             site.reason,
             site.rule,
             site.host_type,
-            f"{PurePath(site.file).name}:{site.line}",
+            site.place,
             site.multiply_adds,
         )
         for site in sites
