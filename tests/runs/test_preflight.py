@@ -56,6 +56,7 @@ def test_a_run_that_can_start(values: dict[str, Any], tmp_path: Path) -> None:
     assert {*tmp_path.rglob("*")} - {*before} == {tmp_path / "run.yaml"}
 
 
+@pytest.mark.promise("`validate` lists at once all that would keep the run from its end")
 def test_everything_that_is_wrong_is_told_at_once(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +154,7 @@ def test_validate_tells_all_of_it(values: dict[str, Any], tmp_path: Path, capsys
     assert main(["validate", "--file-only", path]) == 0
 
 
+@pytest.mark.promise("`quantizer run` and `quantizer convert` begin with the same")
 def test_a_run_begins_with_it(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _config(values, tmp_path)
     (tmp_path / "calibration.csv").unlink()
@@ -173,6 +175,7 @@ def test_a_conversion_begins_with_its_own(tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "done").exists()
 
 
+@pytest.mark.promise("refuse to start as one of several processes of `torchrun`")
 @pytest.mark.parametrize("words", [["run", "any.yaml"], ["convert", "-m", "any"]])
 def test_torchrun_is_refused(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
