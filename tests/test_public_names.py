@@ -42,12 +42,14 @@ def test_all_lists_what_is_visible() -> None:
 def test_the_public_names() -> None:
     assert quantizer.__all__ == [
         "QATCalibrate",
+        "QuantizedModel",
         "Quantizer",
         "QuantizerConfig",
         "QuantizerError",
         "estimated_prices",
         "functional",
         "measured_prices",
+        "quantize_model",
     ]
 
 

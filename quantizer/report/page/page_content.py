@@ -112,17 +112,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "record": record,
         "created": record.created.replace("T", " "),
         "parameters": text.count(record.model.parameters),
-        "judgement": _judgement(record),
-        "thresholds": text.typeset(THRESHOLDS),
-        "verdict": text.typeset(verdict(record)),
-        "choice": text.typeset(record.choice.headline) if record.choice else "",
-        "deploy": text.typeset(record.choice.deploy) if record.choice else "",
-        "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
-        "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
-        "choice_missing": missing_lines(record.choice) if record.choice else [],
-        "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
-        "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
-        "causes": [text.typeset(line) for line in cause_lines(record.causes, record.placement)],
+        **_header(record),
         "tiles": tiles(record),
         "latency": text.typeset(_latency_note(record)),
         "score_table": _safe(score_table(record)),
@@ -162,6 +152,23 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "machine_table": _safe(_pairs("Fact", "Value", record.machine)),
         "stages_table": _safe(_stages(stages)),
         "glossary": GLOSSARY,
+    }
+
+
+def _header(record: RunRecord) -> dict[str, Any]:
+    """Return the variables of the verdict, of the choice of the engine and its placement, and of what costs most."""
+    return {
+        "judgement": _judgement(record),
+        "thresholds": text.typeset(THRESHOLDS),
+        "verdict": text.typeset(verdict(record)),
+        "choice": text.typeset(record.choice.headline) if record.choice else "",
+        "deploy": text.typeset(record.choice.deploy) if record.choice else "",
+        "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
+        "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
+        "choice_missing": missing_lines(record.choice) if record.choice else [],
+        "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
+        "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
+        "causes": [text.typeset(line) for line in cause_lines(record.causes, record.placement)],
     }
 
 
