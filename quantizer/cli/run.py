@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quantizer.cli.one_process import require_one_process
 from quantizer.cli.verb import OVERRIDES_HELP
 from quantizer.common.paths import is_file
 from quantizer.config import load_run
@@ -54,6 +55,7 @@ kept, with --force too."""
         parser.add_argument("--yes", action="store_true", help=f"do not ask before a sweep of more than {_MANY} runs")
 
     def __call__(self, args: Namespace, console: Console) -> int:
+        require_one_process("quantizer run")
         paths = [args.config, *(word for word in args.overrides if _is_file(word))]
         overrides = [word for word in args.overrides if not _is_file(word)]
         sweep = read_sweep(paths, overrides)
