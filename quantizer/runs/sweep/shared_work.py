@@ -1,4 +1,4 @@
-"""The work that the runs of a sweep have in common: the loaded model and rows, float scores and engines, and calibrations."""
+"""The work that runs of a sweep have in common: the loaded model and rows, what is float, and calibrations."""
 
 from __future__ import annotations
 
