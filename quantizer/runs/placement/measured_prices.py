@@ -45,7 +45,7 @@ def measured_prices(
         batch: rows of the inputs that are timed.
         sequence: size of their other dynamic dimensions.
         threads: threads of the CPU.
-        cache: a JSON file of times, which are taken from there if files and machine are the same.
+        cache: a JSON file of times, which are taken from there if operators, shapes and machine are the same.
 
     Raises:
         EngineError: engines of the backend do not run here, groups fell back already, or an engine fails.

@@ -31,6 +31,7 @@ from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import sites_of
 from quantizer.report import collect_machine
 from quantizer.report import collect_versions
+from quantizer.runs.placement.graph_structure import structure_digest
 from quantizer.sensitivity.prices.group_prices import Prices
 from quantizer.sensitivity.prices.group_prices import prices_from_places
 
@@ -171,7 +172,7 @@ def price_groups(
         low: the engine of ``quantized``.
         plain: the engine of the float model.
         timing: how they are timed.
-        cache: times that were measured before, of the same files on the same machine.
+        cache: times that were measured before, of files that differ in values alone, on the same machine.
 
     Raises:
         EngineError: an engine cannot be run.
@@ -198,11 +199,7 @@ def is_faster(placed: EngineFiles, low: EngineFiles, timing: Timing) -> bool:
 
 
 def _key(low: Path, plain: Path, timing: Timing) -> str:
-    """Return a checksum of the files, the machine, the libraries and the shape."""
+    """Return a checksum of the structure of the files, the machine, the libraries and the shape."""
     machine, versions = collect_machine(), collect_versions()
-    parts = [str(timing), json.dumps([machine, versions], sort_keys=True)]
-    found = hashlib.sha256("\0".join(parts).encode())
-    for path in (low, plain):
-        with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
+    parts = [str(timing), json.dumps([machine, versions], sort_keys=True), *map(structure_digest, (low, plain))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
