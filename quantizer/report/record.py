@@ -120,6 +120,8 @@ class LatencyEntry(Record):
     """Shortest time of one batch, in milliseconds."""
     max_ms: float
     """Longest time of one batch, in milliseconds."""
+    quartiles_ms: tuple[float, float] | None = None
+    """First and third quartile of the times: half of them lie between; null if there were fewer than four."""
     ratio_to_float: float
     """Speed-up: the float median divided by this median; above 1 is faster."""
 

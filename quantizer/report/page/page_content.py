@@ -214,8 +214,10 @@ def _score_tile(score: Score | None) -> Tile:
 def _coverage_tile(sites: Sequence[Site], share: float | None) -> Tile:
     if not sites:
         return _tile("Sites quantized", None)
-    work = "multiply-adds not counted" if share is None else f"{text.percent(share)} of multiply-adds"
-    return _tile("Sites quantized", f"{sum(site.quantized for site in sites)} of {len(sites)}", work)
+    count = f"{sum(site.quantized for site in sites)} of {len(sites)}"
+    if share is None:
+        return _tile("Sites quantized", count, "multiply-adds not counted")
+    return _tile("Work in low precision", text.percent(share), f"of the multiply-adds, in {count} sites")
 
 
 def _tile(title: str, value: str | None, note: str = "") -> Tile:

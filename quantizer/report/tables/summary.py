@@ -19,6 +19,7 @@ from quantizer.report.tables.choice_table import print_choice
 from quantizer.report.tables.engine_table import print_inspection
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.placement_table import placement_lines
+from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.verdict import verdict_of
 
 __all__ = ["print_record", "print_summary"]
@@ -45,6 +46,8 @@ def print_record(record: RunRecord, folder: Path | str, console: Console) -> Non
     for line in cause_lines(record.causes, record.placement):
         console.print(Text(line))
     console.print(_table(record))
+    if noise := noise_sentence(record.latency):
+        console.print(Text(noise))
     if record.inspection is not None:
         print_inspection(record.inspection, console)
     console.print(Text("verdict ", style="bold") + Text(str(verdict_of(record))))
