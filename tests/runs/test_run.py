@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from quantizer.errors import EngineError
 from quantizer.files import MARKER
 from quantizer.files import write_folder
 from quantizer.report import read_record
+from quantizer.report.tracking import trackers
 from quantizer.tasks import load_model
 
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "jinja2"):
@@ -281,6 +283,30 @@ def test_overrides_and_another_folder(at: Path) -> None:
     assert record.sensitivity
     assert {path.name for path in (at / "deep/er/out").iterdir()} == COMPLETE - {"report.html"}
     assert main(["show", "deep/er/out"]) == 0
+
+
+def test_a_tracker_gets_the_run_and_one_that_fails_does_not_end_it(
+    at: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(record: object, folder: Path) -> str:
+        assert (folder / "report.html").is_file(), "the folder is complete by then"
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", unreachable)
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    assert main(["run", "tiny.yaml", "report.track=wandb"]) == 0
+    said = capsys.readouterr().out
+    assert "warning: wandb did not take the results (ConnectionError: nobody answers); the run is complete" in said
+    assert {path.name for path in (at / "done").iterdir()} == COMPLETE
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_the_work(
+    at: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    assert main(["run", "tiny.yaml", "report.track=mlflow"]) == 1
+    assert "pip install 'enginequant[mlflow]'" in capsys.readouterr().err
+    assert not (at / "done").exists()
 
 
 def test_without_a_measurement(at: Path) -> None:

@@ -50,7 +50,7 @@ def metrics_of(record: RunRecord) -> dict[str, float]:
 
 
 def _flat(values: Mapping[str, Any], path: str) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             found |= _flat(value, f"{path}{name}.")
