@@ -157,7 +157,7 @@ import torch
 from quantizer import Quantizer
 
 model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
-x = torch.randn(4, 32)
+x = torch.randn(32, 32)
 q = Quantizer(preset="fast")
 q.calibrate(model, [x])
 amp = q.amp(model)

@@ -42,12 +42,14 @@ def test_all_lists_what_is_visible() -> None:
 def test_the_public_names() -> None:
     assert quantizer.__all__ == [
         "QATCalibrate",
+        "QuantizedModel",
         "Quantizer",
         "QuantizerConfig",
         "QuantizerError",
         "estimated_prices",
         "functional",
         "measured_prices",
+        "quantize_model",
     ]
 
 
@@ -88,6 +90,6 @@ def test_every_error_is_one_of_ours() -> None:
     classes = [name for name in errors.__all__ if inspect.isclass(getattr(errors, name))]
     assert len(classes) > 9
     for name in classes:
-        assert issubclass(getattr(errors, name), errors.QuantizerError)
+        assert issubclass(getattr(errors, name), errors.QuantizerError | Warning)
     tree = errors.__doc__ or ""
     assert all(name in tree for name in classes), "the module's docstring draws the tree of errors"

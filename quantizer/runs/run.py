@@ -63,6 +63,7 @@ from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
+from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import as_predictor
@@ -106,6 +107,9 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
     folder = Path(config.output if output is None else output).absolute()
     if config.report.track is not None:
         require_tracker(config.report.track)
+    ready = ready_to_run(config, folder, RUN, force=force)
+    for line in (*ready.notes, *filter(None, [ready.estimate])):
+        console.print(line, highlight=False, markup=False)
     record = carry_out(config, folder, force, console, partial(configured_workload, config))
     with said_complete(folder):
         print_record(record, folder, console)
@@ -316,7 +320,7 @@ class _Run:
             latency=latency,
             size=sizes_of(built),
             memory=measure_memory(self.context, config, built) if engines else (),
-            coverage=site_records(coverage, quantizer.plan),
+            coverage=site_records(coverage),
             covered_share=coverage.share,
             escaped=coverage.escaped.rows,
             histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
@@ -327,7 +331,7 @@ class _Run:
             training=None if course is None else course.record(self.context.task),
             choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),
-            engine=engine_file(config, built["engine"], ran=bool(engines)),
+            engine=engine_file(config, built["engine"], ran=bool(engines), scored=bool(scores)),
             inspection=inspection,
             diff=quantizer.diff(self.model),
             versions=collect_versions(),

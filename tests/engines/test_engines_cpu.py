@@ -14,6 +14,8 @@ import pytest
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
+from quantizer.engines.base import TensorSpec
+from quantizer.engines.base import checked_inputs
 from quantizer.errors import EngineError
 from quantizer.errors import MissingDependencyError
 
@@ -157,9 +159,27 @@ def test_tensors_as_inputs(name: str, qdq: Any) -> None:
     engine = load_engine(name, qdq.path)
     x = qdq.input(2, 3)
     tensor = torch.tensor(x, requires_grad=True)
-    np.testing.assert_array_equal(engine({"x": tensor})["y"], engine({"x": x})["y"])
+    made = engine({"x": tensor})["y"]
+    assert isinstance(made, torch.Tensor)
+    assert not made.requires_grad
+    np.testing.assert_array_equal(made.numpy(), engine({"x": x})["y"])
     with pytest.raises(EngineError, match=r"input 'x' is float64\[2, 3, 64\], expected x: float32"):
         engine({"x": tensor.double()})
+
+
+def test_one_input_needs_no_name(name: str, qdq: Any) -> None:
+    torch = pytest.importorskip("torch")
+    engine = load_engine(name, qdq.path)
+    x = qdq.input(2, 3)
+    np.testing.assert_array_equal(engine(x)["y"], engine({"x": x})["y"])
+    assert torch.equal(engine(torch.from_numpy(x))["y"], torch.from_numpy(engine(x)["y"]))
+    assert repr(engine) == f"{type(engine).__name__}({engine.name!r}, x: float32[?, ?, 64] -> y)"
+
+
+def test_one_array_is_not_two_inputs() -> None:
+    specs = [TensorSpec(name, np.dtype("int64"), (None,)) for name in ("ids", "mask")]
+    with pytest.raises(EngineError, match=r"it has 2 inputs and was given one ndarray; it takes a mapping of ids: int"):
+        checked_inputs("openvino", specs, np.zeros(3, np.int64))
 
 
 @pytest.mark.parametrize("kept", [0.999, 0.5, 0.01])

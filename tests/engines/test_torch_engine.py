@@ -64,7 +64,7 @@ def _db_to_proxy(model: nn.Module, x: torch.Tensor, folder: Path, **settings: An
     q.export(frozen, folder / "m.onnx", x)
     build_engine("torch", folder / "m.onnx", folder / "m.engine", EAGER)
     engine = load_engine("torch", folder / "m.engine")
-    (found,) = engine({engine.input_names[0]: x}).values()
+    (found,) = engine(x.numpy()).values()
     with torch.no_grad():
         return _sqnr_db(found, frozen(x).numpy())
 

@@ -817,10 +817,10 @@ def test_calls_that_cannot_be_rewritten_say_why() -> None:
     for index in range(4):
         q = _calibrated(Refused(index), torch.eye(4))
         assert sorted(row.reason for row in q.coverage) == [
-            "an einsum of 3 operands: a product has two",
-            "an einsum whose equation does not stand in the text",
-            "an einsum with starred arguments",
-            "out= writes into a tensor of the caller",
+            "an einsum of 3 operands stays in float; to quantize it, write it as einsums of two",
+            ReasonCode.EINSUM_UNSPELLED.text(),
+            ReasonCode.EINSUM_STARRED.text(),
+            ReasonCode.OUT_ARGUMENT.text(),
         ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.engines.candidates import Variant
+from quantizer.files import require_writable
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.qdq.signature import read_signature
@@ -48,6 +50,8 @@ from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
+from quantizer.runs.preflight.faults import Faults
+from quantizer.runs.preflight.packages import check_packages
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import load_context
@@ -70,9 +74,7 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
         QuantizerError: a stage failed; nothing was written.
     """
     folder = asked.output.absolute()
-    # Data first: reading it is fast, and a mistake in it should be reported before the model is loaded.
-    data = None if asked.calibration is None else read_calibration(asked.calibration, asked.rows, asked.column)
-    facts = conversion_inputs(asked, folder.name)
+    data, facts = _ready(asked, folder)
     made: list[tuple[EngineChoice | None, list[BackendResult]]] = []
     with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
@@ -87,6 +89,25 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
             print_choice(choice, console)
         print_summary(facts, results, folder, console)
     return folder
+
+
+def _ready(asked: ConversionRequest, folder: Path) -> tuple[Samples | None, ConversionInputs]:
+    """Check all that a conversion needs besides the loaded model; return its calibration data and its inputs.
+
+    Raises:
+        QuantizerError: something is missing or wrong; all of it is listed.
+    """
+    faults = Faults()
+    check_packages(faults, asked.task)
+    source = asked.calibration
+    data = None if source is None else faults.of(lambda: read_calibration(source, asked.rows, asked.column))
+    for labelled, option in ((asked.tuning, "--tuning"), (asked.evaluation, "--evaluation")):
+        faults.of(partial(read_labelled, labelled, option))
+    facts = faults.of(lambda: conversion_inputs(asked, folder.name))
+    faults.of(lambda: require_writable(folder))
+    faults.raise_all("the conversion cannot start")
+    assert facts is not None
+    return data, facts
 
 
 class _Run:
