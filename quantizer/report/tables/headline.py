@@ -127,14 +127,11 @@ def _coverage(record: RunRecord) -> list[str]:
     rest = [site for site in sites if not site.quantized]
     share = covered_share(record)
     verb = "is" if len(quantized) == 1 else "are"
-<<<<<<< HEAD
-    sentences = [f"{len(quantized)} of {len(record.coverage)} sites {verb} quantized."]
+    count = f"{len(quantized)} of {len(sites)} sites"
+    sentences = [f"{count} {verb} quantized."]
     if share is not None:
-        count = f"{len(quantized)} of {len(record.coverage)} sites (operations, large and small)"
+        count += " (operations, large and small)"
         sentences = [f"{percent(share)} of the multiply-adds, the work, run in low precision, in {count}."]
-=======
-    sentences = [f"{len(quantized)} of {len(sites)} sites {verb} quantized{work}."]
->>>>>>> ee65962c7016f8614dc32b9956d79118b1c18f95
     if rest:
         reason, number = counted(site.reason for site in rest)[0]
         sentences.append(f"The most frequent reason for the others: {reason} ({number}).")

@@ -18,12 +18,8 @@ from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.report.tables.choice_table import print_choice
 from quantizer.report.tables.engine_table import print_inspection
 from quantizer.report.tables.headline import quantized_score
-<<<<<<< HEAD
-from quantizer.report.tables.placement_table import placement_lines
-from quantizer.report.tables.spread import noise_sentence
-=======
 from quantizer.report.tables.placement_lines import placement_lines
->>>>>>> ee65962c7016f8614dc32b9956d79118b1c18f95
+from quantizer.report.tables.spread import noise_sentence
 from quantizer.report.verdict import verdict_of
 
 __all__ = ["print_record", "print_summary"]
