@@ -151,7 +151,7 @@ def test_the_page_counts_what_ran() -> None:
     page = html_from_record(bare_record(coverage=SITES))
     assert "All 4 sites that ran</summary>" in page
     assert "1 site that never ran in calibration, and counts nowhere" in page
-    tile = page[page.index("Sites quantized") :][:80]
-    assert "3 of 4" in tile
-    assert "3 of 4 sites are quantized" in page
+    tile = page[page.index("Work in low precision") :][:120]
+    assert "3 of 4 sites" in tile
+    assert "run in low precision, in 3 of 4 sites" in page
     assert "never ran" not in page[: page.index("1 site that never ran")]
