@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from quantizer.common.out_of_memory import is_out_of_memory
+from quantizer.common.progress import counted
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
 
@@ -33,9 +33,8 @@ def run_batches(proxy: nn.Module, batches: Iterable[Any], progress: bool | None 
             "or list, or one tensor: a list of one is [batch]"
         )
     count = 0
-    disable = None if progress is None else not progress
-    with torch.no_grad():
-        for batch in tqdm(batches, "calibration", unit="batch", leave=False, disable=disable):
+    with torch.no_grad(), counted(batches, "calibration", unit="batch", show=progress) as steps:
+        for batch in steps:
             _run(proxy, batch, count)
             count += 1
     return count

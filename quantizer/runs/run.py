@@ -57,8 +57,8 @@ from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.run_context import bar
 from quantizer.runs.run_context import resume_files
@@ -213,7 +213,7 @@ class _Run:
         """The score on tuning rows, for what is chosen by it."""
         config = self.config
         settings = (config.model, config.data.batch_size, config.export.dynamic.sequence[0])
-        return TaskMetric(settings, self.context.task, self.budget.searched, self.rows.head, self.context.timer.tell)
+        return TaskMetric(settings, self.context.task, self.budget.searched, self.rows.head)
 
     def _choose(self, quantizer: Quantizer, batches: list[Batch]) -> nn.Module | None:
         """Measure sensitivity, and let the groups fall back to float that are asked for; return the proxy, if any."""

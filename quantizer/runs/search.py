@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from quantizer.common.fingerprint import Fingerprint
+from quantizer.common.progress import counted
 from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
 from quantizer.report.cause_record import Cause
@@ -38,8 +38,9 @@ def causes_of(context: RunContext, config: RunConfig, quantizer: Quantizer, rows
 def measure_sensitivity(context: RunContext, quantizer: Quantizer, proxy: nn.Module, batches: Sequence[Batch]) -> None:
     """Rank the groups of a proxy that ``amp()`` returned, on batches; the measure ``metric`` needs none."""
     with context.timer("measure sensitivity"), torch.no_grad():
-        for batch in tqdm(batches, "batches", leave=False, disable=None):
-            proxy(**batch)
+        with counted(batches, "batches", unit="batch") as steps:
+            for batch in steps:
+                proxy(**batch)
         # The measure ``metric`` runs only when the ranking is read.
         len(quantizer.sensitivity)
 

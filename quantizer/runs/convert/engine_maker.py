@@ -134,7 +134,7 @@ class EngineMaker:
         allowed, amp, model = self.asked.max_drop, None, self.context.model
         budget = self._budget(variant)
         read = (self.facts.source, self.facts.task, self.facts.batch[1], self.facts.sequence)
-        metric = TaskMetric(read, self.context.task, budget.searched, [], self.stage.tell)
+        metric = TaskMetric(read, self.context.task, budget.searched, [])
         made = self._quantized(variant, quantizer, folder)
         if beside is not None and made.engine is not None and self.ratio(made.engine, beside) >= HOPELESS:
             return self._judged(made)

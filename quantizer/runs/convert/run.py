@@ -47,8 +47,8 @@ from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
-from quantizer.runs.run_context import StageTimer
 from quantizer.runs.run_context import load_context
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.scoring import Scoring

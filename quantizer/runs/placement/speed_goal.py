@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quantizer.report.placement_record import Placement
 from quantizer.report.placement_record import SpeedCheck
-from quantizer.runs.run_context import StageTimer
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_engines import FLOAT_STEM
 from quantizer.runs.run_engines import QUANTIZED_STEM
 from quantizer.runs.run_engines import RunEngines
