@@ -17,26 +17,32 @@ if TYPE_CHECKING:
     from quantizer.quantizer import Quantizer
     from quantizer.runs.placement.estimated_prices import estimated_prices
     from quantizer.runs.placement.measured_prices import measured_prices
+    from quantizer.runs.workload.quantize_model import quantize_model
+    from quantizer.runs.workload.quantized_model import QuantizedModel
 
 __all__ = [
     "QATCalibrate",
+    "QuantizedModel",
     "Quantizer",
     "QuantizerConfig",
     "QuantizerError",
     "estimated_prices",
     "functional",
     "measured_prices",
+    "quantize_model",
 ]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "QATCalibrate": "quantizer.in_place",
+    "QuantizedModel": "quantizer.runs.workload.quantized_model",
     "Quantizer": "quantizer.quantizer",
     "QuantizerConfig": "quantizer.config",
     "QuantizerError": "quantizer.errors",
     "estimated_prices": "quantizer.runs.placement.estimated_prices",
     "measured_prices": "quantizer.runs.placement.measured_prices",
+    "quantize_model": "quantizer.runs.workload.quantize_model",
 }
 
 find_old_paths()

@@ -19,6 +19,7 @@ from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.cause_record import Cause
 from quantizer.report.cause_record import Cure
+from quantizer.report.output_record import OutputDistance
 from quantizer.report.placement_record import GroupTime
 from quantizer.report.placement_record import Placement
 from quantizer.report.placement_record import PlacementPoint
@@ -52,6 +53,7 @@ __all__ = [
     "MemoryEntry",
     "ModelInfo",
     "Operand",
+    "OutputDistance",
     "Placement",
     "PlacementPoint",
     "PrecisionShare",
@@ -67,7 +69,7 @@ __all__ = [
     "TrainingScore",
 ]
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +281,8 @@ class RunRecord(Record):
     """The model that the run started from."""
     scores: tuple[Score, ...] = ()
     """Scores of float, proxy and engine or simulation; empty if nothing was evaluated."""
+    outputs: tuple[OutputDistance, ...] = ()
+    """The distance of each output to that of the float model; empty if it was not measured."""
     latency: Latency | None = None
     """Latencies; null if they were not measured."""
     size: tuple[SizeEntry, ...] = ()

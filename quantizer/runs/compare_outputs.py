@@ -23,13 +23,22 @@ from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.errors import EngineError
+from quantizer.report.output_record import OutputDistance
 from quantizer.runs.run_context import as_predictor
 from quantizer.tasks import Batch
 from quantizer.tasks import batch_shape
 from quantizer.tasks.metrics import mean_cosine
 from quantizer.tasks.metrics import sqnr_db
 
-__all__ = ["OutputCheck", "Reference", "Tolerance", "check_engine", "reference_outputs", "tolerance"]
+__all__ = [
+    "OutputCheck",
+    "Reference",
+    "Tolerance",
+    "check_engine",
+    "output_distances",
+    "reference_outputs",
+    "tolerance",
+]
 
 QUANTIZED_DB = 30.0
 """Always enough for a quantized model."""
@@ -157,30 +166,83 @@ def check_engine(
     checks = []
     for reference, plain in zip(expected, of_float, strict=True):
         given = _by_name(as_predictor(engine)(reference.inputs), engine.output_names)
-        for name, wanted in reference.outputs.items():
-            batch, sequence = batch_shape(reference.inputs)
-            values = (given[name][list(reference.rows)], wanted, plain.outputs[name])
-            got, right, float_right = (_read(value, reference, name in of_tokens) for value in values)
-            tokens = "" if sequence is None else f" x sequence {sequence}"
-            where = f"{engine.name} engine, batch {batch}{tokens}, output {name!r}"
-            got, right, float_right = _finite(where, got, right, float_right)
-            check = OutputCheck(
-                batch=batch,
-                sequence=sequence,
-                output=name,
-                sqnr_db=_decibels(right, got),
-                float_db=_decibels(float_right, got),
-                proxy_float_db=_decibels(float_right, right),
-                cosine=mean_cosine(float_right, got),
-            )
+        for name in reference.outputs:
+            got = given[name][list(reference.rows)]
+            check = _compared(f"{engine.name} engine", name, got, reference, plain, name in of_tokens)
             if not bound.holds(check):
                 raise EngineError(
-                    f"{where}: SQNR {check.sqnr_db:.1f} dB against PyTorch{_to_float(check, bound)}; expected an "
-                    f"{bound}: the engine does not compute what the model computes. Nothing was written; --tolerance "
-                    "sets another bound"
+                    f"{_where(f'{engine.name} engine', name, reference)}: SQNR {check.sqnr_db:.1f} dB against "
+                    f"PyTorch{_to_float(check, bound)}; expected an {bound}: the engine does not compute what the "
+                    "model computes. Nothing was written; --tolerance sets another bound"
                 )
             checks.append(check)
     return checks
+
+
+def _compared(
+    what: str, name: str, values: Floats, reference: Reference, plain: Reference, of_tokens: bool
+) -> OutputCheck:
+    """Return how far the values of one output are from those of the reference, and from those of the float model."""
+    read = (_read(one, reference, of_tokens) for one in (values, reference.outputs[name], plain.outputs[name]))
+    got, right, float_right = _finite(_where(what, name, reference), *read)
+    batch, sequence = batch_shape(reference.inputs)
+    return OutputCheck(
+        batch=batch,
+        sequence=sequence,
+        output=name,
+        sqnr_db=_decibels(right, got),
+        float_db=_decibels(float_right, got),
+        proxy_float_db=_decibels(float_right, right),
+        cosine=mean_cosine(float_right, got),
+    )
+
+
+def _where(what: str, name: str, reference: Reference) -> str:
+    batch, sequence = batch_shape(reference.inputs)
+    return f"{what}, batch {batch}{'' if sequence is None else f' x sequence {sequence}'}, output {name!r}"
+
+
+def output_distances(
+    model: nn.Module, proxy: nn.Module, engine: Engine | None, batch: Batch
+) -> tuple[OutputDistance, ...]:
+    """Return how far each output of an engine, or of its proxy, is from that of the float model; nothing is checked.
+
+    Args:
+        model: the float model.
+        proxy: the frozen proxy.
+        engine: its engine; None: it does not run here.
+        batch: what all run on.
+    """
+    names = _names_of(model, batch) if engine is None else engine.output_names
+    (expected,), (plain,) = (reference_outputs(one, [batch], names) for one in (proxy, model))
+    given = expected.outputs
+    if engine is not None:
+        whole = _by_name(as_predictor(engine)(batch), names)
+        given = {name: whole[name][list(expected.rows)] for name in expected.outputs}
+    of_tokens = _token_outputs([expected])
+    checks = [_compared("the output", name, given[name], expected, plain, name in of_tokens) for name in given]
+    return tuple(
+        OutputDistance(
+            output=check.output,
+            batch=check.batch,
+            sequence=check.sequence,
+            sqnr_db=check.float_db,
+            cosine=check.cosine,
+            proxy_sqnr_db=check.proxy_float_db,
+            engine_to_proxy_db=check.sqnr_db,
+            engine=engine is not None,
+        )
+        for check in checks
+    )
+
+
+def _names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
+    """Return names for the outputs of a model without an engine: its own, or their places."""
+    with torch.no_grad():
+        result = model(**{name: value[:1] for name, value in batch.items()})
+    if isinstance(result, Mapping):
+        return tuple(map(str, result))
+    return tuple(f"output_{place}" for place in range(1 if isinstance(result, torch.Tensor) else len(result)))
 
 
 def _to_float(check: OutputCheck, bound: Tolerance) -> str:

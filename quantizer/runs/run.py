@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC
 from datetime import datetime
 from functools import cached_property
@@ -43,7 +44,9 @@ from quantizer.report import print_record
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.output_record import OutputDistance
 from quantizer.report.search_records import fallback_record
+from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
@@ -185,7 +188,8 @@ class _Run:
         self.scoring.take({"float": self.model, **forms})
         inspection = self._inspect(built["engine"])
         scores = self.scoring.scores({**forms, **self._nearest(loaded, quantizer)})
-        record = self._record(quantizer, course, scores, built, loaded, inspection)
+        outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
+        record = replace(self._record(quantizer, course, scores, built, loaded, inspection), outputs=outputs)
         self._write(record)
         return record
 
@@ -262,6 +266,14 @@ class _Run:
             return {"engine": engines["engine"]}
         half = self.config.quantizer.target.torch_dtype is not torch.float32
         return {"simulation": quantizer.simulate(self.model)} if half else {}
+
+    def _outputs(self, proxy: nn.Module, engine: Engine | None) -> tuple[OutputDistance, ...]:
+        """Return how far the outputs are from those of the float model, on rows of the evaluation."""
+        feed, report = self.context.feed, self.config.report
+        with self.context.timer("compare the outputs"):
+            rows = feed.samples(self.rows.evaluation or self.rows.calibration)
+            batch = feed.inputs.filled(rows, report.latency_batch, report.latency_sequence)
+            return output_distances(self.model, proxy, engine, batch)
 
     def _inspect(self, built: BuildResult) -> Inspection:
         """Return the precisions of the engine's layers; raise if those that were asked for are missing."""

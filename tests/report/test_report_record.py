@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 def test_round_trip(tmp_path: Path, make: object) -> None:
     record = make()  # type: ignore[operator]
     assert read_record(write_record(record, tmp_path / "report.json")) == record
-    assert json.loads((tmp_path / "report.json").read_text())["version"] == 7
+    assert json.loads((tmp_path / "report.json").read_text())["version"] == 8
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
@@ -76,11 +76,11 @@ def test_a_value_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 8, 0, None, "7", True])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6, 7, 9, 0, None, "8", True])
 def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"version": version, "anything": 1}))
-    with pytest.raises(QuantizerError, match=r"report\.json: version .* reads version 7 only"):
+    with pytest.raises(QuantizerError, match=r"report\.json: version .* reads version 8 only"):
         read_record(path)
 
 

@@ -1,0 +1,73 @@
+"""An engine that is called as the module that it was built of, and returns what that returns."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_unflatten
+
+from quantizer.engines import Engine
+from quantizer.errors import EngineError
+from quantizer.runs.run_context import engine_inputs
+from quantizer.runs.workload.module_feed import by_name
+
+__all__ = ["EngineModule"]
+
+
+class EngineModule(nn.Module):
+    """A module that runs an engine: the arguments of the float model go in, and its kind of output comes out.
+
+    It has no parameters; their place is in the engine.
+
+    Args:
+        engine: the engine.
+        model: the float model, whose ``forward`` names the arguments; no reference is kept.
+        output: what the float model returned for some batch: tensors in tuples, lists, mappings or model outputs.
+
+    Raises:
+        EngineError: the engine has not as many outputs as there are tensors in ``output``.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.engine = engine
+        self._model = type(model).__name__
+        self._signature = inspect.signature(model.forward)
+        # The exporter writes the tensors of an output in this order.
+        self._leaves, self._tree = tree_flatten(output)
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        if len(tensors) != len(engine.output_names):
+            raise EngineError(
+                f"{self._model} returns a {type(output).__name__} with {len(tensors)} tensors, and the engine has "
+                f"{len(engine.output_names)} outputs; expected tensors, alone or in tuples, lists or mappings"
+            )
+        self._leaves = [None if isinstance(leaf, Tensor) else _Kept(leaf) for leaf in self._leaves]
+        self.eval()
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        """Run the engine on the arguments of the float model.
+
+        Raises:
+            CalibrationError: they do not fit it.
+            EngineError: the engine cannot take them.
+        """
+        batch = by_name("the input", self._model, self._signature, args, keywords)
+        given = self.engine(engine_inputs(self.engine, batch))
+        values = iter([torch.as_tensor(given[name]) for name in self.engine.output_names])
+        return tree_unflatten([next(values) if leaf is None else leaf.value for leaf in self._leaves], self._tree)
+
+    def extra_repr(self) -> str:
+        """Return what the engine is."""
+        return f"{self.engine.name}: {', '.join(map(str, self.engine.inputs))} -> {', '.join(self.engine.output_names)}"
+
+
+class _Kept:
+    """A part of an output that is no tensor, which is returned as it was."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value

@@ -1,0 +1,149 @@
+"""The batches of a module that somebody gave in Python: each as the keyword arguments of its ``forward``.
+
+A row, to the parts of a run that speak of rows, is one whole batch, since batches may differ in their lengths.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from quantizer.errors import CalibrationError
+from quantizer.tasks import Batch
+from quantizer.tasks.inputs import EXAMPLE_ROWS
+
+__all__ = ["ModuleFeed", "by_name", "named_batches"]
+
+
+def named_batches(model: nn.Module, batches: Iterable[Any]) -> list[Batch]:
+    """Return batches as tensors by the names of the arguments of ``forward``, without gradients and on the CPU.
+
+    Args:
+        model: the module.
+        batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor.
+
+    Raises:
+        CalibrationError: there is none; an argument is no tensor, has no rows, or has no name of its own.
+    """
+    name, signature = type(model).__name__, inspect.signature(model.forward)
+    named = []
+    for number, batch in enumerate(batches):
+        keywords = dict(batch) if hasattr(batch, "keys") else {}
+        args: Sequence[Any] = () if keywords else batch if isinstance(batch, tuple | list) else (batch,)
+        named.append(by_name(f"batch {number}", name, signature, args, keywords))
+    if not named:
+        raise CalibrationError("the calibration data is empty: at least one batch is needed")
+    return named
+
+
+def by_name(
+    what: str, model: str, signature: inspect.Signature, args: Sequence[Any], keywords: Mapping[str, Any]
+) -> Batch:
+    """Return the arguments of a call as tensors by name, without gradients and on the CPU.
+
+    Args:
+        what: the arguments, in words.
+        model: the name of the module.
+        signature: that of its ``forward``.
+        args: those by position.
+        keywords: those by name.
+
+    Raises:
+        CalibrationError: they do not fit the signature, one is no tensor or has no rows, or has no name of its own.
+    """
+    where = f"{what} does not fit {model}.forward{signature}"
+    try:
+        bound = signature.bind(*args, **keywords)
+    except TypeError as error:
+        raise CalibrationError(f"{where}: {error}") from error
+    given: dict[str, Any] = {}
+    for key, value in bound.arguments.items():
+        kind = signature.parameters[key].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            given |= value
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise CalibrationError(
+                f"{where}: {kind.description} arguments have no names, which an engine's inputs need; wrap the module "
+                "in one whose forward names them"
+            )
+        else:
+            given[key] = value
+    for key, value in given.items():
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) == 0:
+            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise CalibrationError(
+                f"{where}: {key} is {what}; expected a tensor with the rows of the batch along axis 0. Leave out what "
+                "is None, and give what never changes to the module itself"
+            )
+    return {key: value.detach().cpu() for key, value in given.items()}
+
+
+class ModuleFeed:
+    """The batches of a module.
+
+    Args:
+        batches: what ``named_batches`` returned.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = list(batches)
+        self.names = tuple(self._batches[0])
+
+    @property
+    def inputs(self) -> ModuleFeed:
+        """The batches, which this object makes itself."""
+        return self
+
+    # As the data of a run
+
+    def samples(self, rows: Sequence[Batch]) -> list[Batch]:
+        """Return the batches as they are."""
+        return list(rows)
+
+    def batches(self, rows: Sequence[Batch], limit: int | None = None) -> list[Batch]:
+        """Return at most ``limit`` of the batches, as they are."""
+        return list(rows[:limit])
+
+    def random_batch(self, batch: int, sequence: int | None = None, seed: int = 0) -> Batch:
+        """Return a batch of so many rows, with the rows of the first one, again and again."""
+        return self.filled(self._batches, batch, sequence)
+
+    # As the inputs of a model
+
+    def order(self, samples: Sequence[Batch]) -> list[int]:
+        """Return the order of the batches, which is their own."""
+        return list(range(len(samples)))
+
+    def batch(self, samples: Sequence[Batch]) -> Batch:
+        """Return the batch of one sample, which is the sample."""
+        (only,) = samples
+        return only
+
+    def filled(self, samples: Sequence[Batch], rows: int, sequence: int | None) -> Batch:
+        """Return a batch of exactly ``rows`` rows, from those of the first sample, again and again."""
+        return resized((samples or self._batches)[0], rows)
+
+    def check(self, samples: Sequence[Batch]) -> None:
+        """Do nothing: ``named_batches`` has checked them."""
+
+    def random(self, rows: int, sequence: int | None, seed: int = 0) -> Batch:
+        """Return a batch of so many rows; see ``random_batch``."""
+        return self.random_batch(rows)
+
+    def example(self, samples: Sequence[Batch] = ()) -> Batch:
+        """Return a batch of two rows, for export."""
+        return resized((samples or self._batches)[0], EXAMPLE_ROWS)
+
+
+def resized(batch: Batch, rows: int) -> Batch:
+    """Return a batch with another number of rows; what has another length than the first input stays as it is."""
+    size = len(next(iter(batch.values())))
+    places = torch.arange(rows) % size
+    return {name: value[places] if len(value) == size else value for name, value in batch.items()}

@@ -1,0 +1,115 @@
+"""``QuantizedModel``: what ``quantize_model`` returns, with the engines, the measurements and the report."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from functools import cached_property
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from quantizer.engines import load_engine
+from quantizer.files import write_folder
+from quantizer.quantizer import Quantizer
+from quantizer.report import RunRecord
+from quantizer.report import print_record
+from quantizer.report import write_html
+from quantizer.runs.measure import FLOAT_STEM
+from quantizer.runs.measure import QUANTIZED_STEM
+from quantizer.runs.run import RUN
+from quantizer.runs.workload.engine_module import EngineModule
+
+__all__ = ["QuantizedModel"]
+
+
+class QuantizedModel:
+    """A quantized model: two engines, what was measured, and the quantizer that made them.
+
+    Its files lie in a temporary folder until ``save``, which goes with this object.
+
+    Attributes:
+        record: all measurements, as in ``report.json``.
+        model: the float model, in eval mode.
+        folder: the folder of the run, as ``quantizer run`` writes it.
+    """
+
+    def __init__(
+        self, model: nn.Module, output: Any, record: RunRecord, keep: tempfile.TemporaryDirectory[str]
+    ) -> None:
+        self.model = model
+        self.record = record
+        self.folder = Path(keep.name) / record.name
+        self._output = output
+        self._keep = keep
+
+    @cached_property
+    def engine(self) -> EngineModule:
+        """The INT8 engine, called as the model is.
+
+        Raises:
+            EngineError: it runs on another device.
+        """
+        return self._engine(QUANTIZED_STEM)
+
+    @cached_property
+    def float_engine(self) -> EngineModule:
+        """The engine of the float model, of the same backend, called as the model is.
+
+        Raises:
+            EngineError: it runs on another device.
+        """
+        return self._engine(FLOAT_STEM)
+
+    @cached_property
+    def quantizer(self) -> Quantizer:
+        """The calibrated quantizer: ``quantizer.quantize(model)`` returns the quantized model in PyTorch."""
+        return Quantizer.load(self.folder / "quantizer")
+
+    def summary(self, width: int = 100) -> str:
+        """Return the result as text: the choice of the engine, score, outputs, speed, size, and what to do.
+
+        Args:
+            width: the columns of the text.
+        """
+        text = StringIO()
+        print_record(self.record, self.folder, Console(file=text, width=width))
+        return text.getvalue()
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as one HTML file that opens offline, and return its path.
+
+        Raises:
+            MissingDependencyError: jinja2 is not installed.
+            QuantizerError: the file cannot be written.
+        """
+        return write_html(self.record, Path(path))
+
+    def save(self, folder: str | os.PathLike[str], *, replace: bool = False) -> Path:
+        """Write everything to a folder: both engines and ONNX files, the quantizer, report and configuration.
+
+        Args:
+            folder: the folder.
+            replace: replace a folder that ``save`` or ``quantizer run`` wrote and that holds nothing else.
+
+        Raises:
+            QuantizerError: the folder exists already or cannot be written.
+        """
+        return write_folder(
+            folder, lambda new: shutil.copytree(self.folder, new, dirs_exist_ok=True), kind=RUN, replace=replace
+        )
+
+    def __repr__(self) -> str:
+        record = self.record
+        backend = "no engine" if record.engine is None else record.engine.backend
+        return f"QuantizedModel({type(self.model).__name__}, {backend}, in {self.folder})"
+
+    def _engine(self, stem: str) -> EngineModule:
+        assert self.record.engine is not None
+        threads = int(self.record.config["engine"]["threads"])
+        loaded = load_engine(self.record.engine.backend, self.folder / f"{stem}.engine", threads=threads)
+        return EngineModule(loaded, self.model, self._output)
