@@ -46,8 +46,8 @@ from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.search_records import fallback_record
+from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.compare_outputs import output_distances
-from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
 from quantizer.runs.measure import measure_latency
@@ -60,6 +60,7 @@ from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
+from quantizer.runs.progress.run_stages import run_outlook
 from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import as_predictor
@@ -124,7 +125,9 @@ def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, lo
     with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
         write_folder(
             folder,
-            lambda target: record.append(_Run(config, folder.name, target, kept, console, load).run(among)),
+            lambda target: record.append(
+                _Run(config, folder, target, kept, console, load, among is not None).run(among)
+            ),
             kind=RUN,
             replace=force,
         )
@@ -141,19 +144,27 @@ class _Run:
     """
 
     def __init__(
-        self, config: RunConfig, name: str, target: Path, kept: ResumeFiles, console: Console, load: Load
+        self,
+        config: RunConfig,
+        folder: Path,
+        target: Path,
+        kept: ResumeFiles,
+        console: Console,
+        load: Load,
+        chosen: bool,
     ) -> None:
         self.config = config
-        self.name = name
+        self.name = folder.name
         self.target = target
         (target / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        timer = StageTimer(console)
+        timer = StageTimer(console, run_outlook(config, folder, chooses=chosen))
         with timer("load model and data"):
             self.work = load(timer, kept, target)
         self.context, self.rows, self.scoring = self.work.context, self.work.rows, self.work.scorer
         max_drop = None if config.fallback is None else config.fallback.max_drop
         checked = config.qat is None and runs_here(config.quantizer.backend)
         self.budget = EngineBudget(self.context, max_drop, self.rows.tuning, checked=checked)
+        self.budget.warn("fallback.max_drop")
         self.model = self.context.model
         self.placement = RunPlacement(self.context, config, target)
         self.choice: EngineChoice | None = None

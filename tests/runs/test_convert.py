@@ -32,11 +32,11 @@ import quantizer.calibration.costly_attention as attention  # noqa: E402
 import quantizer.runs.convert.engine_maker as maker  # noqa: E402
 import quantizer.runs.convert.run as steps  # noqa: E402
 import quantizer.runs.run_context as stages  # noqa: E402
+from quantizer.runs.budget.engine_budget import EngineBudget  # noqa: E402
 from quantizer.runs.compare_outputs import OutputCheck  # noqa: E402
 from quantizer.runs.compare_outputs import tolerance  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402
-from quantizer.runs.engine_budget import EngineBudget  # noqa: E402
 
 SIZES = ["--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
 BACKENDS = ("openvino", "onnxruntime")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 __all__ = [
     "MISSING",
@@ -15,6 +16,7 @@ __all__ = [
     "format_name",
     "granularity",
     "interval",
+    "listed",
     "mebibytes",
     "milliseconds",
     "percent",
@@ -148,6 +150,12 @@ def plain(value: object) -> str:
     if isinstance(value, float):
         return significant(value)
     return str(value)
+
+
+def listed(names: Sequence[str], most: int = 3, length: int = 40) -> str:
+    """Return the first names, each of at most ``length`` characters, and how many more there are."""
+    rest = len(names) - most
+    return ", ".join(shorten(name, length) for name in names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def shorten(name: str, length: int) -> str:

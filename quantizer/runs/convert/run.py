@@ -43,6 +43,7 @@ from quantizer.runs.convert.request import ConversionRequest
 from quantizer.runs.convert.result import BackendResult
 from quantizer.runs.convert.result import backend_config
 from quantizer.runs.convert.result import quantization_facts
+from quantizer.runs.convert.stages import conversion_outlook
 from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.preflight import check_rows
@@ -76,7 +77,7 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
     with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
             folder,
-            lambda target: made.append(_Run(asked, facts, data, target, kept, console).run()),
+            lambda target: made.append(_Run(asked, facts, data, target, kept, console, folder).run()),
             kind=CONVERSION,
             replace=asked.force,
         )
@@ -89,7 +90,7 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
 
 
 class _Run:
-    """One conversion in progress; ``target`` is the folder that is being filled."""
+    """One conversion into ``folder`` in progress; ``target`` is filled in its place until it is complete."""
 
     def __init__(
         self,
@@ -99,12 +100,13 @@ class _Run:
         target: Path,
         kept: ResumeFiles,
         console: Console,
+        folder: Path,
     ) -> None:
         self.asked = asked
         self.facts = facts
         self.target = target
         self.console = console
-        self.stage = StageTimer(console)
+        self.stage = StageTimer(console, conversion_outlook(asked, facts, folder))
         self.tuning = read_labelled(asked.tuning, "--tuning")
         self.evaluation = read_labelled(asked.evaluation, "--evaluation")
         with self.stage("load the model"):
@@ -123,7 +125,8 @@ class _Run:
             )
         self.model, self.task = self.context.model, self.context.task
         # Errors that would otherwise come after minutes of calibration.
-        maker = EngineMaker(asked, facts, self.context, [], [], [], target)
+        maker = EngineMaker(asked, facts, self.context, [], [], self.tuning, target)
+        maker.budget(asked.backends[0]).warn("--max-drop")
         require_tools({name: maker.options(maker.variant(name)) for name in asked.backends}, html=False)
         check_rows(self.task, [*self.tuning, *self.evaluation], [] if data is None else data.rows)
         self.calibration, held_out = ([], []) if data is None else data.of(self.task)
@@ -164,7 +167,8 @@ class _Run:
         """
         if self.calibrated is None:
             self.calibrated = Quantizer(backend=name, dtype=self.asked.dtype or "int8")
-            with self.stage(f"calibrate on {len(self.calibration)} {self.task.reads}s"):
+            with self.stage("calibrate"):
+                self.stage.tell(f"on {len(self.calibration)} {self.task.reads}s, for {name}")
                 self.calibrated.calibrate(self.model, self.batches)
                 self.calibrated.save(self.target / "quantizer")
         if self.calibrated.config.backend == name and ranges is None:
@@ -204,7 +208,7 @@ class _Run:
         if self.asked.quantization:
             # What is wrong with the data is no fault of a candidate.
             self._quantizer(self.asked.backends[0])
-        chooser = Chooser(maker, self.scoring, self._quantizer_of, self.console)
+        chooser = Chooser(maker, self.scoring, self._quantizer_of)
         chosen = chooser.choose()
         kept, folder = chosen.made, self.target / chosen.made.variant.backend
         chooser.deliver(kept, folder)

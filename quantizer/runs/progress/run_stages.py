@@ -74,4 +74,3 @@ def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
         yield "measure memory"
     if config.amp is not None and config.qat is None:
         yield "look for causes"
-    yield "write the report"
