@@ -123,14 +123,11 @@ def carry_out(config: RunConfig, folder: Path, force: bool, console: Console, lo
     record: list[RunRecord] = []
     searches = config.fallback is not None and config.fallback.max_drop is not None
     with resume_files(folder, searches=searches, trains=config.qat is not None) as kept:
-        write_folder(
-            folder,
-            lambda target: record.append(
-                _Run(config, folder, target, kept, console, load, among is not None).run(among)
-            ),
-            kind=RUN,
-            replace=force,
-        )
+
+        def fill(target: Path) -> None:
+            record.append(_Run(config, folder, target, kept, console, load, among is not None).run(among))
+
+        write_folder(folder, fill, kind=RUN, replace=force)
     return record[0]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -28,9 +28,8 @@ def wrapped(line: str, width: int, *, first: str = "", rest: str = "") -> list[s
     """
     width = max(width, _LEAST + len(first))
     room = width - max(len(first), len(rest))
-    words = [word if cell_len(word) <= room else shorten(word, room) for word in line.split()]
     return textwrap.wrap(
-        " ".join(words),
+        re.sub(r"\S+", lambda word: shorten(word[0], room), line),
         width,
         initial_indent=first,
         subsequent_indent=rest,

@@ -19,7 +19,7 @@ __all__ = ["conversion_outlook", "conversion_stages"]
 
 
 def conversion_outlook(asked: ConversionRequest, facts: ConversionInputs, folder: Path) -> Outlook:
-    """Return the stages of a conversion into a folder, with the times of an earlier one of the same model and shapes."""
+    """Return the stages of a conversion into a folder, with the times of an earlier one of the same model."""
     wanted = asdict(facts) | {"name": None}
 
     def same(report: Mapping[str, Any]) -> bool:
@@ -44,11 +44,8 @@ def conversion_stages(asked: ConversionRequest) -> Iterator[str]:
         kind = (profile(name).float_dtype, profile(name).opset)
         yield from _of_backend(asked, runs_here(name), kind not in exported)
         if asked.evaluation is not None and runs_here(name):
-            yield from (
-                *(() if scored else ("score the float",)),
-                *(("score the proxy",) if asked.quantization else ()),
-            )
-            yield "score the engine"
+            forms = ("proxy", "engine") if asked.quantization else ("engine",)
+            yield from (f"score the {form}" for form in (*(() if scored else ("float",)), *forms))
             scored = True
         exported.add(kind)
 

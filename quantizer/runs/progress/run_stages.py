@@ -70,6 +70,7 @@ def run_stages(config: RunConfig, *, chooses: bool) -> Iterator[str]:
     if scored and here and (changed or not chooses):
         yield "score the engine"
     if here:
+        yield "compare the outputs"
         yield "measure latency"
         yield "measure memory"
     if config.amp is not None and config.qat is None:

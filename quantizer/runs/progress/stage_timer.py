@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["StageTimer"]
 
+_LONG = 1.0
+"""Seconds from which on a log tells what a stage took: most of the others take nothing worth a line."""
+
 
 class StageTimer:
     """The printed progress of a command, and the duration of its stages.
@@ -67,7 +70,10 @@ class StageTimer:
             self._inside = False
         seconds = self._outlook.end()
         self.done.append(Stage(name=name, seconds=seconds))
-        self.say(f"{self._outlook.head if self.console.is_terminal else '  done'}: {seconds:.1f} s")
+        if self.console.is_terminal:
+            self.say(f"{self._outlook.head}: {seconds:.1f} s")
+        elif seconds >= _LONG:
+            self.say(f"  {seconds:.1f} s")
 
     def say(self, line: str) -> None:
         """Print a line without wrapping or markup."""
