@@ -324,7 +324,7 @@ class _Run:
             sensitivity=quantizer.sensitivity.rows if config.amp is not None else (),
             measure=quantizer.sensitivity.measure if config.amp is not None else None,
             causes=causes_of(self.context, config, quantizer, self.rows.calibration),
-            fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks),
+            fallback=None if chosen is None else fallback_record(chosen, self.budget.asked, self.budget.checks, scores),
             training=None if course is None else course.record(self.context.task),
             choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),

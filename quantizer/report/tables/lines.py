@@ -11,10 +11,13 @@ from rich.text import Text
 
 from quantizer.report.tables.text import shorten
 
-__all__ = ["print_lines", "wrapped"]
+__all__ = ["print_labelled", "print_lines", "wrapped"]
 
 _LEAST = 20
 """The narrowest column that text is wrapped in; a narrower terminal breaks the lines itself."""
+
+_LABEL = 8
+"""Columns of a label and the space after it."""
 
 
 def wrapped(line: str, width: int, *, first: str = "", rest: str = "") -> list[str]:
@@ -39,9 +42,19 @@ def wrapped(line: str, width: int, *, first: str = "", rest: str = "") -> list[s
 
 
 def print_lines(
-    lines: Iterable[str], console: Console, *, first: str = "- ", rest: str = "  ", style: str | None = None
+    lines: Iterable[str], console: Console, *, first: str = "- ", rest: str | None = None, style: str | None = None
 ) -> None:
-    """Print lines, each wrapped at the width of the console with a hanging indent."""
+    """Print lines, each wrapped at the width of the console with a hanging indent, by default as wide as ``first``."""
+    rest = " " * len(first) if rest is None else rest
     for line in lines:
         for part in wrapped(line, console.width, first=first, rest=rest):
             console.print(Text(part, style=style or ""), soft_wrap=True)
+
+
+def print_labelled(label: str, line: str, console: Console, *, style: str | None = None, wrap: bool = True) -> None:
+    """Print a line behind its label, wrapped under itself; one that is to be copied, such as a path, is not wrapped."""
+    parts = wrapped(line, console.width - _LABEL) if wrap else [line]
+    for number, part in enumerate(parts):
+        head = Text("" if number else label, style="bold")
+        head.pad_right(_LABEL - len(head))
+        console.print(head + Text(part, style=style or ""), soft_wrap=True)

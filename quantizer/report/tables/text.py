@@ -12,6 +12,7 @@ __all__ = [
     "counted",
     "count",
     "decibels",
+    "drop",
     "error",
     "format_name",
     "granularity",
@@ -150,6 +151,11 @@ def plain(value: object) -> str:
     if isinstance(value, float):
         return significant(value)
     return str(value)
+
+
+def drop(value: float) -> str:
+    """Return how much worse a score is: ``0.0045``; better is negative."""
+    return f"{value:.4f}" if round(value, 4) else "0.0000"
 
 
 def listed(names: Sequence[str], most: int = 3, length: int = 40) -> str:

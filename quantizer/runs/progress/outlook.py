@@ -1,4 +1,4 @@
-"""What a command has still to do: its stages, told before it starts, and how long each of them takes, where known."""
+"""Outlook of a command: its stages, told before it starts, and how long each of them takes, where that is known."""
 
 from __future__ import annotations
 
