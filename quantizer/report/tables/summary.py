@@ -24,6 +24,7 @@ from quantizer.report.tables.lines import print_labelled
 from quantizer.report.tables.lines import print_lines
 from quantizer.report.tables.placement_table import placement_lines
 from quantizer.report.tables.search_table import budget_line
+from quantizer.report.verdict import verdict_of
 
 __all__ = ["print_layers", "print_record", "print_summary"]
 
@@ -44,7 +45,7 @@ def print_record(record: RunRecord, folder: Path | str, console: Console) -> Non
         print_choice(record.choice, console)
     if record.placement is not None and (record.placement.back or record.placement.min_speedup is not None):
         print_lines(placement_lines(record.placement), console, first="")
-    print_lines(cause_lines(record.causes), console, first="", rest="   ")
+    print_lines(cause_lines(record.causes, record.placement), console, first="", rest="   ")
     console.print(_table(record))
     _print_facts(record, Path(folder), console)
 
@@ -62,7 +63,8 @@ def print_layers(folder: Path | str, console: Console) -> None:
 
 
 def _print_facts(record: RunRecord, folder: Path, console: Console) -> None:
-    """Print, a line each, the budget, what the engine runs, and the paths."""
+    """Print, a line each, the verdict, the budget, what the engine runs, and the paths."""
+    print_labelled("verdict", str(verdict_of(record)), console)
     if record.fallback is not None and record.fallback.outcome is not None:
         print_labelled("budget", budget_line(record.fallback.outcome), console)
     if record.fallback is not None and record.fallback.groups:

@@ -1,4 +1,4 @@
-"""Fineness of a budget: whether the tuning rows can tell a drop as small as a budget: one row is a step of the score, and chance moves it.
+"""Fineness of a budget: tuning rows cannot tell every drop, as one row is a step of the score and chance moves it.
 
 Legend: n the rows that are scored, p the share of them whose answer quantization changes. A score that is the share of
 right answers moves in steps of 1 / n. Of the answers that change, as many become right as wrong if nothing is lost, and

@@ -12,7 +12,6 @@ from contextlib import suppress
 
 from rich.console import Console
 from rich.live import Live
-from rich.spinner import Spinner
 from rich.text import Text
 
 __all__ = ["Heartbeat"]
@@ -54,11 +53,11 @@ class Heartbeat:
             yield from self._lines()
 
     def _live(self) -> Iterator[None]:
-        spinner = Spinner("dots")
+        frames = SPINNERS["dots"]["frames"]
 
         def line() -> Text:
-            spun = spinner.render(self._console.get_time())
-            return Text.assemble(spun, " ", self._words(), no_wrap=True, overflow="ellipsis")
+            frame = frames[int(time.monotonic() / _REFRESHES) % len(frames)]
+            return Text(f"{frame} {self._words()}", no_wrap=True, overflow="ellipsis")
 
         live = Live(
             console=self._console,
