@@ -59,8 +59,12 @@ printed instead. An ONNX file without --backend shows what its Q/DQ asks for."""
             raise QuantizerError(
                 f"{path} {what}; expected a folder that `quantizer run` wrote, such as runs/NAME, or an engine file"
             )
-        from quantizer.report.tables.summary import print_layers
+        if args.layers:
+            from quantizer.report.tables.summary import print_layers
+
+            print_layers(path, console)
+            return 0
         from quantizer.report.tables.summary import print_summary
 
-        (print_layers if args.layers else print_summary)(path, console)
+        print_summary(path, console)
         return 0

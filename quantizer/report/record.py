@@ -15,8 +15,6 @@ from typing import Any
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.inspection.inspection import Layer
 from quantizer.engines.inspection.inspection import PrecisionShare
-from quantizer.report.budget_record import BudgetOutcome
-from quantizer.report.budget_record import EngineCheck
 from quantizer.report.candidate_record import Candidate
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.cause_record import Cause
@@ -27,6 +25,8 @@ from quantizer.report.placement_record import Placement
 from quantizer.report.placement_record import PlacementPoint
 from quantizer.report.placement_record import SpeedCheck
 from quantizer.report.record_base import Record
+from quantizer.report.search.budget_record import BudgetOutcome
+from quantizer.report.search.budget_record import EngineCheck
 from quantizer.report.site_record import Histogram
 from quantizer.report.site_record import Operand
 from quantizer.report.site_record import RangeCandidate

@@ -45,7 +45,7 @@ from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.output_record import OutputDistance
-from quantizer.report.search_records import fallback_record
+from quantizer.report.search.search_records import fallback_record
 from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.measure import build_options

@@ -15,7 +15,7 @@ from quantizer.common.progress import counted
 from quantizer.config import RunConfig
 from quantizer.quantizer import Quantizer
 from quantizer.report.cause_record import Cause
-from quantizer.report.search_records import fallback_reason
+from quantizer.report.search.search_records import fallback_reason
 from quantizer.report.tables import text
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.task_metric import TaskMetric

@@ -41,7 +41,8 @@ def print_choice(choice: EngineChoice, console: Console) -> None:
     console.print(table)
     for candidate in choice.candidates:
         if candidate.verdict != _short(candidate.verdict):
-            print_lines([f"{candidate.name}: {candidate.verdict}"], console, first="")
+            # Not wrapped: a reason may hold a path.
+            console.print(Text(f"{candidate.name}: {candidate.verdict}"), soft_wrap=True)
     print_lines(missing_lines(choice), console, first="")
 
 

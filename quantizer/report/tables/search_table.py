@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantizer.report.budget_record import BudgetOutcome
 from quantizer.report.record import Fallback
+from quantizer.report.search.budget_record import BudgetOutcome
 from quantizer.report.tables import text
 from quantizer.report.tables.tables import Column
 

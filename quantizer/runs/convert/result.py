@@ -14,7 +14,7 @@ from quantizer.reasons import ReasonCode
 from quantizer.report import Score
 from quantizer.report import collect_versions
 from quantizer.report.record import EngineCheck
-from quantizer.report.search_records import fallback_reason
+from quantizer.report.search.search_records import fallback_reason
 from quantizer.runs.compare_outputs import OutputCheck
 from quantizer.runs.convert.folder import ENGINE
 from quantizer.runs.convert.folder import FORMAT

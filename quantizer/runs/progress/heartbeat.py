@@ -22,6 +22,9 @@ _SECONDS = 20.0
 # Once a second: latencies are measured meanwhile.
 _REFRESHES = 1.0
 
+_FRAMES = "|/-\\"
+"""What stands before the line in turns, as a sign of life."""
+
 
 class Heartbeat:
     """Sign of life of a command.
@@ -53,10 +56,8 @@ class Heartbeat:
             yield from self._lines()
 
     def _live(self) -> Iterator[None]:
-        frames = SPINNERS["dots"]["frames"]
-
         def line() -> Text:
-            frame = frames[int(time.monotonic() / _REFRESHES) % len(frames)]
+            frame = _FRAMES[int(time.monotonic() * _REFRESHES) % len(_FRAMES)]
             return Text(f"{frame} {self._words()}", no_wrap=True, overflow="ellipsis")
 
         live = Live(
