@@ -8,6 +8,7 @@ from argparse import Namespace
 from rich.console import Console
 
 from quantizer.cli.output import print_error
+from quantizer.cli.output import print_warning
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
 from quantizer.config.feasibility import check_run
@@ -41,6 +42,12 @@ example:
                 print_error(error)
                 code = 1
                 continue
+            if config.fallback is not None and config.fallback.max_drop is not None:
+                # Imported here, as it takes seconds, and most files have no budget.
+                from quantizer.runs.budget.configured import configured_warnings
+
+                for line in configured_warnings(config):
+                    print_warning(f"{path}: {line}")
             console.out(f"ok: {path}", highlight=False)
             if args.verbose:
                 console.out(dump_yaml(config), highlight=False)

@@ -55,7 +55,7 @@ class Loop:
 
     def __str__(self) -> str:
         steps = f"{self.unit} {self.done}" + ("" if self.total is None else f" of {self.total}")
-        return f"{self.title}: {steps}" + (f", {self.note}" if self.note else "")
+        return f"{steps}, {self.note}" if self.note else steps
 
 
 @dataclass

@@ -12,13 +12,18 @@ from quantizer.runs.run_context import as_predictor
 from quantizer.runs.run_context import bar
 from quantizer.tasks import Row
 
-__all__ = ["HELD_BACK", "EngineBudget"]
+__all__ = ["EngineBudget", "rows_searched"]
 
 _CHECKS = 3
 """How often an engine is built for one budget."""
 
-HELD_BACK = 3
+_SHARE = 3
 """One of so many tuning rows is held back from the search."""
+
+
+def rows_searched(tuning: int, *, checked: bool) -> int:
+    """Return how many of the tuning rows the search sees, where engines are checked on the others."""
+    return tuning - tuning // _SHARE if checked else tuning
 
 
 class EngineBudget:
@@ -41,8 +46,8 @@ class EngineBudget:
         self.asked = asked
         self.checks: list[EngineCheck] = []
         checked = checked and asked is not None
-        self.searched = [row for place, row in enumerate(tuning, start=1) if place % HELD_BACK] if checked else tuning
-        self._rows = tuning[HELD_BACK - 1 :: HELD_BACK] if checked else []
+        self.searched = [row for place, row in enumerate(tuning, start=1) if place % _SHARE] if checked else tuning
+        self._rows = tuning[_SHARE - 1 :: _SHARE] if checked else []
         self._context = context
         self._float_score: float | None = None
         self._allowed = self.asked or 0.0

@@ -107,5 +107,5 @@ class StageTimer:
         outlook = self._outlook
         expected = "" if outlook.expected is None else rounded_time(outlook.expected)
         elapsed = f"{outlook.elapsed:.0f} s" + (f" of about {expected}" if expected else "")
-        words = [f"{outlook.head}: {elapsed}", outlook.left, *map(str, open_loops())]
+        words = [f"{outlook.head}: {elapsed}", *map(str, open_loops()), outlook.left]
         return ", ".join(word for word in words if word)
