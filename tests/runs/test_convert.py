@@ -31,7 +31,7 @@ from tiny_run import tiny_run  # noqa: E402
 import quantizer.calibration.costly_attention as attention  # noqa: E402
 import quantizer.runs.convert.engine_maker as maker  # noqa: E402
 import quantizer.runs.convert.run as steps  # noqa: E402
-import quantizer.runs.run_context as stages  # noqa: E402
+import quantizer.runs.progress.stage_timer as stages  # noqa: E402
 from quantizer.runs.budget.engine_budget import EngineBudget  # noqa: E402
 from quantizer.runs.compare_outputs import OutputCheck  # noqa: E402
 from quantizer.runs.compare_outputs import tolerance  # noqa: E402

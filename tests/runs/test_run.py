@@ -21,8 +21,8 @@ import yaml
 
 import quantizer.runs.measure as run_measure
 import quantizer.runs.placement.place_groups as place_groups
+import quantizer.runs.progress.stage_timer as stages
 import quantizer.runs.run as pipeline
-import quantizer.runs.run_context as stages
 import quantizer.runs.run_engines as run_engines
 import quantizer.runs.scoring as scoring
 from quantizer import Quantizer

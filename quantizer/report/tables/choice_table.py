@@ -26,7 +26,7 @@ def print_choice(choice: EngineChoice, console: Console) -> None:
     print_lines([choice.headline], console, first="", style="bold")
     told = "latency in ms, medians of rounds that take turns; outputs and score against float"
     print_lines([told], console, first="")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
     scored = any(candidate.score_difference is not None for candidate in choice.candidates)
     for title in ("engine", *choice.shapes, "dB", *(("score",) if scored else ())):
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)

@@ -230,8 +230,10 @@ class _Run:
         """Return what is delivered for a backend, after writing the rest of its folder."""
         name, facts = made.variant.backend, None
         forms: dict[str, nn.Module | Engine] = {} if made.quantized is None else {"proxy": made.quantized}
+        scores = () if made.engine is None else self.scoring.scores({**forms, "engine": made.engine})
         if made.quantizer is not None:
-            facts = quantization_facts(made.quantizer, made.budget, str(self.asked.calibration), len(self.calibration))
+            source, rows = str(self.asked.calibration), len(self.calibration)
+            facts = quantization_facts(made.quantizer, made.budget, scores, source, rows)
         self.context.processor.save_pretrained(folder / processor_folder(self.facts.task))
         result = BackendResult(
             backend=name,
@@ -248,7 +250,7 @@ class _Run:
             tolerance=str(maker.tolerance(made.variant)),
             checks=made.checks,
             latency=latency,
-            scores=() if made.engine is None else self.scoring.scores({**forms, "engine": made.engine}),
+            scores=scores,
         )
         write_json(folder / CONFIG, backend_config(self.facts, result))
         print_result(result, self.console)
