@@ -19,14 +19,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    # Not a fixture: between its set-up and the test, pytest puts its own stream back.
     made = Terminal()
     monkeypatch.setattr(sys, "stderr", made)
     return made
 
 
-def test_a_terminal_has_a_bar_and_never_two(terminal: Terminal) -> None:
+def test_a_terminal_has_a_bar_and_never_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _terminal(monkeypatch)
     with counted(range(3), "outside", unit="step") as outer:
         for _ in outer:
             with counted(range(2), "inside", unit="batch") as inner:
@@ -49,7 +50,8 @@ def test_without_a_terminal_nothing_is_written(monkeypatch: pytest.MonkeyPatch) 
     assert "calibration" in plain.getvalue()
 
 
-def test_a_command_with_its_own_display_has_no_bars(terminal: Terminal) -> None:
+def test_a_command_with_its_own_display_has_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _terminal(monkeypatch)
     with own_display(), loop("search", unit="try") as tries, counted([1, 2], "rows", unit="batch") as steps:
         tries.step("half of them")
         next(steps)
@@ -59,13 +61,17 @@ def test_a_command_with_its_own_display_has_no_bars(terminal: Terminal) -> None:
     assert terminal.getvalue() == ""
 
 
-def test_what_raises_in_a_loop_leaves_none_open(terminal: Terminal) -> None:
+def test_what_raises_in_a_loop_leaves_none_open() -> None:
     def endless() -> Iterator[int]:
         while True:
             yield 1
 
-    with pytest.raises(ValueError, match="inside"), counted(endless(), "endless", unit="step") as steps:
-        for _ in steps:
-            assert open_loops()[0].total is None
-            raise ValueError("inside")
+    def broken() -> None:
+        with counted(endless(), "endless", unit="step") as steps:
+            for _ in steps:
+                assert open_loops()[0].total is None
+                raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        broken()
     assert open_loops() == ()

@@ -37,7 +37,12 @@ def _record() -> RunRecord:
     ]
     reasons = (f"2 products are FP32, on operands that are not quantized: {LONG}, {LONG}",)
     inspection = Inspection(
-        verified=True, note="seen in a run at 8 x 128", layers=tuple(layers), shares=(share,), reasons=reasons
+        backend="openvino",
+        verified=True,
+        note="seen in a run at 8 x 128",
+        layers=tuple(layers),
+        shares=(share,),
+        reasons=reasons,
     )
     return replace(sample_record(), inspection=inspection)
 

@@ -28,7 +28,7 @@ from tiny_vision import tiny_images  # noqa: E402
 from tiny_vision import tiny_resnet  # noqa: E402
 from tiny_vision import tiny_vit  # noqa: E402
 
-import quantizer.runs.progress.stage_timer as stages  # noqa: E402
+import quantizer.runs.run_context as stages  # noqa: E402
 from quantizer import Quantizer  # noqa: E402
 from quantizer.runs.convert import load_converted  # noqa: E402
 from quantizer.runs.convert import measure  # noqa: E402

@@ -12,7 +12,7 @@ from quantizer.runs.progress.earlier_times import earlier_stages
 from quantizer.runs.progress.outlook import Outlook
 from quantizer.runs.progress.outlook import rounded_time
 
-EARLIER = [Stage(name="load", seconds=2.0), Stage(name="export", seconds=24.0), Stage(name="measure", seconds=31.0)]
+EARLIER = [Stage(name="load", seconds=4.0), Stage(name="export", seconds=24.0), Stage(name="measure", seconds=31.0)]
 
 
 def test_stages_are_numbered_and_have_the_times_of_an_earlier_run() -> None:

@@ -118,6 +118,11 @@ class _Gone(io.StringIO):
 def test_a_terminal_that_is_gone_does_not_hide_why() -> None:
     stream = _Gone()
     timer = StageTimer(Console(file=stream, force_terminal=True, width=80))
-    with pytest.raises(KeyboardInterrupt), timer("load"):
-        stream.gone = True
-        raise KeyboardInterrupt
+
+    def hung_up() -> None:
+        with timer("load"):
+            stream.gone = True
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hung_up()
