@@ -12,15 +12,22 @@
     ├── TaskError                a model, data set or metric of a run that cannot be loaded
     └── MissingDependencyError   an optional package that is not installed
 
+``CalibrationWarning`` is the category of what is doubtful about calibration data, and no error.
+
 A message says what was wrong and where, what was expected, and what to do.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
+from itertools import takewhile
+from os.path import dirname
 
 __all__ = [
+    "DISTRIBUTION",
     "CalibrationError",
+    "CalibrationWarning",
     "ConfigError",
     "EngineError",
     "ExportError",
@@ -31,11 +38,33 @@ __all__ = [
     "SourceError",
     "TaskError",
     "TrainingError",
+    "install_command",
 ]
+
+DISTRIBUTION = "enginequant"
+"""The name of this package on the index; ``quantizer`` there is another project's, with the same import name."""
+
+
+def install_command(extra: str, *options: str) -> str:
+    """Return the shell command that installs an extra of this package, with options of pip."""
+    return " ".join(["pip install", *options, f"'{DISTRIBUTION}[{extra}]'"])
+
+
+_PACKAGE = dirname(__file__)
 
 
 class QuantizerError(Exception):
     """The base class of all errors that this package raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows: the user's own line and the message, without our frames.
+
+        The name is IPython's. The message says what to do; the whole traceback is in ``sys.last_value`` as ever.
+        """
+        frames = traceback.extract_tb(self.__traceback__)
+        own = list(takewhile(lambda frame: not frame.filename.startswith(_PACKAGE), frames)) or frames
+        place = [f"line {own[-1].lineno}: {own[-1].line}"] if own and own[-1].line else []
+        return [*place, f"{type(self).__name__}: {self}"]
 
 
 class ConfigError(QuantizerError):
@@ -62,6 +91,10 @@ class ProxyError(QuantizerError):
 
 class CalibrationError(QuantizerError):
     """Unusable calibration data, or a step that needs calibration first."""
+
+
+class CalibrationWarning(UserWarning):
+    """Calibration data or a model's mode that is possible, and more often a mistake."""
 
 
 class SensitivityError(QuantizerError):
@@ -95,4 +128,4 @@ class MissingDependencyError(QuantizerError):
     def __init__(self, package: str, extra: str) -> None:
         self.package = package
         self.extra = extra
-        super().__init__(f"{package!r} is not installed: run  pip install 'quantizer[{extra}]'")
+        super().__init__(f"{package!r} is not installed: run  {install_command(extra)}")

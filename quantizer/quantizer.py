@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,13 +14,14 @@ from torch import Tensor
 from torch import nn
 
 from quantizer.common.batches import run_batches
+from quantizer.common.data.doubts import doubts_of_calibration
+from quantizer.common.data.doubts import warn_user
 from quantizer.common.distributed import get_world_size
 from quantizer.config import QuantizerConfig
 from quantizer.config import quantizer_config
 from quantizer.config.feasibility import check_formats
 from quantizer.errors import CalibrationError
 from quantizer.errors import QuantizerError
-from quantizer.float16.simulate import simulate
 from quantizer.model_session import ModelSession
 from quantizer.model_session import for_this_cpu
 from quantizer.plan.replace_scales import with_scales
@@ -83,7 +83,13 @@ class Quantizer(QuantizerViews):
         return self._session.calibration_proxy(model, resume=resume)
 
     def calibrate(
-        self, model: nn.Module, batches: Iterable[Any], *, resume: bool = False, progress: bool | None = None
+        self,
+        model: nn.Module,
+        batches: Any,
+        *,
+        rows: int | None = None,
+        resume: bool = False,
+        progress: bool | None = None,
     ) -> nn.Module:
         """Run all of ``batches`` through ``calib(model)``, without gradients.
 
@@ -91,18 +97,22 @@ class Quantizer(QuantizerViews):
         in use; a first one, or one with ``resume=True``, keeps its complete batches and can be resumed.
 
         Args:
-            batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor.
+            batches: a loader or iterable of batches, each a mapping (keyword arguments), a tuple or list (positional),
+                or one tensor, with or without a label; a ``Dataset``; a tensor or array of rows. See ``batches_of``.
+            rows: at most so many rows, of data that has more or no end.
             resume: as in ``calib``.
             progress: whether to show a progress bar; None: only in a terminal.
 
         Raises:
-            CalibrationError: there is no data, a batch does not run through the model, or values are NaN.
+            CalibrationError: there is no data or it fails, a batch does not run through the model, or values are NaN.
         """
         with nullcontext() if resume else self._session.replaced_as_a_whole():
             proxy = self.calib(model, resume=resume)
             # With several ranks, a rank may have no data.
-            if run_batches(proxy, batches, progress) == 0 and get_world_size() == 1:
+            if run_batches(proxy, batches, progress, rows=rows, doubt=True) == 0 and get_world_size() == 1:
                 raise CalibrationError("the calibration data is empty: at least one batch is needed")
+        if get_world_size() == 1:
+            warn_user(doubts_of_calibration(model, self._session.decisions.rows))
         return proxy
 
     def amp(
@@ -241,16 +251,6 @@ class Quantizer(QuantizerViews):
         check_formats(other.config)
         other._session.inherit_from(self._session, self.config.backend)
         return other
-
-    def simulate(self, model: nn.Module) -> nn.Module:
-        """Return the frozen proxy as the target runs it: its float part in half precision if the target's is.
-
-        Its scores predict those of the engine; it cannot be exported. In float32 targets it is the frozen proxy.
-
-        Raises:
-            CalibrationError: nothing was calibrated yet.
-        """
-        return simulate(self.quantize(model), self.config.target.torch_dtype, self._session.decisions.regions())
 
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
         """Replace the scales of calibration by other ones, until the next ``calib``.

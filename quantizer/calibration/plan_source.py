@@ -224,6 +224,24 @@ class PlanSource:
         return state.session.has_begun if isinstance(state, Calibrated) else not isinstance(state, Empty)
 
     @property
+    def rows(self) -> int:
+        """The number of rows that this process has calibrated on."""
+        return 0 if self.calibration is None else self.calibration.extent()[1]
+
+    def described(self) -> str:
+        """Return the state in a few words, without making a plan and without communication between ranks."""
+        match self._deciding:
+            case CalibrationSession() as session if session.has_begun:
+                batches, rows, sites = session.extent()
+                return f"calibrated on {f'{rows} rows' if rows else f'{batches} batches'}, {sites} sites"
+            case Held(plan=plan):
+                return f"scales loaded, {len(plan)} sites" if self.scales_replaced else f"calibrated, {len(plan)} sites"
+            case Inherited():
+                return "calibrated for another backend, no model yet"
+            case _:
+                return "not calibrated"
+
+    @property
     def calibration(self) -> CalibrationSession | None:
         """The calibration session of this quantizer; None: there was none."""
         observed = self._observed

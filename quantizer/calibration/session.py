@@ -235,6 +235,11 @@ class CalibrationSession:
         self._decided = _Decided.of(whole, plan)
         return dict(plan)
 
+    def extent(self) -> tuple[int, int, int]:
+        """Return how many batches and rows this process has seen, and the number of sites."""
+        seen = self._observation.seen
+        return seen.batches, seen.rows, len(seen.records)
+
     def products(self) -> tuple[CountedProduct, ...]:
         """Return the products that torch computed."""
         return self.observation().counted()

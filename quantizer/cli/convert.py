@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quantizer.cli.one_process import require_one_process
+
 __all__ = ["Convert"]
 
 _THREE = ("LEAST", "USUAL", "MOST")
@@ -77,6 +79,7 @@ processor/, and config.json; it is complete when the command ends well, and abse
         parser.add_argument("--force", action="store_true", help="replace the folder of a conversion that stands there")
 
     def __call__(self, args: Namespace, console: Console) -> int:
+        require_one_process("quantizer convert")
         # Imported here, so that a wrong argument is reported before the seconds that these imports take.
         from quantizer.runs.convert import ConversionRequest
         from quantizer.runs.convert import convert

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quantizer.cli.one_process import require_one_process
 from quantizer.cli.verb import OVERRIDES_HELP
 from quantizer.config import load_run
 
@@ -34,6 +35,7 @@ kept, with --force too."""
         parser.add_argument("--force", action="store_true", help="replace the folder of a run that stands there")
 
     def __call__(self, args: Namespace, console: Console) -> int:
+        require_one_process("quantizer run")
         config = load_run(args.config, args.overrides)
         # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
         from quantizer.runs.run import run

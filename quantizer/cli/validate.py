@@ -1,36 +1,53 @@
-"""``quantizer validate``: all problems of YAML files."""
+"""``quantizer validate``: all problems of YAML files, and of what their runs need here."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser
 from argparse import Namespace
+from pathlib import Path
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
 from quantizer.cli.output import print_error
+<<<<<<< HEAD
 from quantizer.cli.output import print_warning
+=======
+from quantizer.config import RunConfig
+>>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
 from quantizer.config.feasibility import check_run
 from quantizer.errors import ConfigError
+from quantizer.errors import QuantizerError
 
 __all__ = ["Validate"]
 
 
 class Validate:
-    """Verb that checks run files without running them: keys, types, names, and values that contradict each other."""
+    """Verb that checks run files without running them.
+
+    First keys, types, names, and values that contradict each other; then what the run needs: packages, data and labels,
+    the checkpoint, the output folder, and what the engine asks of this machine. ``quantizer run`` begins with the same.
+    """
 
     name = "validate"
-    help = "check YAML files; lists every problem with its line"
+    help = "check YAML files and what their runs need here: lists every problem, estimates time and memory"
     rest: str | None = "configs"
     epilog = """\
 example:
-  quantizer validate configs/minilm-sentiment-int8.yaml
+  quantizer validate --file-only configs/minilm-sentiment-int8.yaml
   ok: configs/minilm-sentiment-int8.yaml"""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML file of a run")
         parser.add_argument("-v", "--verbose", action="store_true", help="print each file with all defaults filled in")
+        parser.add_argument(
+            "--file-only",
+            action="store_true",
+            help="check the file alone, not the data, the packages, the checkpoint, the folder and this machine",
+        )
 
     def __call__(self, args: Namespace, console: Console) -> int:
         code = 0
@@ -38,17 +55,41 @@ example:
             try:
                 config = load_run(path)
                 check_run(config)
+                told = [] if args.file_only else _checked_here(config)
             except ConfigError as error:
                 print_error(error)
                 code = 1
                 continue
+<<<<<<< HEAD
             if config.fallback is not None and config.fallback.max_drop is not None:
                 # Imported here, as it takes seconds, and most files have no budget.
                 from quantizer.runs.budget.configured import configured_warnings
 
                 for line in configured_warnings(config):
                     print_warning(f"{path}: {line}")
+=======
+            except QuantizerError as error:
+                print_error(QuantizerError(f"{path}: {error}"))
+                code = 1
+                continue
+>>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
             console.out(f"ok: {path}", highlight=False)
+            for line in told:
+                console.print(Padding(Text(line), (0, 0, 0, 2)))
             if args.verbose:
                 console.out(dump_yaml(config), highlight=False)
         return code
+
+
+def _checked_here(config: RunConfig) -> list[str]:
+    """Check what a run needs here, and return notes and an estimate.
+
+    Raises:
+        QuantizerError: something is missing or wrong; all of it is listed.
+    """
+    # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
+    from quantizer.runs.preflight.run_ready import ready_to_run
+    from quantizer.runs.run import RUN
+
+    ready = ready_to_run(config, Path(config.output).absolute(), RUN, force=None)
+    return [*ready.notes, *([ready.estimate] if ready.estimate else [])]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from quantizer.common.data.batches_of import batches_of
+from quantizer.common.data.batches_of import length_of
+from quantizer.common.data.doubts import doubts_of_batch
+from quantizer.common.data.doubts import warn_user
 from quantizer.common.out_of_memory import is_out_of_memory
 from quantizer.common.progress import counted
 from quantizer.errors import CalibrationError
@@ -17,25 +20,33 @@ from quantizer.errors import QuantizerError
 __all__ = ["call", "run_batches"]
 
 
-def run_batches(proxy: nn.Module, batches: Iterable[Any], progress: bool | None = None) -> int:
+def run_batches(
+    proxy: nn.Module, data: Any, progress: bool | None = None, *, rows: int | None = None, doubt: bool = False
+) -> int:
     """Run calibration data through a proxy, without gradients, and return the number of batches.
 
     Args:
-        batches: an iterable of batches, each in a form that ``call`` accepts.
+        data: what ``batches_of`` takes.
         progress: show a progress bar; None: only in a terminal.
+        rows: at most so many rows, see ``batches_of``.
+        doubt: warn of a first batch that looks wrong.
 
     Raises:
-        CalibrationError: the data is no iterable of batches, or a batch does not run through the model.
+        CalibrationError: the data is not what ``batches_of`` takes, or a batch does not run through the model.
     """
-    if isinstance(batches, str | bytes | Mapping) or not isinstance(batches, Iterable):
-        raise CalibrationError(
-            f"the calibration data is a {type(batches).__name__}; give an iterable of batches, each a mapping, a tuple "
-            "or list, or one tensor: a list of one is [batch]"
-        )
     count = 0
+<<<<<<< HEAD
     with torch.no_grad(), counted(batches, "calibration", unit="batch", show=progress) as steps:
         for batch in steps:
+=======
+    disable = None if progress is None else not progress
+    batches, total = batches_of(proxy, data, rows), length_of(data, rows)
+    with torch.no_grad():
+        for batch in tqdm(batches, "calibration", total, unit="batch", leave=False, disable=disable):
+>>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
             _run(proxy, batch, count)
+            if doubt and count == 0:
+                warn_user(doubts_of_batch(batch))
             count += 1
     return count
 

@@ -1,4 +1,4 @@
-"""Contract of an engine: numpy arrays in by name, numpy arrays out by name.
+"""Contract of an engine: arrays or tensors in by name, and such of the same kind out by name.
 
 A backend builds an engine file from an ONNX file and loads it. It knows paths and arrays, and nothing of proxies or
 PyTorch modules.
@@ -32,6 +32,7 @@ __all__ = [
     "Progress",
     "TensorSpec",
     "checked_inputs",
+    "shown",
 ]
 
 Array = npt.NDArray[Any]
@@ -82,12 +83,12 @@ class Engine(Protocol):
     def output_names(self) -> tuple[str, ...]:
         """Names of the outputs, in the order of the ONNX file."""
 
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Run it once.
+    def __call__(self, inputs: Any) -> dict[str, Any]:
+        """Run it once, and return its outputs by name: tensors if it was given tensors, arrays otherwise.
 
         Args:
             inputs: one array or ``torch.Tensor`` for each of ``input_names``, of the type and shape that ``inputs``
-                states.
+                states; where there is one input, that alone is enough.
 
         Raises:
             EngineError: an input is missing, unknown, or of another type or shape; inputs differ in a dimension that
@@ -166,6 +167,10 @@ class BuildResult:
     seconds: float
     warnings: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        told = "".join(f", warning: {warning}" for warning in self.warnings)
+        return f"BuildResult({str(self.path)!r}, {self.size_bytes / 2**20:.1f} MiB, in {self.seconds:.1f} s{told})"
+
 
 class Backend(Protocol):
     """Builder, loader and inspector of one library's engines. Methods import the library only when they need it."""
@@ -225,8 +230,16 @@ class Backend(Protocol):
         """
 
 
-def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str, Any]) -> dict[str, Array]:
-    """Return ``inputs``, arrays or tensors, as contiguous arrays in the order of ``specs``.
+def shown(engine: Engine) -> str:
+    """Return an engine in one line: its backend, its inputs and its outputs; the ``__repr__`` of engines."""
+    inputs = ", ".join(map(str, engine.inputs))
+    return f"{type(engine).__name__}({engine.name!r}, {inputs} -> {', '.join(engine.output_names)})"
+
+
+def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Any) -> dict[str, Array]:
+    """Return ``inputs``, arrays or tensors by name, as contiguous arrays in the order of ``specs``.
+
+    An engine of one input takes it without its name, too.
 
     Raises:
         EngineError: one is missing or unknown, is no array, or has another type or shape than its spec; or two of them
@@ -234,6 +247,13 @@ def checked_inputs(engine: str, specs: Sequence[TensorSpec], inputs: Mapping[str
     """
     expected = ", ".join(str(spec) for spec in specs)
     names = [spec.name for spec in specs]
+    if not isinstance(inputs, Mapping):
+        if len(specs) != 1:
+            raise EngineError(
+                f"{engine} engine: it has {len(specs)} inputs and was given one {type(inputs).__name__}; it takes a "
+                f"mapping of {expected}"
+            )
+        inputs = {names[0]: inputs}
     if wrong := [name for name in names if name not in inputs]:
         raise EngineError(f"{engine} engine: input {', '.join(map(repr, wrong))} is missing; it takes {expected}")
     if wrong := [name for name in inputs if name not in names]:

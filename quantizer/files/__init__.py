@@ -17,6 +17,7 @@ from quantizer.files.folder import write_folder
 from quantizer.files.marker import MARKER
 from quantizer.files.place import checked_file
 from quantizer.files.place import require_room
+from quantizer.files.place import require_writable
 from quantizer.files.temporary import temporary_beside
 from quantizer.files.whole import whole_file
 
@@ -25,6 +26,7 @@ __all__ = [
     "checked_file",
     "checked_folder",
     "require_room",
+    "require_writable",
     "restore_folder",
     "said_complete",
     "temporary_beside",

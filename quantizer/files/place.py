@@ -22,6 +22,7 @@ __all__ = [
     "protected_reason",
     "real_place",
     "require_room",
+    "require_writable",
     "said_plainly",
     "settle",
     "sync_folder",
@@ -131,6 +132,19 @@ def require_room(folder: Path, size: int, what: str) -> None:
             f"no room in {folder.parent}: {what} takes {size / 2**20:.0f} MiB at least, and {free / 2**20:.0f} MiB are "
             "free; make room, or choose another folder"
         )
+
+
+def require_writable(folder: Path) -> None:
+    """Raise if a folder cannot be made, by the nearest folder above that exists; nothing is written.
+
+    Raises:
+        QuantizerError: that is no folder, or must not be written.
+    """
+    above = next(place for place in (folder, *folder.parents) if place.exists())
+    if not above.is_dir():
+        raise QuantizerError(f"{folder} cannot be written: {above} is no folder; choose another folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise QuantizerError(f"{folder} cannot be written: {above} is read-only for you; choose another folder")
 
 
 def probe(folder: Path) -> None:

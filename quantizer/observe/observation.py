@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from quantizer.calibrators import Calibrator
+from quantizer.common.data.batches_of import row_count
 from quantizer.errors import CalibrationError
 from quantizer.observe.batch_pass import Pass
 from quantizer.observe.batch_pass import Watched
@@ -166,6 +167,7 @@ class Observation:
                     f"batch {current.number} of the calibration data: {name!r} has NaN values; leave them out of the "
                     "data"
                 )
+        current.seen.rows = row_count({**dict(enumerate(args)), **keywords})
         # After a batch with other values, the inputs need not be checked for zeros any more.
         current.seen.only_zeros = self.seen.only_zeros and _only_zeros([args, keywords])
         if self.seen.kept is not None:

@@ -65,6 +65,7 @@ def snapshot(seen: Seen) -> bytes:
     rows: list[Tensor] = []
     document = {
         "batches": seen.batches,
+        "rows": seen.rows,
         "chosen_at": seen.chosen_at,
         "only_zeros": seen.only_zeros,
         "sites": {path: _plain_site(record, places) for path, record in seen.records.items()},
@@ -113,6 +114,7 @@ def restored(data: bytes, proxy: nn.Module, paths: Collection[str], make: Callab
     seen = Seen(
         records={path: _site(site, parameters) for path, site in document.sites.items()},
         batches=document.batches,
+        rows=document.rows,
         chosen_at=document.chosen_at,
         products=Counter({replace(product, multiply_adds=0): product.multiply_adds for product in products}),
         regions=regions,

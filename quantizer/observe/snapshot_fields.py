@@ -108,7 +108,7 @@ class SeenGroup(SeenCalibrator):
 class SeenDocument:
     """A whole snapshot; ``regions`` and ``products`` are read by their own classes.
 
-    Older files have no ``only_zeros`` and no ``read_outside``.
+    Older files have no ``only_zeros``, ``read_outside`` and ``rows``.
     """
 
     batches: int
@@ -118,6 +118,7 @@ class SeenDocument:
     products: tuple[Any, ...]
     regions: Any = None
     only_zeros: bool = False
+    rows: int = 0
     read_outside: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -138,7 +139,9 @@ def seen_document(values: Any, rows: int) -> SeenDocument:
 
 
 def _faults(document: SeenDocument, rows: int) -> Iterator[str]:
-    yield from _negative("observed", {"batches": document.batches, "chosen_at": document.chosen_at})
+    yield from _negative(
+        "observed", {"batches": document.batches, "chosen_at": document.chosen_at, "rows": document.rows}
+    )
     for name, site in document.sites.items():
         place = f"observed.sites.{name}"
         counts = {field: getattr(site, field) for field in ("calls", "fit", "multiply_adds", "sequence")}

@@ -64,6 +64,7 @@ class Seen:
     Attributes:
         records: by site name.
         batches: the number of whole forward passes.
+        rows: the number of rows in these; 0 in folders of an older version.
         chosen_at: the number of batches when ranges were last chosen by running batches.
         products: the products that torch computed, with their multiply-adds.
         regions: modules with values beyond the range of float16.
@@ -76,6 +77,7 @@ class Seen:
 
     records: dict[str, SiteStatistics]
     batches: int = 0
+    rows: int = 0
     chosen_at: int = 0
     products: Counter[CountedProduct] = field(default_factory=Counter)
     regions: Float32Modules = field(default_factory=Float32Modules)
@@ -148,6 +150,7 @@ class Seen:
         Kept batches are not added: which ones to keep depends on those of all batches, see ``ReplayBatches``.
         """
         self.batches += other.batches
+        self.rows += other.rows
         self.chosen_at = max(self.chosen_at, other.chosen_at)
         self.products.update(other.products)
         self.regions = self.regions.joined(other.regions)

@@ -44,9 +44,16 @@ from quantizer.report import print_record
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.card.run_card import write_run_card
 from quantizer.report.output_record import OutputDistance
+<<<<<<< HEAD
 from quantizer.report.search.search_records import fallback_record
 from quantizer.runs.budget.engine_budget import EngineBudget
+=======
+from quantizer.report.search_records import fallback_record
+from quantizer.report.tracking.trackers import require_tracker
+from quantizer.report.tracking.trackers import track
+>>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
 from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
@@ -60,8 +67,12 @@ from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
+<<<<<<< HEAD
 from quantizer.runs.progress.run_stages import run_outlook
 from quantizer.runs.progress.stage_timer import StageTimer
+=======
+from quantizer.runs.preflight.run_ready import ready_to_run
+>>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.run_context import bar
@@ -102,9 +113,16 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
             failed.
     """
     folder = Path(config.output if output is None else output).absolute()
+    if config.report.track is not None:
+        require_tracker(config.report.track)
+    ready = ready_to_run(config, folder, RUN, force=force)
+    for line in (*ready.notes, *filter(None, [ready.estimate])):
+        console.print(line, highlight=False, markup=False)
     record = carry_out(config, folder, force, console, partial(configured_workload, config))
     with said_complete(folder):
         print_record(record, folder, console)
+        if config.report.track is not None:
+            console.print(track(config.report.track, record, folder), markup=False, highlight=False, soft_wrap=True)
     if (missed := missed_speed(record.placement)) is not None:
         raise EngineError(f"{missed}; {folder} holds it")
     return folder
@@ -317,7 +335,7 @@ class _Run:
             latency=latency,
             size=sizes_of(built),
             memory=measure_memory(self.context, config, built) if engines else (),
-            coverage=site_records(coverage, quantizer.plan),
+            coverage=site_records(coverage),
             covered_share=coverage.share,
             escaped=coverage.escaped.rows,
             histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
@@ -328,7 +346,7 @@ class _Run:
             training=None if course is None else course.record(self.context.task),
             choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),
-            engine=engine_file(config, built["engine"], ran=bool(engines)),
+            engine=engine_file(config, built["engine"], ran=bool(engines), scored=bool(scores)),
             inspection=inspection,
             diff=quantizer.diff(self.model),
             versions=collect_versions(),
@@ -341,3 +359,4 @@ class _Run:
             write_record(record, self.target / "report.json")
         if "html" in self.config.report.formats:
             write_html(record, self.target / "report.html")
+        write_run_card(record, self.target)

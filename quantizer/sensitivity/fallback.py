@@ -76,6 +76,12 @@ class Fallback:
     min_speedup: float | None = None
     speedup: float | None = None
 
+    def __repr__(self) -> str:
+        parts = [f"{self.asked}: {len(self.groups)} {'group' if len(self.groups) == 1 else 'groups'} in float"]
+        parts += [f"{len(self.slower)} more that would be slower"] if self.slower else []
+        parts += [f"{len(self.evaluations)} scores"] if self.evaluations else []
+        return f"Fallback({', '.join([*parts, *([] if self.met else ['not met'])])})"
+
     @property
     def met(self) -> bool:
         """True, unless the drop exceeds that of the search, or the plan is too slow. All in float drops by 0."""

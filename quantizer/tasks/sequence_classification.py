@@ -25,7 +25,7 @@ from quantizer.tasks.task import Predictions
 from quantizer.tasks.task import Task
 from quantizer.tasks.task import tasks
 
-__all__ = ["SequenceClassification"]
+__all__ = ["SequenceClassification", "require_classes"]
 
 
 @tasks.add("sequence-classification")
@@ -56,7 +56,7 @@ class SequenceClassification(Task):
             TaskError: a row is of another kind, or its label is no class of the model.
         """
         labels = np.array([row.label for row in rows_of_kind(rows, Text, self.name)], dtype=np.int64)
-        _require_classes(labels, self.classes)
+        require_classes(labels, self.classes)
         return labels
 
     def represent(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -71,7 +71,7 @@ class SequenceClassification(Task):
         Raises:
             TaskError: the label of a row is no class of the model.
         """
-        _require_classes(self.targets(rows), predictions.outputs.shape[1])
+        require_classes(self.targets(rows), predictions.outputs.shape[1])
         return super().score(predictions, rows)
 
     def metric(self, decisions: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -81,7 +81,16 @@ class SequenceClassification(Task):
         return compare_classifiers(float_predictions, other)
 
 
-def _require_classes(labels: npt.NDArray[Any], classes: int | None) -> None:
+def require_classes(labels: npt.NDArray[Any], classes: int | None) -> None:
+    """Raise if a label is no class.
+
+    Args:
+        labels: int64 [N].
+        classes: the number of classes; None: it is not known.
+
+    Raises:
+        TaskError: a label is too high.
+    """
     highest = int(labels.max(initial=0))
     if classes is not None and highest >= classes:
         raise TaskError(f"the rows hold label {highest}, but the model has {classes} classes (0 to {classes - 1})")

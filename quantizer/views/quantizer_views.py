@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -13,8 +12,11 @@ from torch import nn
 from quantizer.calibration.choose_ranges import make_plan
 from quantizer.calibration.proxied import proxied_copy
 from quantizer.calibration.settings import make_observation
+from quantizer.common.data.batches_of import batches_of
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
+from quantizer.errors import SensitivityError
+from quantizer.float16.simulate import simulate
 from quantizer.plan.replace_scales import scales_of
 from quantizer.plan.site_plan import Plan
 from quantizer.proxy.build import source_diff
@@ -29,6 +31,7 @@ from quantizer.views.coverage import Ranges
 from quantizer.views.histogram_view import HistogramView
 from quantizer.views.histograms import histogram_of
 from quantizer.views.kernels_view import Kernels
+from quantizer.views.layers_view import Layers
 from quantizer.views.sensitivity_view import Sensitivity
 
 if TYPE_CHECKING:
@@ -44,6 +47,12 @@ class QuantizerViews:
 
     config: QuantizerConfig
     _session: ModelSession
+
+    def __repr__(self) -> str:
+        fallback = self._session.fallback
+        groups = 0 if fallback is None else len(fallback.groups)
+        kept = f", {groups} {'group' if groups == 1 else 'groups'} in float" if groups else ""
+        return f"Quantizer(backend={self.config.backend!r}, {self._session.decisions.described()}{kept})"
 
     def inspect(self, model: nn.Module) -> Coverage:
         """Return the coverage of a model before calibration: its sites, and which of them rules leave out."""
@@ -89,6 +98,16 @@ class QuantizerViews:
         """
         return Kernels(kernels_of(lowered))
 
+    def simulate(self, model: nn.Module) -> nn.Module:
+        """Return the frozen proxy as the target runs it: its float part in half precision if the target's is.
+
+        Its scores predict those of the engine; it cannot be exported. In float32 targets it is the frozen proxy.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        return simulate(self._session.frozen(model), self.config.target.torch_dtype, self._session.decisions.regions())
+
     def scales(self) -> dict[str, Tensor]:
         """Return the scale of every quantized operand, float32 [] or [C], by ``SITE.OPERAND``.
 
@@ -101,6 +120,18 @@ class QuantizerViews:
     def coverage(self) -> Coverage:
         """All sites, quantized or with the reason, and all matrix products that torch computed in calibration."""
         return self._session.coverage()
+
+    @property
+    def layers(self) -> Layers:
+        """One line for each layer that ran: formats, range, SQNR, share of the multiply-adds, and its sensitivity.
+
+        ``layers.timed(prices)`` has the times of ``measured_prices`` too, and what each group would cost in float.
+        """
+        try:
+            sensitivity = self._session.sensitivity()
+        except SensitivityError:  # nothing was measured yet
+            sensitivity = None
+        return Layers(self._session.coverage(), sensitivity)
 
     @property
     def ranges(self) -> Ranges:
@@ -128,7 +159,7 @@ class QuantizerViews:
         """
         return self._session.sensitivity()
 
-    def causes(self, model: nn.Module, batches: Sequence[Any], *, num: int = 3) -> Causes:
+    def causes(self, model: nn.Module, batches: Any, *, num: int = 3) -> Causes:
         """Return the groups that cost most, why, and the setting that mends each.
 
         A cost is the SQNR of the model's output with that group alone quantized. A gain is measured too: the model is
@@ -142,10 +173,11 @@ class QuantizerViews:
         Raises:
             CalibrationError: nothing was calibrated yet, or there is no batch.
         """
-        if not batches:
+        given = list(batches_of(model, batches))
+        if not given:
             raise CalibrationError("causes() measures on data: give a few calibration batches")
         plan = self._session.fitted(model, self._session.effective_plan())
-        return Causes(find_causes(self.config, self._session.trained(model), plan, batches, num))
+        return Causes(find_causes(self.config, self._session.trained(model), plan, given, num))
 
     @property
     def chosen_fallback(self) -> Fallback | None:

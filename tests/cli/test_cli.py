@@ -163,12 +163,12 @@ def test_interrupted(calls: Calls, good: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_validate(good: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", good]) == 0
+    assert main(["validate", "--file-only", good]) == 0
     assert capsys.readouterr() == ("ok: good.yaml\n", "")
 
 
 def test_validate_goes_on_after_a_bad_file(good: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "bad.yaml", good, "no.yaml"]) == 1
+    assert main(["validate", "--file-only", "bad.yaml", good, "no.yaml"]) == 1
     out, err = capsys.readouterr()
     assert out == "ok: good.yaml\n"
     assert err.count("error: ") == 2
@@ -178,7 +178,7 @@ def test_validate_goes_on_after_a_bad_file(good: str, capsys: pytest.CaptureFixt
 def test_validate_prints_a_config_that_can_be_read(
     good: str, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    assert main(["validate", *words]) == 0
+    assert main(["validate", "--file-only", *words]) == 0
     first, _, rest = capsys.readouterr().out.partition("\n")
     assert first == "ok: good.yaml"
     Path("again.yaml").write_text(rest)
@@ -186,7 +186,7 @@ def test_validate_prints_a_config_that_can_be_read(
 
 
 def test_validate_takes_files_on_both_sides_of_an_option(good: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", good, "-v", good]) == 0
+    assert main(["validate", "--file-only", good, "-v", good]) == 0
     assert capsys.readouterr().out.count("ok: good.yaml") == 2
 
 
@@ -276,8 +276,8 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:
         assert main(words[1:]) == 0
-    pytest.importorskip("openvino", reason="install quantizer[openvino,onnxruntime]")
-    pytest.importorskip("onnxruntime", reason="install quantizer[openvino,onnxruntime]")
+    pytest.importorskip("openvino", reason="install enginequant[openvino,onnxruntime]")
+    pytest.importorskip("onnxruntime", reason="install enginequant[openvino,onnxruntime]")
     cpu, both = cpu_candidates()[0], ("openvino", "tensorrt-rtx")
     assert [conversion.backends for conversion in asked] == [cpu, both, cpu, cpu]
     assert [conversion.max_drop for conversion in asked] == [None, None, 0.002, None]

@@ -14,17 +14,19 @@ import pytest
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
+from quantizer.engines.base import TensorSpec
+from quantizer.engines.base import checked_inputs
 from quantizer.errors import EngineError
 from quantizer.errors import MissingDependencyError
 
-onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 
 BACKENDS = ["openvino", "onnxruntime"]
 
 
 @pytest.fixture(params=BACKENDS)
 def name(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip(request.param, reason=f"install quantizer[{request.param}]")
+    pytest.importorskip(request.param, reason=f"install enginequant[{request.param}]")
     return str(request.param)
 
 
@@ -115,7 +117,7 @@ def test_compute_capability_is_not_for_a_cpu(name: str, qdq: Any, tmp_path: Path
 @pytest.mark.parametrize("name", BACKENDS)
 def test_missing_library_names_the_extra(name: str, qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    message = rf"'{name}' is not installed: run  pip install 'quantizer\[{name}\]'"
+    message = rf"'{name}' is not installed: run  pip install 'enginequant\[{name}\]'"
     with pytest.raises(MissingDependencyError, match=message):
         load_engine(name, qdq.path)
     with pytest.raises(MissingDependencyError, match=message):
@@ -157,9 +159,27 @@ def test_tensors_as_inputs(name: str, qdq: Any) -> None:
     engine = load_engine(name, qdq.path)
     x = qdq.input(2, 3)
     tensor = torch.tensor(x, requires_grad=True)
-    np.testing.assert_array_equal(engine({"x": tensor})["y"], engine({"x": x})["y"])
+    made = engine({"x": tensor})["y"]
+    assert isinstance(made, torch.Tensor)
+    assert not made.requires_grad
+    np.testing.assert_array_equal(made.numpy(), engine({"x": x})["y"])
     with pytest.raises(EngineError, match=r"input 'x' is float64\[2, 3, 64\], expected x: float32"):
         engine({"x": tensor.double()})
+
+
+def test_one_input_needs_no_name(name: str, qdq: Any) -> None:
+    torch = pytest.importorskip("torch")
+    engine = load_engine(name, qdq.path)
+    x = qdq.input(2, 3)
+    np.testing.assert_array_equal(engine(x)["y"], engine({"x": x})["y"])
+    assert torch.equal(engine(torch.from_numpy(x))["y"], torch.from_numpy(engine(x)["y"]))
+    assert repr(engine) == f"{type(engine).__name__}({engine.name!r}, x: float32[?, ?, 64] -> y)"
+
+
+def test_one_array_is_not_two_inputs() -> None:
+    specs = [TensorSpec(name, np.dtype("int64"), (None,)) for name in ("ids", "mask")]
+    with pytest.raises(EngineError, match=r"it has 2 inputs and was given one ndarray; it takes a mapping of ids: int"):
+        checked_inputs("openvino", specs, np.zeros(3, np.int64))
 
 
 @pytest.mark.parametrize("kept", [0.999, 0.5, 0.01])
@@ -222,7 +242,7 @@ def test_the_input_has_the_name_of_the_file_where_a_node_behind_it_is_removed(na
 
 
 def test_openvino_outputs_of_other_axes_are_refused() -> None:
-    ov = pytest.importorskip("openvino", reason="needs quantizer[openvino]")
+    ov = pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     from quantizer.engines.openvino.compiled_models import _check_outputs
 
     def model(*sizes: int) -> Any:

@@ -22,8 +22,8 @@ from quantizer.engines import load_engine
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-pytest.importorskip("onnxruntime", reason="the other library is quantizer[onnxruntime]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+pytest.importorskip("onnxruntime", reason="the other library is enginequant[onnxruntime]")
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
@@ -64,7 +64,7 @@ def _db_to_proxy(model: nn.Module, x: torch.Tensor, folder: Path, **settings: An
     q.export(frozen, folder / "m.onnx", x)
     build_engine("torch", folder / "m.onnx", folder / "m.engine", EAGER)
     engine = load_engine("torch", folder / "m.engine")
-    (found,) = engine({engine.input_names[0]: x}).values()
+    (found,) = engine(x.numpy()).values()
     with torch.no_grad():
         return _sqnr_db(found, frozen(x).numpy())
 

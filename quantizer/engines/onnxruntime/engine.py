@@ -12,7 +12,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from quantizer.engines.backends import backends
-from quantizer.engines.base import Array
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.base import shown
 from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.engine_file import check_signature
 from quantizer.engines.engine_file import checked_onnx
@@ -33,6 +32,7 @@ from quantizer.engines.engine_file import checked_output
 from quantizer.engines.engine_file import sign_onnx
 from quantizer.engines.engine_file import whole_file
 from quantizer.engines.error_hints import explain_error
+from quantizer.engines.in_kind import in_kind
 from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.from_layers import run_note
@@ -74,6 +74,7 @@ class ONNXRuntimeEngine:
 
     name = "onnxruntime"
     device = "cpu"
+    __repr__ = shown
 
     def __init__(self, session: Any) -> None:
         self.inputs = tuple(_spec(node) for node in session.get_inputs())
@@ -81,15 +82,15 @@ class ONNXRuntimeEngine:
         self.output_names = tuple(node.name for node in session.get_outputs())
         self._session = session
 
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Run it once; the returned arrays belong to the caller."""
+    def __call__(self, inputs: Any) -> dict[str, Any]:
+        """Run it once; what it returns belongs to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         try:
             results = self._session.run(list(self.output_names), arrays)
         except Exception as error:
             # The library's exceptions have no common base of their own.
             raise EngineError(f"ONNX Runtime could not run the engine: {error}") from error
-        return dict(zip(self.output_names, results, strict=True))
+        return in_kind(inputs, self.output_names, results)
 
 
 class ONNXRuntimeBackend:

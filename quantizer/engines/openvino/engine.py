@@ -21,17 +21,18 @@ from typing import Any
 import numpy as np
 
 from quantizer.engines.backends import backends
-from quantizer.engines.base import Array
 from quantizer.engines.base import BuildOptions
 from quantizer.engines.base import BuildResult
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.base import shown
 from quantizer.engines.cpu import cpu_instructions
 from quantizer.engines.engine_file import checked_engine
 from quantizer.engines.engine_file import checked_onnx
 from quantizer.engines.engine_file import checked_output
 from quantizer.engines.engine_file import read_engine
 from quantizer.engines.engine_file import write_engine
+from quantizer.engines.in_kind import in_kind
 from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.from_layers import inspection_from_layers
 from quantizer.engines.inspection.from_layers import run_note
@@ -66,6 +67,7 @@ class OpenVINOEngine:
 
     name = "openvino"
     device = "cpu"
+    __repr__ = shown
 
     def __init__(self, models: Models) -> None:
         compiled = models.compiled
@@ -76,8 +78,8 @@ class OpenVINOEngine:
         self._usual_sizes = models.usual_sizes
         self._usual: Any = None if models.usual is None else models.usual.create_infer_request()
 
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Run it once; the returned arrays belong to the caller."""
+    def __call__(self, inputs: Any) -> dict[str, Any]:
+        """Run it once; what it returns belongs to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         usual = self._usual_sizes is not None and tuple(map(np.shape, arrays.values())) == self._usual_sizes
         request = self._usual if usual else self._request
@@ -86,7 +88,8 @@ class OpenVINOEngine:
             results = request.infer(dict(enumerate(arrays.values())), share_inputs=True)
         except RuntimeError as error:
             raise EngineError(f"OpenVINO could not run the engine: {reason(error)}") from error
-        return {name: np.asarray(results[index]) for index, name in enumerate(self.output_names)}
+        outputs = [np.asarray(results[index]) for index in range(len(self.output_names))]
+        return in_kind(inputs, self.output_names, outputs)
 
 
 class OpenVINOBackend:

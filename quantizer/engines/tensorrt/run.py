@@ -13,6 +13,8 @@ import numpy as np
 from quantizer.engines.base import Array
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.base import shown
+from quantizer.engines.in_kind import in_kind
 from quantizer.engines.inspection.from_layers import RUNS
 from quantizer.engines.inspection.from_layers import WARMUP
 from quantizer.engines.inspection.inspection import Layer
@@ -80,6 +82,7 @@ class TensorRTEngine:
     """
 
     device = "cuda"
+    __repr__ = shown
 
     def __init__(self, name: str, trt: Any, path: Path, content: bytes, note: str) -> None:
         import torch
@@ -114,8 +117,8 @@ class TensorRTEngine:
         shape = tuple(None if size == -1 else int(size) for size in self._engine.get_tensor_shape(name))
         return TensorSpec(name, self._dtypes[name], shape)
 
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Copy the inputs to the GPU, run once, and copy the outputs back."""
+    def __call__(self, inputs: Any) -> dict[str, Any]:
+        """Copy the inputs to the GPU, run once, and copy the outputs back; they belong to the caller."""
         import torch
 
         arrays = checked_inputs(self.name, self.inputs, inputs)
@@ -135,7 +138,7 @@ class TensorRTEngine:
         if not self._context.execute_async_v3(stream.cuda_stream):
             raise EngineError(f"{self.name} could not run the engine")
         stream.synchronize()
-        return {name: tensors[name].cpu().numpy() for name in self.output_names}
+        return in_kind(inputs, self.output_names, (tensors[name].cpu().numpy() for name in self.output_names))
 
     def observed_layers(self, inputs: Mapping[str, Array], runs: int = RUNS) -> list[Layer]:
         """Return the layers that the inspector reports at the shapes of ``inputs``, with the times of a profiler."""

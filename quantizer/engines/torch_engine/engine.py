@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -15,12 +14,13 @@ from typing import Any
 
 import torch
 
-from quantizer.engines.base import Array
 from quantizer.engines.base import Progress
 from quantizer.engines.base import TensorSpec
 from quantizer.engines.base import checked_inputs
+from quantizer.engines.base import shown
 from quantizer.engines.engine_file import checked_engine
 from quantizer.engines.engine_file import read_engine
+from quantizer.engines.in_kind import in_kind
 from quantizer.engines.inspection.inspection import Inspection
 from quantizer.engines.measure.benchmark import interleaved_latency
 from quantizer.engines.measure.dummy_inputs import working_inputs
@@ -54,6 +54,7 @@ class TorchEngine:
 
     name = "torch"
     device = "cpu"
+    __repr__ = shown
 
     def __init__(
         self,
@@ -70,8 +71,8 @@ class TorchEngine:
         self._threads = threads
         self._constants = {tensor.untyped_storage().data_ptr() for tensor in constants}
 
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Run it once; the returned arrays belong to the caller."""
+    def __call__(self, inputs: Any) -> dict[str, Any]:
+        """Run it once; what it returns belongs to the caller."""
         arrays = checked_inputs(self.name, self.inputs, inputs)
         tensors = [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays.values()]
         try:
@@ -80,12 +81,12 @@ class TorchEngine:
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             raise EngineError(f"torch could not run the engine: {error}") from error
         taken = self._constants | {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        results = {}
-        for name, tensor in zip(self.output_names, made, strict=True):
+        results = []
+        for tensor in made:
             place = tensor.untyped_storage().data_ptr()
-            results[name] = tensor.clone().numpy() if place in taken else tensor.numpy()
+            results.append(tensor.clone().numpy() if place in taken else tensor.numpy())
             taken.add(place)
-        return results
+        return in_kind(inputs, self.output_names, results)
 
 
 def checked_library(backend: str, compiled: bool | None) -> None:

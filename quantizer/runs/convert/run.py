@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from torch import nn
 
 from quantizer.engines import Engine
 from quantizer.engines.candidates import Variant
+from quantizer.files import require_writable
 from quantizer.files import said_complete
 from quantizer.files import write_folder
 from quantizer.qdq.signature import read_signature
@@ -22,6 +24,7 @@ from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables.choice_table import print_choice
+from quantizer.runs.convert.card import write_card
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.choose import Chooser
 from quantizer.runs.convert.data import Samples
@@ -48,7 +51,12 @@ from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
+<<<<<<< HEAD
 from quantizer.runs.progress.stage_timer import StageTimer
+=======
+from quantizer.runs.preflight.faults import Faults
+from quantizer.runs.preflight.packages import check_packages
+>>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import load_context
 from quantizer.runs.run_context import resume_files
@@ -70,9 +78,7 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
         QuantizerError: a stage failed; nothing was written.
     """
     folder = asked.output.absolute()
-    # Data first: reading it is fast, and a mistake in it should be reported before the model is loaded.
-    data = None if asked.calibration is None else read_calibration(asked.calibration, asked.rows, asked.column)
-    facts = conversion_inputs(asked, folder.name)
+    data, facts = _ready(asked, folder)
     made: list[tuple[EngineChoice | None, list[BackendResult]]] = []
     with resume_files(folder, searches=asked.max_drop is not None, trains=False) as kept:
         write_folder(
@@ -87,6 +93,25 @@ def convert(asked: ConversionRequest, console: Console) -> Path:
             print_choice(choice, console)
         print_summary(facts, results, folder, console)
     return folder
+
+
+def _ready(asked: ConversionRequest, folder: Path) -> tuple[Samples | None, ConversionInputs]:
+    """Check all that a conversion needs besides the loaded model; return its calibration data and its inputs.
+
+    Raises:
+        QuantizerError: something is missing or wrong; all of it is listed.
+    """
+    faults = Faults()
+    check_packages(faults, asked.task)
+    source = asked.calibration
+    data = None if source is None else faults.of(lambda: read_calibration(source, asked.rows, asked.column))
+    for labelled, option in ((asked.tuning, "--tuning"), (asked.evaluation, "--evaluation")):
+        faults.of(partial(read_labelled, labelled, option))
+    facts = faults.of(lambda: conversion_inputs(asked, folder.name))
+    faults.of(lambda: require_writable(folder))
+    faults.raise_all("the conversion cannot start")
+    assert facts is not None
+    return data, facts
 
 
 class _Run:
@@ -253,5 +278,6 @@ class _Run:
             scores=scores,
         )
         write_json(folder / CONFIG, backend_config(self.facts, result))
+        write_card(self.facts, result, None if self.asked.evaluation is None else str(self.asked.evaluation), folder)
         print_result(result, self.console)
         return result

@@ -54,6 +54,10 @@ class Prices:
     estimated: bool = False
     least_loss_us: float = 30.0
 
+    def __repr__(self) -> str:
+        times = f"{self.low_us / 1000:.2f} ms in low precision, {self.float_us / 1000:.2f} ms in float"
+        return f"Prices({len(self.groups)} groups, {times}, {'estimated: ' if self.estimated else ''}{self.where})"
+
     def time_us(self, back: Collection[str]) -> float:
         """Return the time that is predicted with these groups in float.
 

@@ -1,4 +1,4 @@
-"""Checks before a model first runs: packages, targets, rows and labels."""
+"""Checks of a loaded model with its rows, and of what export, build and report need, before the model first runs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Data as people have it, read as the batches of a model."""

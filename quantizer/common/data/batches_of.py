@@ -1,0 +1,161 @@
+"""The batches in what is given as data: a loader, a ``Dataset``, a tensor, an array, or an iterable of batches.
+
+A batch is what ``call`` runs: a mapping (keyword arguments), a tuple or list (positional), or one tensor. Arrays in it
+become tensors, and a label behind the inputs is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset
+from torch.utils.data import IterableDataset
+from torch.utils.data import Subset
+
+from quantizer.common.data.doubts import warn_user
+from quantizer.common.data.labels import Forward
+from quantizer.common.data.labels import without_label
+from quantizer.errors import CalibrationError
+from quantizer.errors import QuantizerError
+
+__all__ = ["BATCH_ROWS", "MOST_ROWS", "batches_of", "length_of", "row_count"]
+
+BATCH_ROWS = 32
+"""How many rows of a tensor, an array or a ``Dataset`` are one batch."""
+
+MOST_ROWS = 4096
+"""How many rows are read of data that states no length, and may have no end, unless ``rows`` says how many."""
+
+
+def batches_of(model: nn.Module, data: Any, rows: int | None = None) -> Iterator[Any]:
+    """Yield the batches of data, each without its label and with tensors in the place of arrays.
+
+    Args:
+        model: the model whose ``forward`` takes them; a proxy of it is as good.
+        data: a ``DataLoader`` or another iterable of batches; a map-style or iterable ``Dataset``, whose rows are
+            collated ``BATCH_ROWS`` at a time; or a tensor or NumPy array, whose first axis are the rows. A batch is a
+            mapping, a tuple or list, or one tensor, and may have a label behind its inputs.
+        rows: the number of rows to read: of an iterable the first ones, in whole batches; of a ``Dataset``, tensor or
+            array rows at equal distances, as data is often sorted by class. None: all; at most ``MOST_ROWS`` where the
+            data states no length, with a warning that it goes on.
+
+    Raises:
+        CalibrationError: the data is of another kind, raises an error (the message says after how many batches), or
+            whether the last part of a batch is a label or an input cannot be told.
+    """
+    if rows is not None and rows < 1:
+        raise CalibrationError(f"rows: got {rows}; expected the number of rows to read, from 1")
+    return _read(Forward.of(model), _dtype(model), _iterable(data, rows), rows)
+
+
+def length_of(data: Any, rows: int | None = None) -> int | None:
+    """Return how many batches ``batches_of`` yields, if that is known before; None: it is not."""
+    if rows is not None and not isinstance(data, Tensor | np.ndarray | Dataset):
+        return None
+    try:
+        return len(_iterable(data, rows))  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def row_count(batch: Any) -> int:
+    """Return how many rows a batch has: the first size of its first tensor; 1 if it has none."""
+    values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, tuple | list) else [batch]
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.shape[0] if value.dim() else 1
+        if hasattr(value, "keys") or isinstance(value, tuple | list):
+            return row_count(value)
+    return 1
+
+
+def _read(forward: Forward, dtype: torch.dtype, data: Iterable[Any], most: int | None) -> Iterator[Any]:
+    limit = MOST_ROWS if most is None and length_of(data) is None else most
+    number, read = 0, 0
+    loader = iter(data)
+    while most is None or read < most:
+        try:
+            given = next(loader)
+        except StopIteration:
+            return
+        except QuantizerError:
+            raise
+        except Exception as error:
+            raise CalibrationError(
+                f"the calibration data failed after {number} {'batch' if number == 1 else 'batches'}, with "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if limit is not None and read >= limit:
+            told = f"the calibration data states no length and goes on after {read} rows, where it was stopped"
+            warn_user([f"{told}: rows=... says how many to take, more or fewer"])
+            return
+        batch = without_label(forward, _with_tensors(given, dtype, number), number)
+        yield batch
+        number, read = number + 1, read + max(row_count(batch), 1)
+
+
+def _iterable(data: Any, rows: int | None) -> Iterable[Any]:
+    """Return an iterable of batches; of a tensor, an array or a map-style data set only the rows that are asked for."""
+    if isinstance(data, Tensor | np.ndarray):
+        if data.ndim == 0:
+            raise CalibrationError("the calibration data is a single number: give an array or tensor of rows")
+        places = _places(len(data), rows)
+        return [data[chunk] for chunk in np.split(places, range(BATCH_ROWS, len(places), BATCH_ROWS)) if len(chunk)]
+    if isinstance(data, Dataset):
+        if not isinstance(data, IterableDataset):
+            data = Subset(data, _places(len(data), rows).tolist())  # type: ignore[arg-type]
+        # A loader draws a number; drawn from a generator of its own, the user's random numbers stay the same.
+        return DataLoader(data, batch_size=BATCH_ROWS, generator=torch.Generator())
+    if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
+        raise CalibrationError(
+            f"the calibration data is a {type(data).__name__}; give an iterable of batches, each a mapping, a tuple "
+            "or list, or one tensor: a list of one is [batch]; or a DataLoader, a Dataset, a tensor or an array of rows"
+        )
+    return data
+
+
+def _places(length: int, rows: int | None) -> npt.NDArray[np.int64]:
+    """Return the places of ``rows`` rows at equal distances; of all if there are no more."""
+    if rows is None or rows >= length:
+        return np.arange(length)
+    return np.arange(rows) * length // rows
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """Return the type of the model's parameters, which the floats of arrays get: NumPy makes doubles unasked."""
+    floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return next(floats, torch.float32)
+
+
+def _with_tensors(batch: Any, dtype: torch.dtype, number: int) -> Any:
+    """Return a batch with tensors in the place of arrays; one without arrays as it is."""
+    if isinstance(batch, np.ndarray):
+        return _tensor(batch, dtype, number)
+    if hasattr(batch, "keys"):
+        if not any(isinstance(value, np.ndarray) for value in batch.values()):
+            return batch
+        return {key: _with_tensors(batch[key], dtype, number) for key in batch.keys()}  # noqa: SIM118 - duck-typed
+    if isinstance(batch, tuple | list) and any(
+        isinstance(value, np.ndarray) or hasattr(value, "keys") for value in batch
+    ):
+        return [_with_tensors(value, dtype, number) for value in batch]
+    return batch
+
+
+def _tensor(array: npt.NDArray[Any], dtype: torch.dtype, number: int) -> Tensor:
+    try:
+        tensor = torch.tensor(array)
+    except TypeError as error:
+        raise CalibrationError(
+            f"batch {number} of the calibration data holds an array of {array.dtype}, which is no tensor: {error}"
+        ) from error
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

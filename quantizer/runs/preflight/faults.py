@@ -1,0 +1,70 @@
+"""Faults of several checks, collected: all of them are told at once, and what is not installed in one line of pip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import TypeVar
+
+from quantizer.errors import ConfigError
+from quantizer.errors import MissingDependencyError
+from quantizer.errors import QuantizerError
+
+__all__ = ["Faults", "require_package"]
+
+T = TypeVar("T")
+
+
+class Faults:
+    """The errors that checks raised, in the order of the checks."""
+
+    def __init__(self) -> None:
+        self._found: list[QuantizerError] = []
+
+    def of(self, check: Callable[[], T]) -> T | None:
+        """Return what a check returns; None if it raises, and the error is kept."""
+        try:
+            return check()
+        except QuantizerError as error:
+            self._found.append(error)
+            return None
+
+    def raise_all(self, what: str) -> None:
+        """Raise if a check found a fault: its own error if there is one alone, or one with all of them.
+
+        Args:
+            what: what cannot be done, in words.
+
+        Raises:
+            QuantizerError: as said.
+        """
+        texts = list(dict.fromkeys(self._texts()))
+        if len(self._found) == 1:
+            raise self._found[0]
+        if len(texts) == 1:
+            raise QuantizerError(texts[0])
+        if texts:
+            raise QuantizerError(f"{what}, for {len(texts)} reasons:\n" + "\n".join(f"  - {text}" for text in texts))
+
+    def _texts(self) -> Iterable[str]:
+        missing = {error.package: error.extra for error in self._found if isinstance(error, MissingDependencyError)}
+        if missing:
+            extras = ",".join(dict.fromkeys(missing.values()))
+            verb = "is" if len(missing) == 1 else "are"
+            yield f"{', '.join(missing)} {verb} not installed: run  pip install 'quantizer[{extras}]'"
+        for error in self._found:
+            if isinstance(error, ConfigError):
+                yield from error.problems
+            elif not isinstance(error, MissingDependencyError):
+                yield str(error)
+
+
+def require_package(package: str, extra: str) -> None:
+    """Raise if a package is not installed, without importing it.
+
+    Raises:
+        MissingDependencyError: it is not; the message names the extra.
+    """
+    if find_spec(package) is None:
+        raise MissingDependencyError(package, extra)

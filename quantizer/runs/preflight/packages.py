@@ -1,0 +1,28 @@
+"""The packages that a task, its score and an export need, besides those of engine and report."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from quantizer.runs.preflight.faults import Faults
+from quantizer.runs.preflight.faults import require_package
+from quantizer.tasks import tasks
+
+__all__ = ["check_packages"]
+
+_EXPORT = ("onnx", "onnxscript", "onnx_ir")
+
+
+def check_packages(faults: Faults, task: str | None) -> None:
+    """Check the packages of the extras ``hf`` and ``onnx``, without importing them.
+
+    Args:
+        faults: where those that are missing are kept.
+        task: the name of the task; None: it is not known yet.
+    """
+    used = None if task is None else tasks[task]
+    scored = () if used is None else (*used.packages, *(("PIL",) if used.reads == "image" else ()))
+    for package in ("transformers", *scored):
+        faults.of(partial(require_package, package, "hf"))
+    for package in _EXPORT:
+        faults.of(partial(require_package, package, "onnx"))

@@ -1,0 +1,136 @@
+"""The preflight of a run: packages, data, labels, the checkpoint, the folder, and what the engine needs of the machine.
+
+The model itself is not loaded. What only the loaded model can tell is checked right after that, by ``check_rows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from quantizer.config import DataConfig
+from quantizer.config import DatasetConfig
+from quantizer.config import RunConfig
+from quantizer.engines import backend
+from quantizer.engines import runs_here
+from quantizer.engines.candidates import cpu_candidates
+from quantizer.engines.int8_saturation import saturates
+from quantizer.errors import TaskError
+from quantizer.files import checked_folder
+from quantizer.files import require_writable
+from quantizer.files import restore_folder
+from quantizer.runs.measure import build_options
+from quantizer.runs.pick_backend import chooses
+from quantizer.runs.preflight.estimate import estimate
+from quantizer.runs.preflight.faults import Faults
+from quantizer.runs.preflight.faults import require_package
+from quantizer.runs.preflight.packages import check_packages
+from quantizer.runs.run_context import RunRows
+from quantizer.runs.run_context import rows_of
+from quantizer.targets import AUTO
+from quantizer.targets import profile
+from quantizer.tasks import Row
+from quantizer.tasks import Text
+from quantizer.tasks import read_checkpoint
+from quantizer.tasks import tasks
+from quantizer.tasks.sequence_classification import require_classes
+
+__all__ = ["Ready", "ready_to_run"]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run that can start.
+
+    Attributes:
+        notes: what is worth knowing before it does.
+        estimate: its time and memory in words; None: there is nothing to estimate them by.
+    """
+
+    notes: tuple[str, ...]
+    estimate: str | None
+
+
+def ready_to_run(config: RunConfig, folder: Path, kind: str, *, force: bool | None) -> Ready:
+    """Check all that a run needs besides the loaded model, and estimate its time and memory.
+
+    Args:
+        config: the configuration.
+        folder: the folder to write.
+        kind: its kind.
+        force: whether an earlier run there may be replaced; None: not said yet, which is a note.
+
+    Raises:
+        QuantizerError: something is missing or wrong; all of it is listed.
+    """
+    faults = Faults()
+    _check_packages(faults, config)
+    rows = _checked_data(faults, config.data)
+    checkpoint = faults.of(lambda: read_checkpoint(config.model.source, config.model.task))
+    if checkpoint is not None and tasks[config.model.task].output_name == "logits" and checkpoint.labels:
+        for name in ("evaluation", "tuning", "training"):
+            faults.of(partial(_check_labels, name, rows.get(name) or (), len(checkpoint.labels)))
+    restore_folder(folder)
+    faults.of(lambda: checked_folder(folder, kind, replace=force is not False))
+    faults.of(lambda: require_writable(folder))
+    faults.raise_all("the run cannot start")
+    notes = list(_notes(config))
+    if force is None and folder.exists():
+        notes.append(f"{folder} exists already: run replaces it only with --force")
+    return Ready(tuple(notes), estimate(config, rows))
+
+
+def _check_packages(faults: Faults, config: RunConfig) -> None:
+    """Check the packages of model, score, export, report and engine, and what the engine needs of the machine."""
+    check_packages(faults, config.model.task)
+    if "html" in config.report.formats:
+        faults.of(partial(require_package, "jinja2", "report"))
+    if chooses(config):
+        faults.of(lambda: cpu_candidates(config.quantizer.candidates))
+    elif config.quantizer.backend != AUTO:
+        faults.of(lambda: backend(config.quantizer.backend).check(build_options(config)))
+
+
+def _checked_data(faults: Faults, data: DataConfig) -> dict[str, Sequence[Row]]:
+    """Return the rows of each section that has data which can be read."""
+    found = {}
+    for field in fields(RunRows):
+        section: DatasetConfig | None = getattr(data, field.name)
+        rows = None if section is None else faults.of(partial(_rows, field.name, section))
+        if rows is not None:
+            found[field.name] = rows
+    return found
+
+
+def _rows(name: str, section: DatasetConfig) -> Sequence[Row]:
+    try:
+        return rows_of(section)
+    except TaskError as error:
+        raise TaskError(f"data.{name}: {error}") from error
+
+
+def _check_labels(name: str, rows: Sequence[Row], classes: int) -> None:
+    labels = np.array([row.label for row in rows if isinstance(row, Text)], dtype=np.int64)
+    try:
+        require_classes(labels, classes)
+    except TaskError as error:
+        raise TaskError(f"data.{name}: {error}") from error
+
+
+def _notes(config: RunConfig) -> list[str]:
+    """Return what the machine does to the run without stopping it."""
+    name = config.quantizer.backend
+    notes = []
+    if name != AUTO and not runs_here(name):
+        notes.append(f"there is no GPU for {name} here: the engine is built for one elsewhere, not run and not timed")
+    if name != AUTO and profile(name).exact_variant is not None and saturates():
+        notes.append(
+            f"this CPU has no VNNI, and products of bytes saturate on {name}: {profile(name).exact_variant} is the "
+            "backend for it"
+        )
+    return notes

@@ -1,0 +1,189 @@
+"""What a run and a conversion check before they start: all at once, and with nothing written."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+pytest.importorskip("openvino", reason="install quantizer[openvino]")
+
+from tiny_run import tiny_run
+
+from quantizer.cli.main import main
+from quantizer.config import RunConfig
+from quantizer.config import load_run
+from quantizer.errors import MissingDependencyError
+from quantizer.errors import QuantizerError
+from quantizer.errors import TaskError
+from quantizer.runs.preflight.estimate import estimate
+from quantizer.runs.preflight.estimate import row_passes
+from quantizer.runs.preflight.faults import Faults
+from quantizer.runs.preflight.run_ready import ready_to_run
+from quantizer.runs.run_context import RunRows
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    return {**tiny_run(tmp_path), "output": str(tmp_path / "done")}
+
+
+def _config(values: dict[str, Any], folder: Path) -> RunConfig:
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    return load_run(folder / "run.yaml")
+
+
+def _ready(values: dict[str, Any], folder: Path) -> Any:
+    return ready_to_run(_config(values, folder), Path(values["output"]), "run", force=None)
+
+
+def _without(*packages: str) -> Callable[..., Any]:
+    find = importlib.util.find_spec
+    return lambda name, *rest: None if name in packages else find(name, *rest)
+
+
+def test_a_run_that_can_start(values: dict[str, Any], tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    ready = _ready(values, tmp_path)
+    assert not ready.notes
+    assert ready.estimate.startswith("at least about 1 s of forward passes: 88 rows of about ")
+    assert " GiB of memory: 5 copies of 0.0 M parameters in float32" in ready.estimate
+    assert {*tmp_path.rglob("*")} - {*before} == {tmp_path / "run.yaml"}
+
+
+@pytest.mark.promise("`validate` lists at once all that would keep the run from its end")
+def test_everything_that_is_wrong_is_told_at_once(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evaluation.csv").write_text("text,label\na film,7\n")
+    values["data"]["calibration"]["path"] = str(tmp_path / "none.csv")
+    (tmp_path / "taken").write_text("")
+    values["output"] = str(tmp_path / "taken" / "done")
+    monkeypatch.setattr("quantizer.runs.preflight.faults.find_spec", _without("onnxscript", "jinja2"))
+    with pytest.raises(QuantizerError) as told:
+        _ready(values, tmp_path)
+    first, *lines = str(told.value).splitlines()
+    assert first == "the run cannot start, for 4 reasons:"
+    assert lines[0] == "  - onnxscript, jinja2 are not installed: run  pip install 'quantizer[onnx,report]'"
+    assert lines[1].startswith("  - data.calibration: data set 'text-csv': there is no file")
+    assert "data.evaluation: the rows hold label 7, but the model has 2 classes (0 to 1)" in lines[2]
+    assert "taken is no folder; choose another folder" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("words,label\na,1\n", "data.evaluation: .*text"),
+        ("text,label\na film,x\n", "data.evaluation: .*label"),
+        ("", "data.evaluation: "),
+    ],
+)
+def test_columns_and_labels(values: dict[str, Any], tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "evaluation.csv").write_text(text)
+    with pytest.raises(TaskError, match=message):
+        _ready(values, tmp_path)
+
+
+def test_a_checkpoint_that_is_missing(values: dict[str, Any], tmp_path: Path) -> None:
+    values["model"]["source"] = str(tmp_path / "nothing")
+    with pytest.raises(TaskError, match="there is no folder"):
+        _ready(values, tmp_path)
+
+
+def test_a_gpu_that_is_missing(values: dict[str, Any], tmp_path: Path) -> None:
+    values["quantizer"]["backend"] = "tensorrt"
+    with pytest.raises(QuantizerError, match=r"tensorrt|GPU"):
+        _ready(values, tmp_path)
+
+
+def test_one_missing_package_is_the_error_that_it_always_was() -> None:
+    faults = Faults()
+
+    def missing() -> None:
+        raise MissingDependencyError("scipy", "hf")
+
+    faults.of(missing)
+    with pytest.raises(MissingDependencyError, match=r"'scipy' is not installed: run  pip install 'quantizer\[hf\]'"):
+        faults.raise_all("nothing can start")
+    faults.of(missing)
+    with pytest.raises(QuantizerError, match=r"^scipy is not installed: run  pip install 'quantizer\[hf\]'$"):
+        faults.raise_all("nothing can start")
+    Faults().raise_all("nothing can start")
+
+
+def test_a_folder_that_holds_something_else(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "done").mkdir()
+    assert "exists already: run replaces it only with --force" in _ready(values, tmp_path).notes[0]
+    (tmp_path / "done" / "thesis.tex").write_text("")
+    with pytest.raises(QuantizerError, match=r"done .*nothing was changed: choose another folder"):
+        _ready(values, tmp_path)
+
+
+def test_passes_are_counted_by_what_a_run_does(values: dict[str, Any], tmp_path: Path) -> None:
+    config = _config(values, tmp_path)
+    rows = {"calibration": [1] * 16, "evaluation": [1] * 24}
+    assert row_passes(config, rows) == 16 + 3 * 24  # type: ignore[arg-type]
+    values |= {"amp": {}, "fallback": {"max_drop": 0.01, "max_evaluations": 5}}
+    values["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "tuning.csv")}
+    searched = _config(values, tmp_path)
+    assert row_passes(searched, {**rows, "tuning": [1] * 10}) == 16 + 3 * 24 + 50  # type: ignore[arg-type]
+
+
+def test_no_estimate_without_weights(values: dict[str, Any], tmp_path: Path) -> None:
+    config = _config(values, tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")
+    assert estimate(config, {"evaluation": RunRows.of(config.data).evaluation}) is None
+
+
+def test_validate_tells_all_of_it(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "run.yaml")
+    _config(values, tmp_path)
+    assert main(["validate", path]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"ok: {path}\n  at least about 1 s of forward passes")
+    (tmp_path / "calibration.csv").unlink()
+    (tmp_path / "evaluation.csv").unlink()
+    assert main(["validate", path]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {path}: the run cannot start, for 2 reasons:\n")
+    assert main(["validate", "--file-only", path]) == 0
+
+
+@pytest.mark.promise("`quantizer run` and `quantizer convert` begin with the same")
+def test_a_run_begins_with_it(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _config(values, tmp_path)
+    (tmp_path / "calibration.csv").unlink()
+    (tmp_path / "evaluation.csv").unlink()
+    assert main(["run", str(tmp_path / "run.yaml")]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "the run cannot start, for 2 reasons" in err
+    assert not (tmp_path / "done").exists()
+
+
+def test_a_conversion_begins_with_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["convert", "-m", str(tmp_path / "none"), "--quantization", "--backend", "openvino"]
+    words += ["--calibration", str(tmp_path / "none.txt"), "-o", str(tmp_path / "done")]
+    assert main(words) == 1
+    err = capsys.readouterr().err
+    assert "the conversion cannot start, for 2 reasons" in err
+    assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.promise("refuse to start as one of several processes of `torchrun`")
+@pytest.mark.parametrize("words", [["run", "any.yaml"], ["convert", "-m", "any"]])
+def test_torchrun_is_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert main(words) == 1
+    assert f"quantizer {words[0]} is one process, and this is rank 1 of 2" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    main(words)
+    assert "is one process" not in capsys.readouterr().err
