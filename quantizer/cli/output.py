@@ -1,4 +1,4 @@
-"""Output of errors and warnings on the command line."""
+"""Output of errors on the command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from quantizer.errors import QuantizerError
 from quantizer.report.page.glossary import words_in
 
-__all__ = ["print_error", "print_warning"]
+__all__ = ["print_error"]
 
 _WORDS = 2
 """How many words of an error are explained at most."""
@@ -16,13 +16,5 @@ _WORDS = 2
 def print_error(error: QuantizerError) -> None:
     """Print ``error: ...`` on standard error, without a traceback, and then what unusual words in it mean."""
     print(f"error: {error}", file=sys.stderr)
-<<<<<<< HEAD
-
-
-def print_warning(line: str) -> None:
-    """Print ``warning: ...`` on standard error, word for word."""
-    print(f"warning: {line}", file=sys.stderr)
-=======
     for term, sentence in list(words_in(str(error)).items())[:_WORDS]:
         print(f"  ({term}: {sentence})", file=sys.stderr)
->>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af

@@ -11,11 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from quantizer.cli.output import print_error
-<<<<<<< HEAD
-from quantizer.cli.output import print_warning
-=======
 from quantizer.config import RunConfig
->>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
 from quantizer.config import dump_yaml
 from quantizer.config import load_run
 from quantizer.config.feasibility import check_run
@@ -60,19 +56,10 @@ example:
                 print_error(error)
                 code = 1
                 continue
-<<<<<<< HEAD
-            if config.fallback is not None and config.fallback.max_drop is not None:
-                # Imported here, as it takes seconds, and most files have no budget.
-                from quantizer.runs.budget.configured import configured_warnings
-
-                for line in configured_warnings(config):
-                    print_warning(f"{path}: {line}")
-=======
             except QuantizerError as error:
                 print_error(QuantizerError(f"{path}: {error}"))
                 code = 1
                 continue
->>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
             console.out(f"ok: {path}", highlight=False)
             for line in told:
                 console.print(Padding(Text(line), (0, 0, 0, 2)))
@@ -88,8 +75,10 @@ def _checked_here(config: RunConfig) -> list[str]:
         QuantizerError: something is missing or wrong; all of it is listed.
     """
     # Imported here, so that a mistake in the file is reported before the seconds that these imports take.
+    from quantizer.runs.budget.configured import configured_warnings
     from quantizer.runs.preflight.run_ready import ready_to_run
     from quantizer.runs.run import RUN
 
     ready = ready_to_run(config, Path(config.output).absolute(), RUN, force=None)
-    return [*ready.notes, *([ready.estimate] if ready.estimate else [])]
+    warned = [f"warning: {line}" for line in configured_warnings(config)]
+    return [*warned, *ready.notes, *([ready.estimate] if ready.estimate else [])]

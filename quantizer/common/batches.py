@@ -35,15 +35,9 @@ def run_batches(
         CalibrationError: the data is not what ``batches_of`` takes, or a batch does not run through the model.
     """
     count = 0
-<<<<<<< HEAD
-    with torch.no_grad(), counted(batches, "calibration", unit="batch", show=progress) as steps:
-        for batch in steps:
-=======
-    disable = None if progress is None else not progress
     batches, total = batches_of(proxy, data, rows), length_of(data, rows)
-    with torch.no_grad():
-        for batch in tqdm(batches, "calibration", total, unit="batch", leave=False, disable=disable):
->>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
+    with torch.no_grad(), counted(batches, "calibration", unit="batch", total=total, show=progress) as steps:
+        for batch in steps:
             _run(proxy, batch, count)
             if doubt and count == 0:
                 warn_user(doubts_of_batch(batch))

@@ -109,9 +109,11 @@ def loop(title: str, *, unit: str, total: int | None = None, done: int = 0, show
 
 
 @contextmanager
-def counted(items: Iterable[Item], title: str, *, unit: str, show: bool | None = None) -> Iterator[Iterator[Item]]:
+def counted(
+    items: Iterable[Item], title: str, *, unit: str, total: int | None = None, show: bool | None = None
+) -> Iterator[Iterator[Item]]:
     """Yield the items of a loop, each counted once the next one is asked for; arguments as of ``loop``."""
-    with loop(title, unit=unit, total=_length(items), show=show) as opened:
+    with loop(title, unit=unit, total=_length(items) if total is None else total, show=show) as opened:
 
         def steps() -> Iterator[Item]:
             for item in items:

@@ -46,14 +46,10 @@ from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.card.run_card import write_run_card
 from quantizer.report.output_record import OutputDistance
-<<<<<<< HEAD
 from quantizer.report.search.search_records import fallback_record
-from quantizer.runs.budget.engine_budget import EngineBudget
-=======
-from quantizer.report.search_records import fallback_record
 from quantizer.report.tracking.trackers import require_tracker
 from quantizer.report.tracking.trackers import track
->>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
+from quantizer.runs.budget.engine_budget import EngineBudget
 from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.measure import build_options
 from quantizer.runs.measure import engine_file
@@ -67,12 +63,9 @@ from quantizer.runs.placement.run_placement import RunPlacement
 from quantizer.runs.placement.speed_goal import missed_speed
 from quantizer.runs.plan_records import site_records
 from quantizer.runs.preflight import require_tools
-<<<<<<< HEAD
+from quantizer.runs.preflight.run_ready import ready_to_run
 from quantizer.runs.progress.run_stages import run_outlook
 from quantizer.runs.progress.stage_timer import StageTimer
-=======
-from quantizer.runs.preflight.run_ready import ready_to_run
->>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import as_predictor
 from quantizer.runs.run_context import bar

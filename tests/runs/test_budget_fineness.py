@@ -51,25 +51,14 @@ def test_validate_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**run, "amp": {}, "fallback": {"max_drop": 0.002}}))
     assert main(["validate", str(file)]) == 0
-    out, err = capsys.readouterr()
+    out = " ".join(capsys.readouterr().out.split())
     assert f"ok: {file}" in out
     # A third of the 16, or 15, checks the engine.
-    assert f"warning: {file}: fallback.max_drop: 0.002 is finer than one of the {11 if rows is None else 10} " in err
+    assert f"warning: fallback.max_drop: 0.002 is finer than one of the {11 if rows is None else 10} tuning" in out
     del run["data"]["tuning"]
     file.write_text(yaml.safe_dump({**run, "amp": {}, "fallback": {"num": 1}}))
     assert main(["validate", str(file)]) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_rows_that_cannot_be_read_are_left_to_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run: dict[str, Any] = tiny_run(tmp_path)
-    run["data"]["tuning"] = {"name": "text-csv", "path": str(tmp_path / "gone.csv")}
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({**run, "amp": {}, "fallback": {"max_drop": 0.002}}))
-    # What transformers says while it writes the model.
-    capsys.readouterr()
-    assert main(["validate", str(file)]) == 0
-    assert capsys.readouterr().err == ""
+    assert "warning" not in capsys.readouterr().out
 
 
 FOUND = Fallback(

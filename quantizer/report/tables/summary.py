@@ -20,14 +20,10 @@ from quantizer.report.tables.choice_table import print_choice
 from quantizer.report.tables.engine_table import print_inspection
 from quantizer.report.tables.engine_table import shares_line
 from quantizer.report.tables.headline import quantized_score
-<<<<<<< HEAD
 from quantizer.report.tables.lines import print_labelled
 from quantizer.report.tables.lines import print_lines
-from quantizer.report.tables.placement_table import placement_lines
-from quantizer.report.tables.search_table import budget_line
-=======
 from quantizer.report.tables.placement_lines import placement_lines
->>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
+from quantizer.report.tables.search_table import budget_line
 from quantizer.report.verdict import verdict_of
 
 __all__ = ["print_layers", "print_record", "print_summary"]

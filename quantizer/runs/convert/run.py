@@ -51,12 +51,9 @@ from quantizer.runs.convert.summary import print_result
 from quantizer.runs.convert.summary import print_summary
 from quantizer.runs.preflight import check_rows
 from quantizer.runs.preflight import require_tools
-<<<<<<< HEAD
-from quantizer.runs.progress.stage_timer import StageTimer
-=======
 from quantizer.runs.preflight.faults import Faults
 from quantizer.runs.preflight.packages import check_packages
->>>>>>> 53b3514a3f65ed011519ca531490d91c1ecd34af
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import load_context
 from quantizer.runs.run_context import resume_files
