@@ -14,10 +14,10 @@ from torch import nn
 from quantizer.engines import Engine
 from quantizer.report import ModelInfo
 from quantizer.report import Score
+from quantizer.runs.progress.stage_timer import StageTimer
 from quantizer.runs.run_context import ResumeFiles
 from quantizer.runs.run_context import RunContext
 from quantizer.runs.run_context import RunRows
-from quantizer.runs.run_context import StageTimer
 
 __all__ = ["Load", "Scorer", "Workload"]
 
