@@ -186,19 +186,16 @@ class Quantizer(QuantizerViews):
             ProxyError: ``amp`` is not the proxy that this quantizer's ``amp()`` returned last.
         """
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
+        by = {"num": num, "ratio": ratio, "names": names, "max_drop": max_drop, "min_speedup": min_speedup}
         return self._session.choose(
             amp,
-            num=num,
-            ratio=ratio,
-            names=names,
-            max_drop=max_drop,
-            min_speedup=min_speedup,
+            prices=prices,
             metric=wrapped,
             max_evaluations=max_evaluations,
             costs=costs,
-            prices=prices,
             cache=cache,
             tell=tell,
+            **by,
         )
 
     def clear_fallback(self) -> None:
@@ -249,8 +246,12 @@ class Quantizer(QuantizerViews):
         activations = self.config.activations.model_dump() | ({"ranges": ranges} if ranges else {})
         other = Quantizer(self.config, backend=name, activations=activations)
         check_formats(other.config)
-        other._session.inherit_from(self._session, self.config.backend)
+        other.inherit(self)
         return other
+
+    def inherit(self, other: Quantizer) -> None:
+        """Take the calibration of ``other``, as ``for_backend`` does, and of an equal configuration the plan too."""
+        self._session.inherit_from(other._session, other.config.backend)
 
     def load_scales(self, scales: Mapping[str, Tensor]) -> None:
         """Replace the scales of calibration by other ones, until the next ``calib``.

@@ -228,7 +228,7 @@ class _Run:
                 self.context.task.fit_head(as_predictor(self.model), self.rows.head, progress)
         batches = self.context.feed.batches(self.rows.calibration)
         with self.context.timer("calibrate"):
-            quantizer.calibrate(self.model, batches)
+            self.work.calibrate(quantizer, batches)
         return batches
 
     @cached_property

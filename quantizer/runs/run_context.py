@@ -33,6 +33,7 @@ from quantizer.report import Score
 from quantizer.report import SizeEntry
 from quantizer.report import size_entries
 from quantizer.runs.progress.stage_timer import StageTimer
+from quantizer.runs.workload.float_engines import FloatEngines
 from quantizer.sensitivity.score_cache import check_scores
 from quantizer.tasks import Batch
 from quantizer.tasks import Feed
@@ -194,6 +195,7 @@ class RunContext:
         model: the float model.
         processor: its tokenizer or image processor; None: it has none.
         feed: makes batches from rows.
+        floats: the engines of the model that other runs have built; None: there are no other runs.
     """
 
     timer: StageTimer
@@ -201,6 +203,7 @@ class RunContext:
     model: nn.Module
     processor: Any
     feed: Feed
+    floats: FloatEngines | None = None
 
     @property
     def task(self) -> Task:

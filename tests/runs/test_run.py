@@ -56,6 +56,7 @@ COMPLETE = {
     "quantizer",
     "report.html",
     "report.json",
+    "resamples.json",
 }
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
