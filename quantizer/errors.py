@@ -25,6 +25,7 @@ from itertools import takewhile
 from os.path import dirname
 
 __all__ = [
+    "DISTRIBUTION",
     "CalibrationError",
     "CalibrationWarning",
     "ConfigError",
@@ -37,7 +38,16 @@ __all__ = [
     "SourceError",
     "TaskError",
     "TrainingError",
+    "install_command",
 ]
+
+DISTRIBUTION = "enginequant"
+"""The name of this package on the index; ``quantizer`` there is another project's, with the same import name."""
+
+
+def install_command(extra: str, *options: str) -> str:
+    """Return the shell command that installs an extra of this package, with options of pip."""
+    return " ".join(["pip install", *options, f"'{DISTRIBUTION}[{extra}]'"])
 
 
 _PACKAGE = dirname(__file__)
@@ -118,4 +128,4 @@ class MissingDependencyError(QuantizerError):
     def __init__(self, package: str, extra: str) -> None:
         self.package = package
         self.extra = extra
-        super().__init__(f"{package!r} is not installed: run  pip install 'quantizer[{extra}]'")
+        super().__init__(f"{package!r} is not installed: run  {install_command(extra)}")

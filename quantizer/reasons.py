@@ -1,8 +1,8 @@
 """The reasons for sites in float, and the kinds of rule that decide about sites, as codes.
 
 The value of a code is the template of its sentence. Plans and files contain the sentence, and only this module turns it
-back into its code. A sentence that matches no template, such as one about source that cannot be rewritten, has the code
-``OTHER``.
+back into its code. A sentence that matches no template, such as one about a source file that cannot be read, has the
+code ``OTHER``.
 """
 
 from __future__ import annotations
@@ -116,6 +116,68 @@ class ReasonCode(_Template):
     FALLBACK = "put back by fallback({asked})"
     SLOWER = "slower in low precision than in float: {low} us, float {float}, {where}"
     IN_FLOAT32 = "{why}, in float32: calibration saw {largest} here, and float16 ends at {end}"
+
+    # The text of the model: what cannot be rewritten, and what to write instead.
+    PASSED_ON = (
+        "{function}() is passed on as a value here instead of being called, so what it computes stays in float; to "
+        "quantize it, call it in the code of a module"
+    )
+    IN_F_STRING = "inside an f-string it stays in float; to quantize it, compute it before"
+    IN_INNER_CLASS = "in a class inside a function it stays in float; to quantize it, define the class outside"
+    HIDDEN_MODULE = (
+        "an inner function has an argument {name} too, which hides the module, so it stays in float; to quantize it, "
+        "rename that argument"
+    )
+    OUT_ARGUMENT = "out= writes into a tensor of the caller, so it stays in float; to quantize it, use what it returns"
+    METHOD_APART = (
+        "its name and its parenthesis are on different lines, so it stays in float; to quantize it, join the lines"
+    )
+    IN_PLACE = "in place on {where} it stays in float; to quantize it, compute it in a local variable"
+    NO_OPERATOR = "the operator's place was not found in the text, so it stays in float"
+    INNER_GLOBAL = "a function in it declares a global, so it stays in float; to quantize it, move that function out"
+    BOUND_GLOBAL = (
+        "it binds the global {name} by something else than an assignment, so it stays in float; to quantize it, assign "
+        "to the global"
+    )
+    READS_LOCALS = (
+        "the function reads locals(), where one more argument would show, so it stays in float; to quantize it, make "
+        "it a method"
+    )
+    ASSIGNS_MODULE = (
+        "the function assigns to its argument {name}, so it stays in float; to quantize it, give what it assigns "
+        "another name"
+    )
+    EINSUM_STARRED = "an einsum with starred arguments stays in float; to quantize it, write them out"
+    EINSUM_UNSPELLED = (
+        "an einsum whose equation does not stand in the text stays in float; to quantize it, write it as a string in "
+        "the call"
+    )
+    EINSUM_OF_ONE = "an einsum of 1 operand: a product has two"
+    EINSUM_OF_MANY = "an einsum of {count} operands stays in float; to quantize it, write it as einsums of two"
+    EINSUM_TWICE = (
+        "an einsum with a label twice in one operand stays in float; to quantize it, take the diagonal of that operand "
+        "first"
+    )
+    REPLACED_FORWARD = (
+        "its forward was replaced on this module, so what runs there stays in float; to quantize it, write it in the "
+        "class"
+    )
+    KEPT_FUNCTION = (
+        "what the function kept as {name} computes stays in float, as it is an attribute of the module; to quantize "
+        "it, make it a method of the class"
+    )
+    LATE_DECORATOR = (
+        "{name} was made static or a class method outside of its definition, so what it computes stays in float; to "
+        "quantize it, decorate it in its class"
+    )
+    HELD_BY_DECORATOR = (
+        "the decorators of {name} hold it in a way that cannot be cloned, so what it computes stays in float; to "
+        "quantize it, write them with functools.wraps"
+    )
+    KEYWORDS_DROPPED = (
+        "{name} has no module argument, and its decorators cannot be relied on to hand one on to it, so what it "
+        "computes stays in float; to quantize it, let them pass on **kwargs"
+    )
 
     OTHER = "{text}"
 

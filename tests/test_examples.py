@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("nbformat", reason="needs quantizer[notebook]")
-pytest.importorskip("nbclient", reason="needs quantizer[notebook]")
-pytest.importorskip("ipykernel", reason="needs quantizer[notebook]")
+pytest.importorskip("nbformat", reason="needs enginequant[notebook]")
+pytest.importorskip("nbclient", reason="needs enginequant[notebook]")
+pytest.importorskip("ipykernel", reason="needs enginequant[notebook]")
 
 import nbclient
 import nbformat

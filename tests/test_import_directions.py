@@ -87,6 +87,8 @@ ROOMS = {
     "datasets": {"tasks", "interop"},
     "matplotlib": {"report"},
     "jinja2": {"report"},
+    "mlflow": {"report"},
+    "wandb": {"report"},
     "rich": {"report", "cli", "views", "runs", "engines"},
     "pydantic": {"config"},
     "pydantic_core": {"config"},
@@ -155,7 +157,7 @@ import torch
 from quantizer import Quantizer
 
 model = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
-x = torch.randn(4, 32)
+x = torch.randn(32, 32)
 q = Quantizer(preset="fast")
 q.calibrate(model, [x])
 amp = q.amp(model)

@@ -24,7 +24,7 @@ from quantizer.errors import SourceError
 from quantizer.proxy.build import sites_of
 from quantizer.rewrite import patched
 
-transformers = pytest.importorskip("transformers", reason="needs quantizer[hf]")
+transformers = pytest.importorskip("transformers", reason="needs enginequant[hf]")
 
 IDS = torch.arange(2 * 12).reshape(2, 12) % 90
 BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
@@ -225,8 +225,8 @@ def test_it_trains() -> None:
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_it_exports_with_the_same_export(tmp_path: Path, backend: Any) -> None:
-    onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-    pytest.importorskip(backend, reason=f"needs quantizer[{backend}]")
+    onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+    pytest.importorskip(backend, reason=f"needs enginequant[{backend}]")
     from quantizer.engines import load_engine
 
     with QATCalibrate(backend=backend) as qat:

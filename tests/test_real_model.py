@@ -128,8 +128,8 @@ def test_the_default_is_no_worse(stsb: Case, products: Quantized, default: Quant
 
 @needs_exact_byte_products
 def test_the_openvino_engine_scores_what_the_proxy_scores(stsb: Case, default: Quantized, tmp_path: Path) -> None:
-    pytest.importorskip("openvino", reason="needs quantizer[openvino]")
-    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    pytest.importorskip("openvino", reason="needs enginequant[openvino]")
+    pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     default.quantizer.export(default.frozen, tmp_path / "model.onnx", stsb.task.example())
     assert check_file(tmp_path / "model.onnx", "openvino") == []
     default.quantizer.build(tmp_path / "model.onnx", tmp_path / "model.engine")
@@ -145,8 +145,8 @@ def test_the_openvino_engine_scores_what_the_proxy_scores(stsb: Case, default: Q
 
 @pytest.mark.nightly
 def test_tensorrt_rtx_builds_ahead_of_time_for_sm89(stsb: Case, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
-    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
+    pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     quantizer = Quantizer(preset="fast", backend="tensorrt-rtx")
     quantizer.calibrate(stsb.model, stsb.calibration)
     example = stsb.task.example()

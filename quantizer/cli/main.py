@@ -13,11 +13,12 @@ from argparse import Namespace
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 
 from rich.console import Console
 
+from quantizer import __version__
 from quantizer.cli.check import Check
+from quantizer.cli.completion import Completion
 from quantizer.cli.convert import Convert
 from quantizer.cli.inspect import Inspect
 from quantizer.cli.output import print_error
@@ -32,7 +33,8 @@ from quantizer.errors import QuantizerError
 
 __all__ = ["VERBS", "main"]
 
-VERBS: tuple[Verb, ...] = (Convert(), Run(), Validate(), Inspect(), Show(), Check())
+_WORKING: tuple[Verb, ...] = (Convert(), Run(), Validate(), Inspect(), Show(), Check())
+VERBS: tuple[Verb, ...] = (*_WORKING, Completion(_WORKING))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +78,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Verb, Namespace]:
         epilog="`quantizer VERB --help` shows the arguments of a verb, and an example.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('quantizer')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb in VERBS:
         about = f"{verb.help[0].upper()}{verb.help[1:]}."

@@ -117,6 +117,11 @@ class ReportConfig(Section):
         default=128, ge=1, description="Tokens in a row of text when latency is measured; images have none."
     )
     bootstrap: int = Field(default=1000, ge=1, description="Resamples behind each confidence interval.")
+    track: Literal["mlflow", "tensorboard", "wandb"] | None = Field(
+        default=None,
+        description="Where the results are sent too: files beside the run's folder, or what the tracker's own "
+        "environment variables name; null: nowhere.",
+    )
 
 
 class RunConfig(Section):

@@ -11,6 +11,7 @@ from quantizer.engines.base import BuildOptions
 from quantizer.engines.cpu import cpu_flags
 from quantizer.engines.int8_saturation import saturates
 from quantizer.errors import EngineError
+from quantizer.errors import install_command
 from quantizer.targets import AUTO
 from quantizer.targets import profile
 from quantizer.targets import profiles
@@ -140,7 +141,7 @@ def _lacking(name: str) -> str | None:
     """Return what keeps a backend from running here, and what installs it; None: it runs."""
     library = profile(name).library
     if library is not None and find_spec(library) is None:
-        return f"{name}: pip install 'quantizer[{library}]'"
+        return f"{name}: {install_command(library)}"
     if library == "torch":
         # It is always there, but may lack the kernels.
         try:

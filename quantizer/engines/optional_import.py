@@ -7,6 +7,7 @@ from types import ModuleType
 
 from quantizer.errors import EngineError
 from quantizer.errors import MissingDependencyError
+from quantizer.errors import install_command
 
 __all__ = ["import_library"]
 
@@ -27,6 +28,6 @@ def import_library(extra: str, *names: str) -> ModuleType:
         except (ImportError, OSError) as error:
             raise EngineError(
                 f"{name} is installed but does not load: {error}; "
-                f"install it again with  pip install --force-reinstall 'quantizer[{extra}]'"
+                f"install it again with  {install_command(extra, '--force-reinstall')}"
             ) from error
     raise MissingDependencyError(names[0], extra)

@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quantizer.reasons import ReasonCode
+
 __all__ = ["Labels", "labels", "problem", "volume"]
 
 _DOTS = "..."
@@ -55,16 +57,18 @@ def problem(node: ast.Call, equation: str) -> str | None:
         equation: the literal first argument of the call; empty if it is no literal.
     """
     if any(isinstance(argument, ast.Starred) for argument in node.args):
-        return "an einsum with starred arguments"
+        return ReasonCode.EINSUM_STARRED.text()
     if not equation:
-        return "an einsum whose equation does not stand in the text"
+        return ReasonCode.EINSUM_UNSPELLED.text()
     inputs = equation.replace(" ", "").partition("->")[0].split(",")
     if len(inputs) != 2:
-        return f"an einsum of {len(inputs)} operand{'s' if len(inputs) > 1 else ''}: a product has two"
+        if len(inputs) == 1:
+            return ReasonCode.EINSUM_OF_ONE.text()
+        return ReasonCode.EINSUM_OF_MANY.text(count=len(inputs))
     for names in inputs:
         single = names.replace(_DOTS, "")
         if len(set(single)) < len(single):
-            return "an einsum with a label twice in one operand"
+            return ReasonCode.EINSUM_TWICE.text()
     return None
 
 

@@ -54,9 +54,7 @@ def decide(
         record = observation.records[site.path]
         kind = record.kind or site.operation.kind
         wanted = settings.formats.of(site.path, kind)
-        reason, rule = _refusal(site, record, refused, settings, wanted)
-        if reason == ReasonCode.NEVER_RAN.text() and observation.batches == 0:
-            reason = ReasonCode.NOT_CALIBRATED.text()
+        reason, rule = _refusal(site, record, refused, settings, wanted, calibrated=observation.batches > 0)
         operands = () if reason else operand_plans(site, host, record, refused, settings, wanted, indivisible)
         operands = tuple(replace(o, read_outside=observation.read_outside.get(o.parameter or "")) for o in operands)
         if not reason:
@@ -95,9 +93,20 @@ def decide(
 
 
 def _refusal(
-    site: Site, record: SiteStatistics, refused: Mapping[str, str], settings: PlanSettings, wanted: Format
+    site: Site,
+    record: SiteStatistics,
+    refused: Mapping[str, str],
+    settings: PlanSettings,
+    wanted: Format,
+    *,
+    calibrated: bool,
 ) -> tuple[str | None, str | None]:
     """Return why a site stays float regardless of its ranges, and by which rule; (None, None) if it need not."""
+    if record.calls == 0 and calibrated:
+        # Whatever else holds for it: a branch that never runs counts for nothing.
+        return ReasonCode.NEVER_RAN.text(), None
+    if record.calls == 0 and site.source.counts:
+        return ReasonCode.NOT_TENSORS.text(), None
     if site.path in refused:
         return ReasonCode.EXCLUDED.text(), refused[site.path]
     kind = record.kind or site.operation.kind
@@ -105,7 +114,7 @@ def _refusal(
     if off is not None:
         return ReasonCode.SWITCHED_OFF.text(), off
     if record.calls == 0:
-        return ReasonCode.NEVER_RAN.text(), None
+        return ReasonCode.NOT_CALIBRATED.text(), None
     # An empty batch among others does not matter, and a number in an add is passed through: a sum that starts from 0
     # has tensors only in its later calls. Any other such call would round values that were not observed.
     harmless = {ReasonCode.EMPTY} | ({ReasonCode.NOT_TENSORS} if kind == "residual_add" else set())

@@ -26,6 +26,7 @@ from quantizer.proxy.generated_classes import with_forward
 from quantizer.proxy.model_sharing import share
 from quantizer.proxy.operand_quantizer import OperandQuantizer
 from quantizer.proxy.site import Site
+from quantizer.reasons import ReasonCode
 from quantizer.rewrite.find_sites import SiteSource
 from quantizer.rewrite.operator_patches import OperatorPatch
 from quantizer.rewrite.source_file import Key
@@ -187,9 +188,9 @@ def skipped_sources(model: nn.Module) -> Iterator[UnrewrittenSource]:
         refused.update(rewritten.refused)
         for attribute, value in vars(module).items():
             if attribute == "forward" and not leads_to_forward(value, module):
-                problems.append("its forward was replaced on this module, so what runs there is not rewritten")
+                problems.append(ReasonCode.REPLACED_FORWARD.text())
             elif REWRITER.holds_sites(value):
-                problems.append(f"the function kept as {attribute} holds products, and no module is lent to it")
+                problems.append(ReasonCode.KEPT_FUNCTION.text(name=attribute))
         for problem in problems:
             yield UnrewrittenSource(path=path, host_type=name, source=None, reason=problem)
 

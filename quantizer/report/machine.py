@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from importlib import metadata
 
+from quantizer import __version__
 from quantizer.engines.cpu import cpu_info
 from quantizer.engines.cpu import cpu_instructions
 from quantizer.targets import profile
@@ -16,7 +17,6 @@ from quantizer.targets import profiles
 __all__ = ["PACKAGES", "collect_machine", "collect_versions"]
 
 PACKAGES = (
-    "quantizer",
     "torch",
     "transformers",
     "tokenizers",
@@ -32,17 +32,19 @@ PACKAGES = (
 
 
 def collect_versions(packages: Iterable[str] | None = None) -> dict[str, str]:
-    """Return the version of each package that is installed, in the given order.
+    """Return the version of each package that is installed, in the given order, and first that of this one.
 
     The version of torch includes its build (``2.13.0+cu130``), which the metadata of some wheels leaves out.
 
     Args:
-        packages: names of distributions; None: all that matter to a run.
+        packages: names of distributions; None: this package and all others that matter to a run.
     """
+    versions = {}
     if packages is None:
+        # Not of the metadata: a source tree has none, and another distribution may be called quantizer.
+        versions["quantizer"] = __version__
         backends = (package for name in profiles.names() for package in profile(name).packages)
         packages = (*PACKAGES, *dict.fromkeys(backends), "nncf")
-    versions = {}
     for package in packages:
         try:
             versions[package] = metadata.version(package)

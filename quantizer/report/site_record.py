@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from quantizer.reasons import ReasonCode
 from quantizer.reasons import RuleKind
@@ -18,6 +19,7 @@ _QUIET = (
     ReasonCode.ADD_UNWEIGHTED,
     ReasonCode.ADD_ONE_PRODUCT,
 )
+_FUNCTIONAL = ("torch", "nn", "functional.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,21 @@ class Site(Record):
         """True for an addition that is no candidate and an embedding whose kind is switched off: tables omit both."""
         if self.kind == "embedding":
             return self.rule == RuleKind.SWITCH.text(key="embedding", value="false")
-        return self.kind == "residual_add" and not self.quantized and ReasonCode.of(self.reason) in _QUIET
+        if self.kind != "residual_add" or self.quantized:
+            return False
+        code = ReasonCode.of(self.reason)
+        # torch.nn.functional adds sizes and offsets; the branches of a model are not joined there.
+        return code in _QUIET or (code is ReasonCode.PASSED_ON and PurePath(self.file).parts[-3:] == _FUNCTIONAL)
+
+    @property
+    def ran(self) -> bool:
+        """False if calibration never reached it, as the branch for another ``padding_mode`` in ``nn.Conv2d``."""
+        return ReasonCode.of(self.reason) is not ReasonCode.NEVER_RAN
+
+    @property
+    def place(self) -> str:
+        """Its source as ``file.py:350``; empty if there is none."""
+        return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from quantizer.operations.catalogue import OPERATORS
 from quantizer.operations.catalogue import Operation
 from quantizer.operations.catalogue import is_fast_path_switch
 from quantizer.operations.catalogue import operation_of
+from quantizer.reasons import ReasonCode
 from quantizer.rewrite.host_argument import PASS_HOST
 from quantizer.rewrite.host_argument import TAKES_APART
 from quantizer.rewrite.host_argument import VISIBLE
@@ -128,15 +129,15 @@ class _Finder(ast.NodeVisitor):
         self.depth -= 1
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        self._visit_blocked(node, "inside an f-string: positions are not reliable there")
+        self._visit_blocked(node, ReasonCode.IN_F_STRING.text())
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._visit_blocked(node, "inside a class defined in a function")
+        self._visit_blocked(node, ReasonCode.IN_INNER_CLASS.text())
 
     def _visit_inner(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         if any(argument.arg == self.source.host for argument in arguments):
-            self._visit_blocked(node, "an inner function hides the module argument")
+            self._visit_blocked(node, ReasonCode.HIDDEN_MODULE.text(name=repr(self.source.host)))
         else:
             self.generic_visit(node)
 
@@ -272,7 +273,7 @@ class _Finder(ast.NodeVisitor):
         """Record ``f(a, b)``, which becomes ``host.site(f, a, b)``."""
         reason = None
         if any(keyword.arg == "out" for keyword in node.keywords):
-            reason = "out= writes into a tensor of the caller"
+            reason = ReasonCode.OUT_ARGUMENT.text()
         elif entry.equation:
             reason = einsum.problem(node, self.scope.text_of_first(node))
         opening = find_symbol(self.index.data, b"(", self.index.end(node.func), self.index.end(node))
@@ -296,7 +297,7 @@ class _Finder(ast.NodeVisitor):
             return
         between = data[dot : opening + 1]
         if b"\n" in between or b"#" in between:
-            self._record(entry, "method", node, (), "the method's name stands on a line of its own", closed=True)
+            self._record(entry, "method", node, (), ReasonCode.METHOD_APART.text(), closed=True)
             return
         self._record(entry, "method", node, (Edit.replacing(dot, len(between), ", "),), closed=True)
 
@@ -305,15 +306,14 @@ class _Finder(ast.NodeVisitor):
         entry = OPERATORS[operator]
         if not isinstance(node.target, ast.Name) or node.target.id not in self.scope.locals:
             owner = "a global" if isinstance(node.target, ast.Name) else "an attribute or an item"
-            self._record(entry, "inplace", node, (), f"in-place on {owner}")
+            self._record(entry, "inplace", node, (), ReasonCode.IN_PLACE.text(where=owner))
             return
         symbol = _SYMBOLS[operator] + b"="
         place = find_symbol(self.index.data, symbol, self.index.end(node.target), self.index.start(node.value))
         if place is None:
-            self._record(entry, "inplace", node, (), "the operator's place was not found")
+            self._record(entry, "inplace", node, (), ReasonCode.NO_OPERATOR.text())
             return
-        name = self._next_name(entry)
-        site = self._site(name, entry, "inplace", node)
+        site = self._site(self._next_name(entry), entry, "inplace", node)
         text = f"= {self.source.host}.{site.attribute}({node.target.id},"
         edits = (Edit.replacing(place, len(symbol), text), Edit.closing(self.index.end(node), ")", self.depth))
         self._append(site, edits, None)
@@ -341,8 +341,9 @@ class _Finder(ast.NodeVisitor):
 
     def _site(self, name: str, entry: Operation, form: Form, node: ast.expr | ast.stmt) -> SiteSource:
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        counts = isinstance(node, ast.Call) and entry.kind == "residual_add" and any(map(is_literal, node.args))
         made = SiteSource(name=name, operation=entry.name, form=form, file=self.file, line=node.lineno, called=called)
-        return replace(made, equation=self.scope.text_of_first(node)) if entry.equation else made
+        return replace(made, counts=counts, equation=self.scope.text_of_first(node) if entry.equation else "")
 
     def _append(self, site: SiteSource, edits: tuple[Edit, ...], reason: str | None) -> None:
         reason = reason or self.blocked or self.source.why_no_host

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from quantizer.reasons import ReasonCode
 from quantizer.rewrite.names import FunctionNode
 from quantizer.rewrite.source_sites import FunctionSource
 from quantizer.rewrite.text_edits import Edit
@@ -177,10 +178,10 @@ def _host_and_reason(node: FunctionNode, in_class: bool) -> tuple[str | None, st
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     if host is None:
         if any(name.id == "locals" for name in names):
-            return None, "the function reads locals(), where one more argument would show"
+            return None, ReasonCode.READS_LOCALS.text()
         return HOST, None
     if any(name.id == host and not isinstance(name.ctx, ast.Load) for name in names):
-        return None, f"the function assigns to its argument {host!r}"
+        return None, ReasonCode.ASSIGNS_MODULE.text(name=repr(host))
     return host, None
 
 

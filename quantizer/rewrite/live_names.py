@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
+from quantizer.reasons import ReasonCode
 from quantizer.rewrite.names import FunctionNode
 from quantizer.rewrite.names import bound_names
 from quantizer.rewrite.text_edits import Edit
@@ -71,11 +72,11 @@ def why_not_live(node: FunctionNode) -> str | None:
     inner = [found for statement in node.body for found in ast.walk(statement)]
     own = {id(statement) for statement in _own_statements(node.body)}
     if any(isinstance(found, ast.Global) and id(found) not in own for found in inner):
-        return "a function in it declares a global"
+        return ReasonCode.INNER_GLOBAL.text()
     for found in inner:
         names = _bound_otherwise(found) & declared
         if names:
-            return f"it binds the global {min(names)} by something else than an assignment"
+            return ReasonCode.BOUND_GLOBAL.text(name=min(names))
     return None
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from typing import TypeGuard
 
 from quantizer.errors import SourceError
+from quantizer.reasons import ReasonCode
 from quantizer.rewrite.decorators import clone_chain
 from quantizer.rewrite.decorators import hand_on_keywords
 from quantizer.rewrite.decorators import innermost
@@ -160,7 +161,7 @@ class Rebuilder:
             inner = self.rebuild(attribute.__func__, name, host_targets)
             if inner.is_method and inner.function is not None:
                 # By its text the first argument is the module; the class shows that it is not.
-                return Rebuilt(problem=f"{name} was made static or a class method outside of its definition")
+                return Rebuilt(problem=ReasonCode.LATE_DECORATOR.text(name=name))
             return replace(inner, function=type(attribute)(inner.function) if inner.function else None)
         if not isinstance(attribute, types.FunctionType):
             return Rebuilt()
@@ -185,12 +186,9 @@ class Rebuilder:
         if rewritten is not None and inner is not function:
             clone = clone_chain(function, inner, rewritten)
             if clone is None:
-                raise SourceError(f"the decorators of {inner.__qualname__} hold it in a way that cannot be cloned")
+                raise SourceError(ReasonCode.HELD_BY_DECORATOR.text(name=inner.__qualname__))
             if result.host_is_argument and not hand_on_keywords(function, inner):
-                raise SourceError(
-                    f"{inner.__qualname__} has no module argument, and its decorators cannot be relied on to hand one "
-                    f"on to it"
-                )
+                raise SourceError(ReasonCode.KEYWORDS_DROPPED.text(name=inner.__qualname__))
             rewritten = clone
         result.function = rewritten
 

@@ -8,12 +8,11 @@ from dataclasses import field
 from dataclasses import replace
 from typing import Any
 
+from quantizer.reasons import ReasonCode
 from quantizer.rewrite.source_file import Key
 from quantizer.rewrite.source_sites import SiteSource
 
 __all__ = ["Rebuilt"]
-
-_NO_HOST = "the function is passed on as a value here and not called, so no module can be lent to it"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,4 +89,5 @@ class Rebuilt:
 
 def _without_host(site: SiteSource) -> SiteSource:
     """Return the site as excluded, because its function gets no module."""
-    return replace(site, reason=site.reason or _NO_HOST, edits=())
+    passed_on = ReasonCode.PASSED_ON.text(function=site.name.rpartition(".")[0])
+    return replace(site, reason=site.reason or passed_on, edits=())

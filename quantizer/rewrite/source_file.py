@@ -82,7 +82,8 @@ class SourceFile:
             raise SourceError(f"{self.path}: {key[0]} differs from the loaded code; was the file changed after import?")
         if key not in self.functions:
             raise SourceError(
-                f"{self.path}: {key[0]} is a lambda or made inside another function, so it stays as it is"
+                f"{self.path}: {key[0]} is a lambda or made inside another function, so what it computes stays in "
+                "float; to quantize it, define it with def at the top of its file"
             )
         return self.functions[key]
 
@@ -136,7 +137,7 @@ def read_source(path: str, namespace: dict[str, Any]) -> str:
     linecache.checkcache(path)
     lines = linecache.getlines(path, namespace)
     if not lines:
-        raise SourceError(f"{path}: the source cannot be read, so its functions stay as they are")
+        raise SourceError(f"{path}: the source cannot be read, so what its functions compute stays in float")
     return "".join(lines)
 
 

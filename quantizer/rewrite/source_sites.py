@@ -21,7 +21,8 @@ class SiteSource:
 
     ``name`` is ``FUNCTION.OPERATION_N``, counted in the order of the text, so that saved ranges survive an update of
     the library that moves lines. ``reason`` says why the text cannot be rewritten here (None: it can); ``equation``
-    is that of an einsum, ``called`` the last name of what is called (empty for an operator).
+    is that of an einsum, ``called`` the last name of what is called (empty for an operator), and ``counts`` says that
+    it adds a number that stands in the text, as a counter does.
     """
 
     name: str
@@ -33,6 +34,7 @@ class SiteSource:
     edits: tuple[Edit, ...] = ()
     equation: str = ""
     called: str = ""
+    counts: bool = False
 
     @property
     def in_place(self) -> bool:

@@ -50,9 +50,18 @@ def build_options(config: RunConfig) -> BuildOptions:
     )
 
 
-def engine_file(config: RunConfig, built: BuildResult, *, ran: bool) -> EngineFile:
-    """Return the record of the engine's file; ``ran``: it was run on this machine."""
-    verified = "ran here, and was scored" if ran else "not verified: built ahead of time, and there is no GPU here"
+def engine_file(config: RunConfig, built: BuildResult, *, ran: bool, scored: bool) -> EngineFile:
+    """Return the record of the engine's file.
+
+    Args:
+        config: the configuration.
+        built: the engine.
+        ran: whether it was run on this machine.
+        scored: whether there is a score.
+    """
+    verified = "ran here, and was scored" if scored else "ran here, and its outputs were compared"
+    if not ran:
+        verified = "not verified: built ahead of time, and there is no GPU here"
     return EngineFile(
         backend=config.quantizer.backend, path=built.path.name, build_seconds=built.seconds, verified=verified
     )

@@ -1,18 +1,14 @@
-"""The sites of a plan and its placement, as records of a report."""
+"""The sites of a coverage and the placement of a plan, as records of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence
 from dataclasses import fields
-from dataclasses import replace
 
-from quantizer.plan.site_plan import OperandPlan
-from quantizer.plan.site_plan import Plan
 from quantizer.report.placement_record import GroupTime
 from quantizer.report.placement_record import Placement
 from quantizer.report.placement_record import PlacementPoint
-from quantizer.report.record import Operand
 from quantizer.report.record import SensitivityRow
 from quantizer.report.record import Site
 from quantizer.sensitivity import Fallback
@@ -23,34 +19,9 @@ from quantizer.sensitivity.prices.group_prices import Prices
 __all__ = ["placement_record", "site_records"]
 
 
-def site_records(coverage: Iterable[Site], plan: Plan) -> tuple[Site, ...]:
-    """Return a record for each row of a coverage that is not quiet, with its operands in the plan."""
-    return tuple(
-        replace(row, operands=tuple(map(_operand, plan[row.name].operands)) if row.name in plan else ())
-        for row in coverage
-        if not row.quiet
-    )
-
-
-def _operand(operand: OperandPlan) -> Operand:
-    return Operand(
-        name=operand.name,
-        role=operand.role,
-        quantized=operand.quantized,
-        dtype=operand.dtype,
-        dynamic=operand.dynamic,
-        block_size=operand.block_size,
-        zero_point=operand.zero_point,
-        minimum=operand.minimum,
-        maximum=operand.maximum,
-        amax=operand.largest_amax,
-        scale=operand.largest_scale,
-        channels=operand.scales,
-        sqnr_db=operand.sqnr_db,
-        clipped=operand.clipped,
-        estimate=operand.estimate,
-        group=operand.group,
-    )
+def site_records(coverage: Iterable[Site]) -> tuple[Site, ...]:
+    """Return the rows of a coverage that are not quiet."""
+    return tuple(row for row in coverage if not row.quiet)
 
 
 def placement_record(prices: Prices, rows: Sequence[SensitivityRow], chosen: Fallback | None) -> Placement:

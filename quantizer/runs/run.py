@@ -44,8 +44,11 @@ from quantizer.report import print_record
 from quantizer.report import write_html
 from quantizer.report import write_record
 from quantizer.report.candidate_record import EngineChoice
+from quantizer.report.card.run_card import write_run_card
 from quantizer.report.output_record import OutputDistance
 from quantizer.report.search_records import fallback_record
+from quantizer.report.tracking.trackers import require_tracker
+from quantizer.report.tracking.trackers import track
 from quantizer.runs.compare_outputs import output_distances
 from quantizer.runs.engine_budget import EngineBudget
 from quantizer.runs.measure import build_options
@@ -102,12 +105,16 @@ def run(config: RunConfig, output: Path | None, force: bool, console: Console) -
             failed.
     """
     folder = Path(config.output if output is None else output).absolute()
+    if config.report.track is not None:
+        require_tracker(config.report.track)
     ready = ready_to_run(config, folder, RUN, force=force)
     for line in (*ready.notes, *filter(None, [ready.estimate])):
         console.print(line, highlight=False, markup=False)
     record = carry_out(config, folder, force, console, partial(configured_workload, config))
     with said_complete(folder):
         print_record(record, folder, console)
+        if config.report.track is not None:
+            console.print(track(config.report.track, record, folder), markup=False, highlight=False, soft_wrap=True)
     if (missed := missed_speed(record.placement)) is not None:
         raise EngineError(f"{missed}; {folder} holds it")
     return folder
@@ -313,7 +320,7 @@ class _Run:
             latency=latency,
             size=sizes_of(built),
             memory=measure_memory(self.context, config, built) if engines else (),
-            coverage=site_records(coverage, quantizer.plan),
+            coverage=site_records(coverage),
             covered_share=coverage.share,
             escaped=coverage.escaped.rows,
             histograms=tuple(quantizer.histogram(name).data for name in noisiest(quantizer.plan, _HISTOGRAMS)),
@@ -324,7 +331,7 @@ class _Run:
             training=None if course is None else course.record(self.context.task),
             choice=with_deployed(self.choice, latency, config.quantizer.backend),
             placement=self.placement.record(quantizer),
-            engine=engine_file(config, built["engine"], ran=bool(engines)),
+            engine=engine_file(config, built["engine"], ran=bool(engines), scored=bool(scores)),
             inspection=inspection,
             diff=quantizer.diff(self.model),
             versions=collect_versions(),
@@ -337,3 +344,4 @@ class _Run:
             write_record(record, self.target / "report.json")
         if "html" in self.config.report.formats:
             write_html(record, self.target / "report.html")
+        write_run_card(record, self.target)

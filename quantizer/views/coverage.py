@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence
@@ -18,11 +19,14 @@ from quantizer.reasons import ReasonCode
 from quantizer.report.site_record import Site
 from quantizer.report.site_record import UnquantizedProduct
 from quantizer.report.tables.tables import Column
+from quantizer.report.tables.text import counted
 from quantizer.report.tables.text import decibels
 from quantizer.report.tables.text import format_name
 from quantizer.report.tables.text import granularity
 from quantizer.report.tables.text import percent
 from quantizer.rewrite.operator_patches import OperatorPatch
+from quantizer.views.site_rows import planned_site
+from quantizer.views.site_rows import unrewritten_site
 from quantizer.views.table_view import View
 from quantizer.views.unquantized import covered_share
 from quantizer.views.unquantized import unquantized_products
@@ -60,10 +64,11 @@ class RangeRow:
 
 
 class Coverage(View[Site]):
-    """All sites, quantized or with the reason, and all products that torch computed in float.
+    """All sites that ran, quantized or with the reason, and all products that torch computed in float.
 
-    Iteration yields all rows. The table leaves out ``quiet`` rows: additions that are no candidates, which its title
-    counts, and embeddings whose quantization is switched off.
+    Iteration yields all rows. The table leaves out rows of sites that never ran in calibration, as branches for other
+    settings, and ``quiet`` rows: additions that are no candidates, and embeddings whose quantization is switched off.
+    The title counts what is left out, and ``all`` shows it.
 
     Attributes:
         share: the share in low precision of the multiply-adds of all matrix products and convolutions that torch
@@ -77,13 +82,14 @@ class Coverage(View[Site]):
     columns = (
         Column(title="site", mono=True),
         "kind",
-        "line",
+        Column(title="place", mono=True),
         "quantized",
         "why",
     )
 
     def __init__(self, rows: Sequence[Site], products: Sequence[UnquantizedProduct] = ()) -> None:
         super().__init__(rows)
+        self._shows_all = False
         self.share: float | None = None
         self.multiply_adds = 0
         self.escaped = UnquantizedProducts(products)
@@ -110,12 +116,19 @@ class Coverage(View[Site]):
             patches: the operator patches that were applied.
             regions: the modules whose values float16 cannot hold.
         """
-        rows = [*map(_site, plan.values()), *map(_unrewritten_site, skipped)]
+        rows = [*map(planned_site, plan.values()), *map(unrewritten_site, skipped)]
         made = cls(rows, unquantized_products(products, plan, put_back))
         made.share = covered_share(products, plan)
         made.patches = tuple(patches)
         made.regions = regions or made.regions
         made.multiply_adds = sum(product.multiply_adds for product in products)
+        return made
+
+    @property
+    def all(self) -> Coverage:
+        """The same coverage, with a table of all rows."""
+        made = copy.copy(self)
+        made._shows_all = True
         return made
 
     @property
@@ -129,8 +142,8 @@ class Coverage(View[Site]):
         return tuple(row for row in self.rows if not row.quantized)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Return the numbers of quantized and of all sites of each kind, without ``quiet`` rows."""
-        shown = [row for row in self.rows if not row.quiet]
+        """Return the numbers of quantized sites and of sites that ran, of each kind, without ``quiet`` rows."""
+        shown = [row for row in self.rows if row.ran and not row.quiet]
         total, held = Counter(row.kind for row in shown), Counter(row.kind for row in shown if row.quantized)
         return {kind: (held[kind], total[kind]) for kind in sorted(total)}
 
@@ -141,11 +154,20 @@ class Coverage(View[Site]):
             totals = ", ".join(f"{kind} {total}" for kind, (_, total) in self.by_kind().items())
             return f"sites found: {totals}; calibration decides which of them are quantized{patched}"
         parts = [f"{kind} {held} of {total}" for kind, (held, total) in self.by_kind().items()]
-        quiet = sum(row.quiet for row in self.rows if row.kind == "residual_add")
-        tail = f"; {quiet} additions that join no branches are not shown" if quiet else ""
+        tail = ""
         if self.share is not None:
-            tail += f"; {_percent(self.share)} of {_count(self.multiply_adds)} multiply-adds in low precision"
-        return f"sites quantized: {', '.join(parts) or 'none found'}{tail}{patched}"
+            tail = f"; {_percent(self.share)} of {_count(self.multiply_adds)} multiply-adds in low precision"
+        return f"sites quantized: {', '.join(parts) or 'none found'}{tail}{self._left_out()}{patched}"
+
+    def _left_out(self) -> str:
+        """Return how many rows the table leaves out, and what shows them, as the tail of the title."""
+        never = sum(not row.ran for row in self.rows)
+        quiet = sum(row.quiet for row in self.rows if row.kind == "residual_add" and row.ran)
+        counts = [
+            *([counted(never, "site") + " that never ran"] if never else []),
+            *([counted(quiet, "addition") + f" that join{'s' if quiet == 1 else ''} no branches"] if quiet else []),
+        ]
+        return f"; print .all for {' and '.join(counts)}" if counts and not self._shows_all else ""
 
     def text(self, limit: int | None = None) -> str:
         """Return the table as plain text, followed by the products that are not in low precision."""
@@ -158,9 +180,9 @@ class Coverage(View[Site]):
     def cells(self) -> list[list[Any]]:
         """Return the cells, unquantized sites first, so that a table with a limit leaves out quantized ones."""
         return [
-            [row.name, row.kind, row.line, "yes" if row.quantized else "no", _why(row)]
+            [row.name, row.kind, row.place, "yes" if row.quantized else "no", _why(row)]
             for row in sorted(self.rows, key=lambda row: row.quantized)
-            if not row.quiet
+            if self._shows_all or (row.ran and not row.quiet)
         ]
 
 
@@ -253,35 +275,6 @@ def _count(number: int) -> str:
 
 def _why(row: Site) -> str:
     return f"{row.reason} ({row.rule})" if row.rule else row.reason
-
-
-def _site(entry: SitePlan) -> Site:
-    return Site(
-        name=entry.name,
-        kind=entry.kind,
-        host_type=entry.host_type,
-        file=entry.file,
-        line=entry.line,
-        quantized=entry.quantized,
-        reason=entry.reason,
-        rule=entry.rule,
-        multiply_adds=entry.multiply_adds,
-    )
-
-
-def _unrewritten_site(skipped: UnrewrittenSource) -> Site:
-    source = skipped.source
-    return Site(
-        name=skipped.path or "(the model)",
-        kind=skipped.kind,
-        host_type=skipped.host_type,
-        file=source.file if source else "",
-        line=source.line if source else 0,
-        quantized=False,
-        reason=skipped.reason,
-        rule=None,
-        multiply_adds=0,
-    )
 
 
 def _range_row(site: SitePlan, operand: OperandPlan) -> RangeRow:

@@ -15,6 +15,7 @@ from quantizer.calibration.settings import make_observation
 from quantizer.common.data.batches_of import batches_of
 from quantizer.config import QuantizerConfig
 from quantizer.errors import CalibrationError
+from quantizer.errors import SensitivityError
 from quantizer.float16.simulate import simulate
 from quantizer.plan.replace_scales import scales_of
 from quantizer.plan.site_plan import Plan
@@ -30,6 +31,7 @@ from quantizer.views.coverage import Ranges
 from quantizer.views.histogram_view import HistogramView
 from quantizer.views.histograms import histogram_of
 from quantizer.views.kernels_view import Kernels
+from quantizer.views.layers_view import Layers
 from quantizer.views.sensitivity_view import Sensitivity
 
 if TYPE_CHECKING:
@@ -118,6 +120,18 @@ class QuantizerViews:
     def coverage(self) -> Coverage:
         """All sites, quantized or with the reason, and all matrix products that torch computed in calibration."""
         return self._session.coverage()
+
+    @property
+    def layers(self) -> Layers:
+        """One line for each layer that ran: formats, range, SQNR, share of the multiply-adds, and its sensitivity.
+
+        ``layers.timed(prices)`` has the times of ``measured_prices`` too, and what each group would cost in float.
+        """
+        try:
+            sensitivity = self._session.sensitivity()
+        except SensitivityError:  # nothing was measured yet
+            sensitivity = None
+        return Layers(self._session.coverage(), sensitivity)
 
     @property
     def ranges(self) -> Ranges:

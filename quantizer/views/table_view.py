@@ -17,6 +17,7 @@ from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
 from quantizer.report.tables.tables import string_from_table
 from quantizer.report.tables.tables import text_table
+from quantizer.report.tables.text import shorten
 
 __all__ = ["View"]
 
@@ -28,6 +29,7 @@ _HTML_ROWS = 300
 _WIDTH = 120
 _NAME_WIDTH = 76
 _TIGHT_NAMES = 57
+_SHORT_NAMES = 44
 
 
 class View(Generic[Row]):
@@ -37,11 +39,13 @@ class View(Generic[Row]):
         columns: the columns, one for each cell of a row.
         grouped: whether a terminal shows the first column as a line of its own above the rows with the same value.
         tight: whether a terminal breaks long names at a dot and titles at each blank, to leave more width to columns.
+        shortened: whether a terminal shows long names without their middle, in one line, and breaks titles likewise.
     """
 
     columns: Sequence[Column | str]
     grouped = False
     tight = False
+    shortened = False
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)
@@ -68,14 +72,14 @@ class View(Generic[Row]):
         cells = self.cells()
         if self.grouped:
             return self._grouped_text(cells, limit)
-        if self.tight:
+        if self.tight or self.shortened:
+            fit, width = (shorten, _SHORT_NAMES) if self.shortened else (_broken, _TIGHT_NAMES)
             cells = [
-                [_broken(cell, _TIGHT_NAMES) if at in self._names() else cell for at, cell in enumerate(row)]
-                for row in cells
+                [fit(cell, width) if at in self._names() else cell for at, cell in enumerate(row)] for row in cells
             ]
         table = self._table(self.columns, cells, limit)
         table.title = Text(self.title())
-        if self.tight:
+        if self.tight or self.shortened:
             for column in table.columns:
                 column.header = Text("\n".join(str(column.header).split()))
         # rich would cut a name anywhere, as it is one word: it gets its full width, and other columns share the rest.

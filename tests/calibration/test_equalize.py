@@ -132,8 +132,8 @@ def test_the_model_stays_as_it_was_and_an_inactive_proxy_equals_it() -> None:
 def test_the_file_has_the_factors_folded_in_and_gives_what_the_proxy_gives(
     options: dict[str, bool], tmp_path: Path
 ) -> None:
-    onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-    onnxruntime = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     model, data, x = images(**options)
     quantizer = calibrated(model, data)
     frozen = quantizer.quantize(model)
@@ -183,7 +183,7 @@ def test_a_folder_keeps_the_factors_for_another_backend(tmp_path: Path) -> None:
 
 
 def test_one_scale_of_float16_is_one_in_the_file(tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+    onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
     torch.manual_seed(0)
     # Of the sizes that TensorRT's kernels take.
     model = nn.Sequential(

@@ -143,9 +143,9 @@ def test_what_falls_back_is_float() -> None:
 
 
 def test_a_file_computes_it_without_another_multiplication(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
-    onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-    ort = pytest.importorskip("onnxruntime", reason="running ONNX needs quantizer[onnxruntime]")
+    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
+    onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+    ort = pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")
     model, x = Net().eval(), data(1, rows=20, seed=7)[0]
     q = scaled(model)
     frozen = q.quantize(model)

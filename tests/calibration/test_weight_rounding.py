@@ -629,8 +629,8 @@ def test_other_roundings_are_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("config", [WEIGHTS, BLOCKS, {**INT8, "formats": []}], ids=["int4", "blocks", "int8"])
 def test_a_file_computes_what_the_proxy_computes(config: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
-    ort = pytest.importorskip("onnxruntime", reason="running ONNX needs quantizer[onnxruntime]")
+    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
+    ort = pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")
     model, x = Net().eval(), data(1, rows=20, seed=7)[0]
     q = rounded(model, **config)
     frozen = q.quantize(model)

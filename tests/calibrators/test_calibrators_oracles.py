@@ -147,7 +147,7 @@ def test_entropy_of_few_bins_clips_nothing() -> None:
 def modelopt() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip("modelopt.torch.quantization.calib", reason="install quantizer[test]")
+        return pytest.importorskip("modelopt.torch.quantization.calib", reason="install enginequant[test]")
 
 
 def ours(kind: str, x: Tensor, **options: Any) -> Calibrator:

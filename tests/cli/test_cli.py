@@ -276,8 +276,8 @@ def test_the_examples_of_convert_ask_for_what_can_be_done(monkeypatch: pytest.Mo
     commands = [line.split() for line in verb.epilog.replace("\\\n", " ").splitlines() if "quantizer convert " in line]
     for words in commands:
         assert main(words[1:]) == 0
-    pytest.importorskip("openvino", reason="install quantizer[openvino,onnxruntime]")
-    pytest.importorskip("onnxruntime", reason="install quantizer[openvino,onnxruntime]")
+    pytest.importorskip("openvino", reason="install enginequant[openvino,onnxruntime]")
+    pytest.importorskip("onnxruntime", reason="install enginequant[openvino,onnxruntime]")
     cpu, both = cpu_candidates()[0], ("openvino", "tensorrt-rtx")
     assert [conversion.backends for conversion in asked] == [cpu, both, cpu, cpu]
     assert [conversion.max_drop for conversion in asked] == [None, None, 0.002, None]

@@ -9,8 +9,8 @@ import pytest
 
 from quantizer.cli.main import main
 
-onnx = pytest.importorskip("onnx", reason="checking needs quantizer[onnx]")
-pytest.importorskip("onnx_ir", reason="checking needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="checking needs enginequant[onnx]")
+pytest.importorskip("onnx_ir", reason="checking needs enginequant[onnx]")
 
 
 def _file(folder: Path, *, products: int = 1, scale: float = 0.5, width: type[np.generic] = np.float16) -> str:

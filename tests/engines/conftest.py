@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-onnx = pytest.importorskip("onnx", reason="the engine tests write ONNX files: install quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="the engine tests write ONNX files: install enginequant[onnx]")
 
 FloatArray = npt.NDArray[np.floating]
 

@@ -12,7 +12,7 @@ from quantizer.engines import build_engine
 from quantizer.engines import cpu
 from quantizer.engines import int8_saturation
 
-onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 
 
 @pytest.fixture(params=["without VNNI", "with VNNI"])
@@ -27,7 +27,7 @@ def vnni(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.promise("products of bytes saturate there, and a build for `openvino` or `onnxruntime` says so.")
 @pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
 def test_a_quantized_file_is_warned_of(name: str, vnni: bool, qdq: Any, tmp_path: Path) -> None:
-    pytest.importorskip(name, reason=f"install quantizer[{name}]")
+    pytest.importorskip(name, reason=f"install enginequant[{name}]")
     warnings = build_engine(name, qdq.path, tmp_path / "model.engine").warnings
     assert [warning.rpartition(" ")[2] for warning in warnings] == ([] if vnni else [f"{name}-avx2"])
     assert build_engine(f"{name}-avx2", qdq.path, tmp_path / "other.engine").warnings == ()

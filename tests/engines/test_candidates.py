@@ -40,7 +40,7 @@ def test_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "find_spec", lambda name: None if name != "torch" else ModuleSpec(name, None))
     found, missing = cpu_candidates()
     assert [name.removesuffix("-avx2") for name in found] == ["torch"]
-    assert "openvino: pip install 'quantizer[openvino]'" in missing
+    assert "openvino: pip install 'enginequant[openvino]'" in missing
     monkeypatch.setattr(torch._C, "_has_mkldnn", False)
     with pytest.raises(EngineError, match=r"no engine for a CPU is installed.*torch: torch .* without oneDNN"):
         cpu_candidates()

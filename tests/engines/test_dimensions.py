@@ -19,7 +19,7 @@ from quantizer.engines.engine_file import write_engine
 from quantizer.engines.inspection.onnx_graph import graph_inspection
 from quantizer.errors import EngineError
 
-onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 
 # A mean over the tokens that a mask leaves, as an encoder of sentences ends.
 POOLING = """<ir_version: 10, opset_import: ["" : 20]>
@@ -60,7 +60,7 @@ def _save(path: Path, text: str, **tensors: Any) -> Path:
 
 @pytest.fixture(params=["openvino", "onnxruntime"])
 def name(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip(request.param, reason=f"install quantizer[{request.param}]")
+    pytest.importorskip(request.param, reason=f"install enginequant[{request.param}]")
     return str(request.param)
 
 
@@ -109,7 +109,7 @@ def test_names_of_dimensions_are_in_specs_and_engine_files(name: str, pooling: P
 
 
 def test_an_openvino_engine_from_before_names_were_kept(pooling: Path, tmp_path: Path) -> None:
-    pytest.importorskip("openvino", reason="install quantizer[openvino]")
+    pytest.importorskip("openvino", reason="install enginequant[openvino]")
     path = build_engine("openvino", pooling, tmp_path / "new.engine").path
     content, note = read_engine(path)
     assert json.loads(note.split(" ", 2)[2]) == {"ids": ["batch", "sequence"], "mask": ["batch", "sequence"]}
@@ -127,7 +127,7 @@ def test_an_openvino_engine_from_before_names_were_kept(pooling: Path, tmp_path:
 
 
 def test_many_inputs_with_long_names(tmp_path: Path) -> None:
-    pytest.importorskip("openvino", reason="install quantizer[openvino]")
+    pytest.importorskip("openvino", reason="install enginequant[openvino]")
     names = [f"past_key_values.{layer}.value" for layer in range(60)]
     inputs = ", ".join(f"float[batch, past_sequence, 4] {name.replace('.', '_')}" for name in names)
     text = f"""<ir_version: 10, opset_import: ["" : 20]>
@@ -192,14 +192,14 @@ g (int64[batch, sequence] types) => (float[batch, sequence, 4] y) <float[1, 4] t
 
 
 def test_made_up_numbers_of_rows_that_are_not_there(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="install quantizer[onnxruntime]")
+    pytest.importorskip("onnxruntime", reason="install enginequant[onnxruntime]")
     path = _save(tmp_path / "m.onnx", ONE_ROW, table=np.ones((1, 4), np.float32))
     assert [layer.type for layer in inspect_engine("onnxruntime", path).layers] == ["Gather"]
 
 
 def test_an_engine_that_runs_on_nothing_made_up(tmp_path: Path) -> None:
     # OpenVINO runs it, and what it gives means nothing.
-    pytest.importorskip("onnxruntime", reason="install quantizer[onnxruntime]")
+    pytest.importorskip("onnxruntime", reason="install enginequant[onnxruntime]")
     text = """<ir_version: 10, opset_import: ["" : 20]>
     g (float[a, b] x, float[c, d] y) => (float[e, f] z) { z = MatMul (x, y) }"""
     path = _save(tmp_path / "m.onnx", text)

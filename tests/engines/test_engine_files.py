@@ -188,7 +188,7 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         import_library("tensorrt", "broken_bindings")
     with pytest.raises(MissingDependencyError, match="'a_module_that_is_absent' is not installed"):
         import_library("tensorrt", "needs_other")
-    with pytest.raises(MissingDependencyError, match=r"'absent_one' is not installed: .*quantizer\[tensorrt\]"):
+    with pytest.raises(MissingDependencyError, match=r"'absent_one' is not installed: .*enginequant\[tensorrt\]"):
         import_library("tensorrt", "absent_one", "absent_two")
 
 

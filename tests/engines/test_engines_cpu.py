@@ -19,14 +19,14 @@ from quantizer.engines.base import checked_inputs
 from quantizer.errors import EngineError
 from quantizer.errors import MissingDependencyError
 
-onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 
 BACKENDS = ["openvino", "onnxruntime"]
 
 
 @pytest.fixture(params=BACKENDS)
 def name(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip(request.param, reason=f"install quantizer[{request.param}]")
+    pytest.importorskip(request.param, reason=f"install enginequant[{request.param}]")
     return str(request.param)
 
 
@@ -117,7 +117,7 @@ def test_compute_capability_is_not_for_a_cpu(name: str, qdq: Any, tmp_path: Path
 @pytest.mark.parametrize("name", BACKENDS)
 def test_missing_library_names_the_extra(name: str, qdq: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    message = rf"'{name}' is not installed: run  pip install 'quantizer\[{name}\]'"
+    message = rf"'{name}' is not installed: run  pip install 'enginequant\[{name}\]'"
     with pytest.raises(MissingDependencyError, match=message):
         load_engine(name, qdq.path)
     with pytest.raises(MissingDependencyError, match=message):
@@ -242,7 +242,7 @@ def test_the_input_has_the_name_of_the_file_where_a_node_behind_it_is_removed(na
 
 
 def test_openvino_outputs_of_other_axes_are_refused() -> None:
-    ov = pytest.importorskip("openvino", reason="needs quantizer[openvino]")
+    ov = pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     from quantizer.engines.openvino.compiled_models import _check_outputs
 
     def model(*sizes: int) -> Any:

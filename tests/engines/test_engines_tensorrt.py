@@ -21,7 +21,7 @@ from quantizer.engines.tensorrt.build_progress import run_monitored
 from quantizer.errors import EngineError
 from quantizer.errors import MissingDependencyError
 
-rtx = pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install quantizer[tensorrt-rtx]")
+rtx = pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install enginequant[tensorrt-rtx]")
 
 DYNAMIC = {"batch": (1, 8, 32), "sequence": (16, 128, 512)}
 
@@ -167,7 +167,7 @@ def test_missing_libraries_name_the_extra(qdq_half: Any, tmp_path: Path, monkeyp
     for module in ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings"):
         monkeypatch.setitem(sys.modules, module, None)
     for name in ("tensorrt", "tensorrt-rtx"):
-        with pytest.raises(MissingDependencyError, match=rf"pip install 'quantizer\[{name}\]'"):
+        with pytest.raises(MissingDependencyError, match=rf"pip install 'enginequant\[{name}\]'"):
             build_engine(name, qdq_half.path, tmp_path / "model.engine")
 
 

@@ -26,14 +26,14 @@ from quantizer.engines.inspection.multiply_adds import matmul_work
 from quantizer.engines.tensorrt.inspect import layers_from_json
 from quantizer.errors import EngineError
 
-onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
 
 BACKENDS = ["openvino", "onnxruntime"]
 
 
 @pytest.fixture(params=BACKENDS)
 def name(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip(request.param, reason=f"install quantizer[{request.param}]")
+    pytest.importorskip(request.param, reason=f"install enginequant[{request.param}]")
     return str(request.param)
 
 

@@ -12,8 +12,8 @@ from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 from quantizer.engines import load_engine
 
-onnx = pytest.importorskip("onnx", reason="needs quantizer[onnx]")
-pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
+pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
 
 # Seven bits: without VNNI a CPU adds two products of bytes in 16 bits.
 WEIGHT = np.random.default_rng(0).integers(-64, 65, (8, 6)).astype(np.int8)

@@ -18,8 +18,8 @@ from quantizer.engines import inspect_engine
 from quantizer.engines import load_engine
 from quantizer.errors import EngineError
 
-onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
-pytest.importorskip("openvino", reason="install quantizer[openvino]")
+onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
+pytest.importorskip("openvino", reason="install enginequant[openvino]")
 
 BF16 = BuildOptions(inference_precision="bfloat16")
 

@@ -12,7 +12,7 @@ import pytest
 from quantizer.engines import BuildOptions
 from quantizer.engines import build_engine
 
-pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'quantizer[openvino]'")
+pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'enginequant[openvino]'")
 
 LET_GO_AND_INTERRUPTED = """
 import gc, os, signal, sys

@@ -17,8 +17,8 @@ from quantizer.engines.openvino import compiled_models
 from quantizer.engines.openvino.engine import _loaded
 from quantizer.errors import EngineError
 
-onnx = pytest.importorskip("onnx", reason="install quantizer[onnx]")
-pytest.importorskip("openvino", reason="install quantizer[openvino]")
+onnx = pytest.importorskip("onnx", reason="install enginequant[onnx]")
+pytest.importorskip("openvino", reason="install enginequant[openvino]")
 
 WEIGHT = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32) / 8
 USUAL = BuildOptions(dynamic={"batch": (1, 4, 8), "sequence": (1, 16, 64)})

@@ -34,7 +34,7 @@ RECORDED: dict[str, dict[str, list[str]]] = json.loads(
     (Path(__file__).parent / "tensorrt_interface.json").read_text(encoding="utf-8")
 )
 DYNAMIC = {"batch": (1, 8, 32), "sequence": (16, 128, 512)}
-rtx = pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install quantizer[tensorrt-rtx]")
+rtx = pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install enginequant[tensorrt-rtx]")
 
 
 def names(called: dict[str, tuple[str, ...]]) -> set[str]:

@@ -22,8 +22,8 @@ from quantizer.engines import load_engine
 from quantizer.errors import EngineError
 from quantizer.export import export_onnx
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-pytest.importorskip("onnxruntime", reason="the other library is quantizer[onnxruntime]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+pytest.importorskip("onnxruntime", reason="the other library is enginequant[onnxruntime]")
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 

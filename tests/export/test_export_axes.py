@@ -17,7 +17,7 @@ from quantizer import Quantizer
 from quantizer.errors import ExportError
 from quantizer.export.dynamic_axes import hint
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 
 
 class Ids(nn.Module):
@@ -103,7 +103,7 @@ def test_an_axis_of_length_1_is_fixed(
 
 
 def test_a_batch_of_one_row_serves_any_batch(tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     model, example = Masked().eval(), (torch.randn(1, 6, 32), mask(1, 1, 6, 6))
     q = Quantizer(preset="fast", backend="onnxruntime")
     q.calibrate(model, [example], progress=False)

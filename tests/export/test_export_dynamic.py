@@ -21,8 +21,8 @@ from quantizer.engines import load_engine
 from quantizer.engines.inspection.onnx_graph import graph_inspection
 from quantizer.graph_check import check_file
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
 
 
 class Readers(nn.Module):
@@ -67,7 +67,7 @@ def test_a_file_asks_for_int8(tmp_path: Path) -> None:
 
 @needs_exact_byte_products
 def test_the_engine_computes_what_the_proxy_computes(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     path, frozen = exported(tmp_path)
     built = build_engine("onnxruntime", path, tmp_path / "m.engine", BuildOptions()).path
     engine = load_engine("onnxruntime", built)
@@ -94,7 +94,7 @@ def wide() -> tuple[nn.Module, Tensor]:
 
 @needs_exact_byte_products
 def test_openvino_rounds_in_blocks_by_itself(tmp_path: Path) -> None:
-    pytest.importorskip("openvino", reason="needs quantizer[openvino]")
+    pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     model, x = wide()
     quantizer = Quantizer(backend="openvino", preset="fast", activations={"ranges": "dynamic"})
     quantizer.calibrate(model, [x], progress=False)
@@ -118,7 +118,7 @@ def test_openvino_rounds_in_blocks_by_itself(tmp_path: Path) -> None:
 
 @needs_exact_byte_products
 def test_small_blocks_of_weights_keep_the_kernels_of_openvino(tmp_path: Path) -> None:
-    ov = pytest.importorskip("openvino", reason="needs quantizer[openvino]")
+    ov = pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     model, x = wide()
     rule = {"activations": "float", "weights": "int4", "block_size": 32}
     quantizer = Quantizer(backend="openvino", preset="fast", formats=[rule])

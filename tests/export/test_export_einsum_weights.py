@@ -15,8 +15,8 @@ from quantizer import Quantizer
 from quantizer.export.passes import run_passes
 from quantizer.export.passes.einsum_weights import EinsumWeights
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
@@ -120,7 +120,7 @@ def shape(labels: str) -> tuple[int, ...]:
 def test_engines_compute_what_the_proxy_computes(
     model: type[Weighted], x: str, weight: str, matrices: bool, options: dict[str, Any], engine: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip(engine, reason=f"needs quantizer[{engine}]")
+    pytest.importorskip(engine, reason=f"needs enginequant[{engine}]")
     from quantizer.engines import load_engine
 
     net, data = model(*shape(weight)).eval(), torch.randn(shape(x))

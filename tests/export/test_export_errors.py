@@ -46,7 +46,7 @@ def test_a_missing_library_names_the_extra(
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(
-        MissingDependencyError, match=rf"'{package}' is not installed: run  pip install 'quantizer\[onnx\]'"
+        MissingDependencyError, match=rf"'{package}' is not installed: run  pip install 'enginequant\[onnx\]'"
     ):
         quantizer.export(frozen, tmp_path / "m.onnx", x)
     assert not list(tmp_path.iterdir())
@@ -93,7 +93,7 @@ def test_nothing_is_left_half_written(
     mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
 ) -> None:
     quantizer, frozen, x = mlp
-    onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+    onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
     (tmp_path / "m.onnx").write_text("before")
 
     def fail(*arguments: Any) -> None:
@@ -114,7 +114,7 @@ def test_nothing_is_left_half_written(
 
 def test_a_graph_that_the_checker_refuses(mlp: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantizer, frozen, x = mlp
-    onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
+    onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
 
     class Spoil:
         def requires(self, model: Any) -> None:

@@ -28,8 +28,8 @@ from quantizer.export import export_onnx
 from quantizer.graph_check import check_file
 from quantizer.targets import profile
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
 
 MASK = -30000.0
 PRODUCTS = ("MatMul", "Gemm", "Conv")
@@ -326,7 +326,7 @@ def sqnr_db(reference: np.ndarray, other: np.ndarray) -> float:
 
 
 def _plain_session(path: Path) -> Any:
-    ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    ort = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
@@ -353,7 +353,7 @@ def test_onnxruntime_computes_what_the_proxy_computes(bert_openvino: Exported, r
 @needs_exact_byte_products
 @pytest.mark.parametrize(("rows", "length"), [(1, 2), (4, 16), (7, 40)])
 def test_openvino_computes_what_the_proxy_computes(bert_openvino: Exported, rows: int, length: int) -> None:
-    pytest.importorskip("openvino", reason="needs quantizer[openvino]")
+    pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     inputs = batch("bert", padded=rows > 1, seed=9, rows=rows, length=length)
     results = load_engine("openvino", bert_openvino.path)({name: value.numpy() for name, value in inputs.items()})
     mask = inputs["attention_mask"].bool().numpy()
@@ -387,7 +387,7 @@ def test_convolutions_compute_what_the_proxy_computes(conv: Exported) -> None:
 @pytest.mark.parametrize("which", ["bert_rtx", "bert_fallback"])
 def test_tensorrt_rtx_builds_it_for_another_machine(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
-        pytest.skip("needs quantizer[tensorrt-rtx]")
+        pytest.skip("needs enginequant[tensorrt-rtx]")
     exported = request.getfixturevalue(which)
     ranges = {"batch": (1, 2, 4), "sequence": (16, 16, 32)}
     built = exported.quantizer.build(

@@ -17,8 +17,8 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.export.passes import FoldChannelFactors
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
 
 # Stored steps, weights, factors f, and a float type; what differs from graph to graph stands in the middle.
 _TEXT = """
@@ -45,7 +45,7 @@ def graph(nodes: str, outputs: str = "") -> Any:
 
 
 def computed(model: Any) -> list[np.ndarray]:
-    reference = pytest.importorskip("onnx.reference", reason="exporting needs quantizer[onnx]")
+    reference = pytest.importorskip("onnx.reference", reason="exporting needs enginequant[onnx]")
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto)
     u = np.array([[0.3, -1.0, 2.0], [1.5, 0.2, -0.7]], np.float32)
@@ -173,7 +173,7 @@ class Gated(nn.Module):
 
 def exported(model: nn.Module, inputs: Any, folder: Path) -> tuple[Any, Any, float]:
     """The exported graph, the frozen proxy's output, and the SQNR in dB of the file's first output against it."""
-    runtime = pytest.importorskip("onnxruntime", reason="running a file needs quantizer[onnxruntime]")
+    runtime = pytest.importorskip("onnxruntime", reason="running a file needs enginequant[onnxruntime]")
     q = Quantizer(
         preset="fast",
         backend="onnxruntime",

@@ -19,9 +19,9 @@ from quantizer.functional import quantize
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qtype import QTYPES
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
-ort = pytest.importorskip("onnxruntime", reason="running ONNX needs quantizer[onnxruntime]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
+ort = pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")
 
 AXES = {"x": {0: "rows"}}
 GRANULARITIES = [(None, None), (1, None), (-1, 4)]

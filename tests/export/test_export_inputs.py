@@ -16,8 +16,8 @@ from torch.utils import _pytree
 from quantizer import Quantizer
 from quantizer.errors import ExportError
 
-pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
-ort = pytest.importorskip("onnxruntime", reason="running ONNX needs quantizer[onnxruntime]")
+pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
+ort = pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")
 
 
 # In half a value at a border may be rounded to the next step.

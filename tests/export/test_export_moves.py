@@ -25,9 +25,9 @@ from quantizer.export.passes.name_nodes import NameNodes
 from quantizer.export.passes.scale_before_quantize import ScaleBeforeQuantize
 from quantizer.export.passes.share_quantizers import ShareQuantizers
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
-reference = pytest.importorskip("onnx.reference", reason="exporting needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
+reference = pytest.importorskip("onnx.reference", reason="exporting needs enginequant[onnx]")
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
@@ -159,7 +159,7 @@ class Pictures(nn.Module):
 
 
 def test_a_file_has_no_batch_norm_and_computes_what_the_proxy_computes(tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime", reason="running ONNX needs quantizer[onnxruntime]")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")
     torch.manual_seed(0)
     model = Pictures().eval()
     with torch.no_grad():

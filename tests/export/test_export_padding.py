@@ -15,8 +15,8 @@ from quantizer import Quantizer
 from quantizer.export import export_onnx
 from quantizer.export.passes.folding.fold_padding import FoldPadding
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
 
 pytestmark = pytest.mark.usefixtures("exact_byte_products")
 
@@ -41,7 +41,7 @@ def graph(nodes: str, *, pads: str = "0,0,1,2,0,0,3,1", value: str = "0.0", mode
 
 
 def computed(model: Any) -> list[np.ndarray]:
-    reference = pytest.importorskip("onnx.reference", reason="exporting needs quantizer[onnx]")
+    reference = pytest.importorskip("onnx.reference", reason="exporting needs enginequant[onnx]")
     x = np.linspace(-3, 4, 50, dtype=np.float32).reshape(1, 2, 5, 5)
     return reference.ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x})
 
@@ -90,7 +90,7 @@ class Same(nn.Module):
 
 
 def test_files_hold_no_paddings(tmp_path: Path) -> None:
-    runtime = pytest.importorskip("onnxruntime", reason="running a file needs quantizer[onnxruntime]")
+    runtime = pytest.importorskip("onnxruntime", reason="running a file needs enginequant[onnxruntime]")
     torch.manual_seed(0)
     model, x = Same().eval(), torch.randn(2, 3, 9, 9)
     q = Quantizer(preset="fast", backend="onnxruntime")

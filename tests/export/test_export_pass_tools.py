@@ -11,7 +11,7 @@ from quantizer.export.passes.base import add_constant
 from quantizer.export.passes.base import drop_unread
 from quantizer.export.passes.base import insert_before
 
-ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
 
 
 def graph() -> Any:

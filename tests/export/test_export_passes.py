@@ -19,7 +19,7 @@ from quantizer.export.passes.weights_as_read import WeightsAsRead
 from quantizer.numerics.float16 import FLOAT16_MASK
 from quantizer.qdq.graph import scalar
 
-ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 WEIGHT = np.arange(-6, 6, dtype=np.int8).reshape(3, 4)
@@ -69,7 +69,7 @@ def linear(
 
 
 def computed(model: Any) -> list[np.ndarray]:
-    reference = pytest.importorskip("onnx.reference", reason="exporting needs quantizer[onnx]")
+    reference = pytest.importorskip("onnx.reference", reason="exporting needs enginequant[onnx]")
     for value in model.graph.outputs:
         value.type = ir.TensorType(ir.DataType.FLOAT)
     for number, node in enumerate(model.graph):
@@ -314,7 +314,7 @@ def storage(model: Any) -> dict[str, str]:
     ("where", "unsigned"), [("weighted", {"weighted/Q"}), ("all", {"weighted/Q", "left/Q", "right/Q"})]
 )
 def test_unsigned_storage_keeps_every_value(where: Any, unsigned: set[str]) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime", reason="running ONNX needs quantizer[onnxruntime]")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")
 
     def run(model: Any) -> np.ndarray:
         options = onnxruntime.SessionOptions()

@@ -17,9 +17,9 @@ from quantizer.export.passes.base import run_passes
 from quantizer.export.passes.einsum_to_matmul import EinsumToMatMul
 from quantizer.export.passes.gemm_to_matmul import GemmToMatMul
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
-reference = pytest.importorskip("onnx.reference", reason="exporting needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
+reference = pytest.importorskip("onnx.reference", reason="exporting needs enginequant[onnx]")
 
 SIZES = {"b": 2, "h": 3, "m": 4, "s": 5, "k": 6, "n": 7, "c": 6, ".": 2}
 
@@ -139,8 +139,8 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize("backend", ["openvino", "tensorrt-rtx"])
 def test_a_model_of_einsums_is_exported_as_products(backend: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
-    pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
+    pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     from quantizer.engines import load_engine
     from quantizer.export import export_onnx
     from quantizer.graph_check import check_file
@@ -210,8 +210,8 @@ def test_other_gemms_stay(options: dict[str, Any]) -> None:
 
 
 def test_a_linear_on_two_dimensions_runs_in_int8(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
-    pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
+    pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     from quantizer.engines import BuildOptions
     from quantizer.engines import build_engine
     from quantizer.engines import inspect_engine
@@ -245,7 +245,7 @@ class Upsampling(nn.Module):
 def test_engines_take_the_scales_of_a_depthwise_transposed_convolution(
     tmp_path: Path, backend: Any, channels: int
 ) -> None:
-    pytest.importorskip(backend, reason=f"running the engine needs quantizer[{backend}]")
+    pytest.importorskip(backend, reason=f"running the engine needs enginequant[{backend}]")
     model, x = Upsampling(channels).eval(), torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(1))
     q = Quantizer(preset="fast", backend=backend, activations={"calibrator": "max"})
     q.calibrate(model, [x], progress=False)

@@ -14,8 +14,8 @@ from quantizer.errors import ExportError
 from quantizer.export import onnx_storage
 from quantizer.export.onnx_storage import write_onnx
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-ir = pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+ir = pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
 
 X = np.random.default_rng(1).normal(size=(2, 64)).astype(np.float32)
 
@@ -33,7 +33,7 @@ def model(seed: int = 0) -> Any:
 
 
 def computed(path: Path) -> np.ndarray:
-    onnxruntime = pytest.importorskip("onnxruntime", reason="running ONNX needs quantizer[onnxruntime]")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="running ONNX needs enginequant[onnxruntime]")
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     result: np.ndarray = session.run(None, {"x": X})[0]
     return result

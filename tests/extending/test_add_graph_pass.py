@@ -9,7 +9,7 @@ from outside import run_outside
 from outside import write_guide_module
 
 for _package in ("onnx", "onnxscript"):
-    pytest.importorskip(_package, reason="install quantizer[onnx]")
+    pytest.importorskip(_package, reason="install enginequant[onnx]")
 
 PRELUDE = """
 from pathlib import Path

@@ -79,7 +79,7 @@ for switch in (True, False):
 
 def test_exported(folder: Path) -> None:
     for package in ("onnx", "onnxscript"):
-        pytest.importorskip(package, reason="install quantizer[onnx]")
+        pytest.importorskip(package, reason="install enginequant[onnx]")
     run_outside(
         folder,
         PRELUDE

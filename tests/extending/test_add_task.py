@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 for _package in ("transformers", "onnx", "onnxscript", "openvino"):
-    pytest.importorskip(_package, reason="a run needs quantizer[hf,onnx,openvino]")
+    pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,openvino]")
 
 from outside import run_outside  # noqa: E402
 from outside import write_guide_module  # noqa: E402

@@ -16,7 +16,7 @@ from tries import without
 from quantizer.plan.apply import frozen_proxy
 from quantizer.plan.frozen_tries import FrozenTries
 
-pytest.importorskip("transformers", reason="some of the nets are transformers models: install quantizer[hf]")
+pytest.importorskip("transformers", reason="some of the nets are transformers models: install enginequant[hf]")
 
 _TRIES = 5
 

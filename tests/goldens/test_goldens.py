@@ -12,8 +12,8 @@ from golden_record import golden_of
 from golden_record import machine
 from golden_record import recorded
 
-pytest.importorskip("transformers", reason="some of the nets are transformers models: install quantizer[hf]")
-pytest.importorskip("onnx", reason="the nets are exported: install quantizer[onnx]")
+pytest.importorskip("transformers", reason="some of the nets are transformers models: install enginequant[hf]")
+pytest.importorskip("onnx", reason="the nets are exported: install enginequant[onnx]")
 
 
 OTHERS = tuple(sorted({*BACKENDS} - {*EXPORTED}))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-onnx = pytest.importorskip("onnx", reason="checking needs quantizer[onnx]")
-pytest.importorskip("onnx_ir", reason="checking needs quantizer[onnx]")
-ml_dtypes = pytest.importorskip("ml_dtypes", reason="checking needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="checking needs enginequant[onnx]")
+pytest.importorskip("onnx_ir", reason="checking needs enginequant[onnx]")
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="checking needs enginequant[onnx]")
 
 FLOATS = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}
 STEPS = {

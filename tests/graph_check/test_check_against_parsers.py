@@ -7,7 +7,7 @@ from test_check_rules import CASES
 from test_check_rules import TENSORRT
 from test_check_rules import Case
 
-trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
+trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
 
 REFUSED = {"onnx-checker", "zero-point", "scale-value", "foreign-operator"}
 """Rules whose broken graphs TensorRT-RTX refuses to read. Those of other rules it builds, and they cost."""

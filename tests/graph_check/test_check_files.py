@@ -91,7 +91,7 @@ def test_a_missing_library_names_the_extra(file: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(
-        MissingDependencyError, match=rf"'{package}' is not installed: run  pip install 'quantizer\[onnx"
+        MissingDependencyError, match=rf"'{package}' is not installed: run  pip install 'enginequant\[onnx"
     ):
         check_file(file, "tensorrt")
 

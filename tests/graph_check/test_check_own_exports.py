@@ -13,8 +13,8 @@ from helpers import Mlp
 from quantizer import Quantizer
 from quantizer.graph_check import check_file
 
-pytest.importorskip("onnx_ir", reason="exporting needs quantizer[onnx]")
-pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+pytest.importorskip("onnx_ir", reason="exporting needs enginequant[onnx]")
+pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime-avx2"])

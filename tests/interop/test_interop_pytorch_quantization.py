@@ -300,8 +300,8 @@ def test_what_torch_builds_for_itself_and_what_is_lazy_is_left_alone(caplog: pyt
 
 @needs_exact_byte_products
 def test_it_exports(tmp_path: Path) -> None:
-    pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-    pytest.importorskip("openvino", reason="needs quantizer[openvino]")
+    pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+    pytest.importorskip("openvino", reason="needs enginequant[openvino]")
     from quantizer.engines import load_engine
 
     model = calibrated()

@@ -28,11 +28,11 @@ DOWN = "down.forward.linear_0"
 
 @pytest.fixture(scope="module")
 def mtq() -> Any:
-    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its dependencies
         return pytest.importorskip(
-            "modelopt.torch.quantization", reason="reads what Model Optimizer makes: install quantizer[test]"
+            "modelopt.torch.quantization", reason="reads what Model Optimizer makes: install enginequant[test]"
         )
 
 

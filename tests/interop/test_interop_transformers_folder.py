@@ -23,7 +23,7 @@ from quantizer.errors import ConfigError
 from quantizer.errors import ProxyError
 from quantizer.errors import QuantizerError
 
-tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install quantizer[hf]")
+tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install enginequant[hf]")
 plugin = importlib.import_module("quantizer.interop.transformers.plugin")
 
 TEXT = batch("bert")

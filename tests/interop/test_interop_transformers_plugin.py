@@ -26,7 +26,7 @@ from quantizer.tasks import build_task
 from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
 
-tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install quantizer[hf]")
+tf = pytest.importorskip("transformers", reason="the plug-in is for transformers: install enginequant[hf]")
 plugin = importlib.import_module("quantizer.interop.transformers.plugin")
 quantizer_of = plugin.quantizer_of
 
@@ -227,7 +227,7 @@ def test_saving_keeps_what_lies_beside(bert, tmp_path):
 
 
 def test_a_loaded_model_is_the_frozen_one(bert, tmp_path):
-    pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
     from transformers.trainer_utils import validate_quantization_for_training
 
     model = ready(bert, backend="openvino")

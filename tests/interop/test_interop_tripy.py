@@ -86,7 +86,7 @@ def test_tripys_formula_gives_our_output(make: Any, transposed: bool, granularit
 
 
 def test_conv1d_of_transformers() -> None:
-    tf = pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    tf = pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     config = tf.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, vocab_size=99)
     model = tf.GPT2LMHeadModel(config).eval()
     q = Quantizer(preset="fast", backend="openvino", sites={"residual_add": False})

@@ -27,8 +27,8 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    onnx = pytest.importorskip("onnx", reason="the reference is quantizer[onnx,onnxruntime]")
-    ort = pytest.importorskip("onnxruntime", reason="the reference is quantizer[onnx,onnxruntime]")
+    onnx = pytest.importorskip("onnx", reason="the reference is enginequant[onnx,onnxruntime]")
+    ort = pytest.importorskip("onnxruntime", reason="the reference is enginequant[onnx,onnxruntime]")
     node, info, kinds = onnx.helper.make_node, onnx.helper.make_tensor_value_info, onnx.TensorProto
     nodes = [node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]), node("DequantizeLinear", ["q", "s", "z"], ["y"])]
     outputs = [info("y", kinds.FLOAT, None), info("s", kinds.FLOAT, []), info("z", kinds.UINT8, [])]

@@ -29,8 +29,8 @@ from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qtype import QTYPES
 from quantizer.numerics.qtype import qtype
 
-onnx = pytest.importorskip("onnx", reason="the reference is quantizer[onnx,onnxruntime]")
-ort = pytest.importorskip("onnxruntime", reason="the reference is quantizer[onnx,onnxruntime]")
+onnx = pytest.importorskip("onnx", reason="the reference is enginequant[onnx,onnxruntime]")
+ort = pytest.importorskip("onnxruntime", reason="the reference is enginequant[onnx,onnxruntime]")
 
 SESSIONS: dict[tuple[torch.dtype, str, int | None, int | None], Any] = {}
 

@@ -23,7 +23,7 @@ from quantizer.engines.estimate.kernels import kernels
 from quantizer.errors import EngineError
 from quantizer.report import read_record
 
-onnx = pytest.importorskip("onnx", reason="reading a graph needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="reading a graph needs enginequant[onnx]")
 
 from quantizer.engines.inspection.onnx_graph import SizedGraph  # noqa: E402
 
@@ -179,7 +179,7 @@ def test_a_run_for_a_gpu_that_is_not_here(
     speedup: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for package in ("transformers", "sklearn", "tensorrt_rtx_bindings"):
-        pytest.importorskip(package, reason="needs quantizer[hf,report,tensorrt-rtx]")
+        pytest.importorskip(package, reason="needs enginequant[hf,report,tensorrt-rtx]")
     from tiny_run import tiny_run
 
     monkeypatch.chdir(tmp_path)

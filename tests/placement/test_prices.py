@@ -76,7 +76,7 @@ def test_a_layer_that_is_called_after_its_activation() -> None:
 
 
 def test_the_product_behind_a_name(tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx", reason="reading a graph needs quantizer[onnx]")
+    onnx = pytest.importorskip("onnx", reason="reading a graph needs enginequant[onnx]")
     from quantizer.engines.inspection.product_names import product_names
 
     text = """

@@ -264,7 +264,7 @@ def test_two_processes_share_their_gradients(tmp_path: Path) -> None:
 
 
 def _decoder(name: str) -> nn.Module:
-    tf = pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    tf = pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     common = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(1)
     if name == "llama":
@@ -328,7 +328,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 def _made(name: str, kind: str) -> tuple[nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]]:
     if name in ("bert", "vit"):
-        pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+        pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     model, args, keywords = MODELS[name]()
     q = _calibrated(model, *args, **keywords)
     return model, getattr(q, kind)(model), args, keywords

@@ -61,7 +61,7 @@ def _assert_counts_agree(q: Quantizer) -> None:
 @pytest.mark.promise("It lists every operation it found: quantized, or the reason why not.")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_an_encoder_is_covered_whole(attention: str) -> None:
-    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     q = _calibrated(tiny("bert", attention), batch("bert", padded=True), batch("bert", rows=2, length=6))
     assert q.coverage.share == 1
     assert len(q.coverage.escaped) == 0

@@ -20,7 +20,7 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.reasons import ReasonCode
 
-pytest.importorskip("transformers", reason="these tests make transformers models: install quantizer[hf]")
+pytest.importorskip("transformers", reason="these tests make transformers models: install enginequant[hf]")
 
 MATRIX = [
     pytest.param(architecture, attention, id=f"{architecture}-{attention}")

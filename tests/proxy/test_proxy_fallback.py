@@ -32,7 +32,7 @@ def _measured(model: nn.Module, *data: Any, **options: Any) -> tuple[Quantizer, 
 
 
 def _bert(**options: Any) -> tuple[nn.Module, Quantizer, nn.Module]:
-    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     model = tiny("bert", "sdpa")
     return model, *_measured(model, batch("bert", padded=True), batch("bert", seed=5), **options)
 
@@ -123,7 +123,7 @@ def test_the_ranking_is_sorted_and_complete() -> None:
 
 
 def test_the_ranking_as_a_table_and_a_plot(tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib", reason="plots need quantizer[report]")
+    pytest.importorskip("matplotlib", reason="plots need enginequant[report]")
     _, q, amp = _bert()
     q.fallback(amp, num=1)
     table = q.sensitivity

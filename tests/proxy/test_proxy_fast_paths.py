@@ -137,8 +137,8 @@ def test_padding_is_compiled_and_traced() -> None:
 @needs_exact_byte_products
 @pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
 def test_padding_is_exported(engine: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-    pytest.importorskip(engine, reason=f"needs quantizer[{engine}]")
+    pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+    pytest.importorskip(engine, reason=f"needs enginequant[{engine}]")
     from quantizer.engines import load_engine
 
     model = Encoder(nn.LayerNorm(32)).eval()

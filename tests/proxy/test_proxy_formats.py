@@ -21,8 +21,8 @@ from quantizer.engines import load_engine
 from quantizer.errors import ConfigError
 from quantizer.plan.site_plan import OperandPlan
 
-onnx = pytest.importorskip("onnx", reason="exporting needs quantizer[onnx]")
-pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="exporting needs enginequant[onnx]")
+pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
 
 WIDTH = 32
 
@@ -240,7 +240,7 @@ def test_engines_compute_what_the_proxy_does(
         assert sqnr(frozen(DATA), torch.from_numpy(found)) > least
 
 
-@pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install quantizer[tensorrt-rtx]")
+@pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install enginequant[tensorrt-rtx]")
 @pytest.mark.parametrize(
     "options",
     [

@@ -261,7 +261,7 @@ assert (folder / "again/quantizer.yaml").read_bytes() == (folder / "state/quanti
 @pytest.mark.promise("the same model, bit for bit")
 @pytest.mark.parametrize("fallback", [False, True])
 def test_a_reload_in_a_new_process_is_bit_identical(tmp_path: Path, fallback: bool) -> None:
-    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     model = tiny("bert-classification", "sdpa")
     inputs = batch("bert", padded=True)
     q = Quantizer(preset="fast", exclude={"names": ["classifier"]})
@@ -460,7 +460,7 @@ def test_trace_save_and_load_in_a_new_process(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*:torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # transformers' own property
 def test_tracing_a_transformers_model() -> None:
-    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     inputs = batch("bert", padded=True)
     _, frozen = _frozen(tiny("bert", "sdpa"), inputs)
     with torch.no_grad():
@@ -485,7 +485,7 @@ def test_compile_with_the_eager_backend(make: type[nn.Module], kind: str) -> Non
 
 
 def test_compile_a_transformers_model() -> None:
-    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     inputs = batch("bert", padded=True)
     _, frozen = _frozen(tiny("bert", "sdpa"), inputs)
     torch._dynamo.reset()

@@ -25,6 +25,7 @@ from torch import nn
 
 from quantizer import Quantizer
 from quantizer.errors import ProxyError
+from quantizer.reasons import ReasonCode
 
 X = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
 IDS = [name for name, *_ in NETS]
@@ -80,7 +81,7 @@ SITES = {
         "linear.forward.linear_0 mix.matmul_0 mix.matmul_1 mix.matmul_2 mix.matmul_3 mix.matmul_4 rows.matmul_0"
     ),
 }
-_VALUE = "the function is passed on as a value here and not called, so no module can be lent to it"
+PASSED_ON = ("power.matmul_0", "power.matmul_1", "attend.matmul_0", "scores.matmul_0")
 # Products that stay float, with the reason.
 SKIPPED = {
     "properties": {"square.matmul_0": "its operands are parameters alone"},
@@ -88,9 +89,9 @@ SKIPPED = {
         ("TemplateStatic.step.matmul_0", "TemplateStatic.step.matmul_1"), "never ran in calibration"
     ),
     "expressions": {"mix.matmul_1": "never ran in calibration"},
-    "left-alone": {"mix.matmul_0": "inside an f-string: positions are not reliable there"},
-    "registry": {"power.matmul_0": _VALUE, "power.matmul_1": _VALUE},
-    "passed-on": dict.fromkeys(("power.matmul_0", "power.matmul_1", "attend.matmul_0", "scores.matmul_0"), _VALUE),
+    "left-alone": {"mix.matmul_0": "inside an f-string it stays in float; to quantize it, compute it before"},
+    "registry": {name: ReasonCode.PASSED_ON.text(function="power") for name in PASSED_ON[:2]},
+    "passed-on": {name: ReasonCode.PASSED_ON.text(function=name.partition(".")[0]) for name in PASSED_ON},
 }
 
 
@@ -210,7 +211,9 @@ def test_a_helper_without_source_is_reported(tmp_path: Path) -> None:
     module = imported(tmp_path, "sample_no_source", _TEXT)
     exec(compile("def attend(q, k): return q @ k.T", "<nowhere>", "exec"), vars(module))
     q = _check(module.Made(), "linear.forward.linear_0")
-    assert _reasons(q) == {"(the model)": "<nowhere>: the source cannot be read, so its functions stay as they are"}
+    assert _reasons(q) == {
+        "(the model)": "<nowhere>: the source cannot be read, so what its functions compute stays in float"
+    }
 
 
 def test_builtins_stay_as_they_are() -> None:
@@ -348,8 +351,7 @@ def test_a_decorator_that_may_hand_no_module_on_is_reported(decorator: Any, monk
     """Through such a one no module is lent: it would be dropped, or be an argument too many."""
     monkeypatch.setitem(globals(), "gram", decorator(gram))
     q = _check(_calls_gram(), "linear.forward.linear_0")
-    why = "gram has no module argument, and its decorators cannot be relied on to hand one on to it"
-    assert _reasons(q) == {"(the model)": why}
+    assert _reasons(q) == {"(the model)": ReasonCode.KEYWORDS_DROPPED.text(name="gram")}
 
 
 def _typed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -379,7 +381,7 @@ def test_a_function_kept_as_an_attribute_is_reported() -> None:
             return self.mix(y, y)  # type: ignore[call-arg]
 
     q = _check(Keeps(), "linear.forward.linear_0")
-    assert _reasons(q) == {"(the model)": "the function kept as mix holds products, and no module is lent to it"}
+    assert _reasons(q) == {"(the model)": ReasonCode.KEPT_FUNCTION.text(name="mix")}
 
 
 def test_a_method_made_static_outside_of_its_definition_is_reported() -> None:
@@ -393,7 +395,7 @@ def test_a_method_made_static_outside_of_its_definition_is_reported() -> None:
             return self.product(x, x.T)  # type: ignore[call-arg,arg-type,return-value]
 
     q = _check(Static(), "linear.forward.linear_0")
-    assert _reasons(q) == {"(the model)": "product was made static or a class method outside of its definition"}
+    assert _reasons(q) == {"(the model)": ReasonCode.LATE_DECORATOR.text(name="product")}
 
 
 def test_an_attribute_that_hides_a_static_method() -> None:

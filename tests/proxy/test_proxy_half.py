@@ -389,8 +389,8 @@ LOW = {
 
 @pytest.mark.parametrize("which", LOW)
 def test_low_numbers_are_masks_where_a_softmax_alone_sees_them(which: str, tmp_path: Path) -> None:
-    ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
-    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    ort = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
+    pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     torch.manual_seed(0)
     model, x = _Low(LOW[which]).eval(), torch.randn(16, 32)
     quantizer = Quantizer(preset="fast", backend="tensorrt")
@@ -438,7 +438,7 @@ def test_a_simulation_is_not_exported(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Quantizer, nn.Module, Path]:
-    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     model, x = Stream(1.0, first=2e3), data()
     quantizer = calibrated(model, x)
     path = tmp_path_factory.mktemp("half") / "model.onnx"
@@ -449,7 +449,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Quantizer, nn.Mo
 
 @pytest.mark.promise("Modules whose values calibration saw beyond 65,504 stay FP32, in it and in the file.")
 def test_the_file_is_half_but_for_the_wide_modules(exported: tuple[Quantizer, nn.Module, Path]) -> None:
-    onnx = pytest.importorskip("onnx", reason="needs quantizer[onnx]")
+    onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
     file = onnx.shape_inference.infer_shapes(onnx.load(exported[2]))
     element = {v.name: v.type.tensor_type.elem_type for v in (*file.graph.value_info, *file.graph.output)}
     nodes = {output: node for node in file.graph.node for output in node.output}
@@ -465,7 +465,7 @@ def test_the_file_is_half_but_for_the_wide_modules(exported: tuple[Quantizer, nn
 
 
 def test_onnx_runtime_agrees_with_the_simulation(exported: tuple[Quantizer, nn.Module, Path]) -> None:
-    ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    ort = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     quantizer, model, path = exported
     options = ort.SessionOptions()
     options.log_severity_level = 3

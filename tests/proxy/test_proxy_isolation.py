@@ -23,8 +23,9 @@ from torch import nn
 from quantizer import Quantizer
 from quantizer.errors import CalibrationError
 from quantizer.errors import ProxyError
+from quantizer.reasons import ReasonCode
 
-pytest.importorskip("transformers", reason="these tests make transformers models: install quantizer[hf]")
+pytest.importorskip("transformers", reason="these tests make transformers models: install enginequant[hf]")
 
 
 def _settled(architecture: str = "bert", attention: str = "sdpa") -> nn.Module:
@@ -363,7 +364,7 @@ def test_a_forward_replaced_on_one_module_is_reported() -> None:
     q.calibrate(model, [x])
     assert_same(q.proxy(model)(x), model(x))
     rows = {row.name: row.reason for row in q.coverage if row.kind == "source"}
-    assert rows == {"0": "its forward was replaced on this module, so what runs there is not rewritten"}
+    assert rows == {"0": ReasonCode.REPLACED_FORWARD.text()}
 
 
 def test_a_class_patched_after_a_first_proxy() -> None:

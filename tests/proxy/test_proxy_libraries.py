@@ -26,7 +26,7 @@ from torch import nn
 
 from quantizer import Quantizer
 
-tf = pytest.importorskip("transformers", reason="makes transformers models: install quantizer[hf]")
+tf = pytest.importorskip("transformers", reason="makes transformers models: install enginequant[hf]")
 
 SIZES = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 
@@ -69,7 +69,7 @@ ADAPTED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 
 def _adapted(name: str) -> Any:
-    peft = pytest.importorskip("peft", reason="adapts a model: install quantizer[test]")
+    peft = pytest.importorskip("peft", reason="adapts a model: install enginequant[test]")
     make, options = ADAPTED[name]
     model = make()
     # Of rank 16, so that the adapters are large enough for INT8; fresh ones would add nothing.
@@ -159,7 +159,7 @@ def _hooked_twice(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("hook", [_hooked, _hooked_twice])
 def test_hooks_around_forward(hook: Callable[[nn.Module], nn.Module]) -> None:
-    pytest.importorskip("accelerate", reason="hooks a model: install quantizer[test]")
+    pytest.importorskip("accelerate", reason="hooks a model: install enginequant[test]")
     plain, inputs = _llama(), batch("bert")
     model = hook(_llama())
     expected = _run(plain, inputs)
@@ -193,7 +193,7 @@ def _offloaded_to_disk(model: nn.Module, folder: Path) -> nn.Module:
 )
 @pytest.mark.parametrize("offload", [_offloaded_to_cpu, _offloaded_to_disk])
 def test_offloaded_weights_stay_float(offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="hooks a model: install quantizer[test]")
+    pytest.importorskip("accelerate", reason="hooks a model: install enginequant[test]")
     plain, inputs = _llama(), batch("bert")
     expected = _run(plain, inputs)
     model = offload(_llama(), tmp_path)
@@ -217,7 +217,7 @@ def test_offloaded_weights_stay_float(offload: Callable[[nn.Module, Path], nn.Mo
 
 def test_casting_a_dispatched_proxy_leaves_the_model() -> None:
     """Its ``to`` is a function on the module, which holds the module and its method."""
-    accelerate = pytest.importorskip("accelerate", reason="hooks a model: install quantizer[test]")
+    accelerate = pytest.importorskip("accelerate", reason="hooks a model: install enginequant[test]")
     inputs = batch("bert")
     model = accelerate.dispatch_model(_llama(), {"": "cpu"}, main_device="cpu", force_hooks=True)
     assert "to" in vars(model)

@@ -231,8 +231,8 @@ def _fake(x: Tensor, scale: Tensor | None, axis: int | None = None) -> Tensor:
 
 def _exported(q: Quantizer, frozen: nn.Module, folder: Path, *batch: Tensor, **options: Any) -> list[str]:
     """ONNX Runtime computes what the frozen proxy computes; the operators of the graph."""
-    onnx = pytest.importorskip("onnx", reason="needs quantizer[onnx]")
-    ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
+    ort = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     path = q.export(frozen, folder / "model.onnx", batch, dynamic_axes={}, **options)
     settings = ort.SessionOptions()
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -430,7 +430,7 @@ def test_a_vector_of_weights_has_one_scale() -> None:
 
 
 def test_transformers_conv1d(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs quantizer[hf]")
+    pytest.importorskip("transformers", reason="needs enginequant[hf]")
     from transformers.pytorch_utils import Conv1D
 
     model, x = nn.Sequential(Conv1D(24, 32)), _random(3, 16, 32)
@@ -708,8 +708,8 @@ def test_quantized_attention_is_traced_and_compiled(heads: tuple[Quantizer, nn.M
 def test_quantized_attention_is_exported_with_dynamic_axes(
     heads: tuple[Quantizer, nn.Module], dtype: str, tmp_path: Path
 ) -> None:
-    ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
-    pytest.importorskip("onnx", reason="needs quantizer[onnx]")
+    ort = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
+    pytest.importorskip("onnx", reason="needs enginequant[onnx]")
     axes = {name: {0: "batch", 1: "sequence"} for name in ("x", "mask")}
     example = dict(zip(("x", "mask"), _padded(4, 24), strict=True))
     q = Quantizer(heads[0].config, fallback_dtype=dtype)
@@ -817,10 +817,10 @@ def test_calls_that_cannot_be_rewritten_say_why() -> None:
     for index in range(4):
         q = _calibrated(Refused(index), torch.eye(4))
         assert sorted(row.reason for row in q.coverage) == [
-            "an einsum of 3 operands: a product has two",
-            "an einsum whose equation does not stand in the text",
-            "an einsum with starred arguments",
-            "out= writes into a tensor of the caller",
+            "an einsum of 3 operands stays in float; to quantize it, write it as einsums of two",
+            ReasonCode.EINSUM_UNSPELLED.text(),
+            ReasonCode.EINSUM_STARRED.text(),
+            ReasonCode.OUT_ARGUMENT.text(),
         ]
 
 

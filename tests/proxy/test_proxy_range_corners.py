@@ -231,7 +231,7 @@ def test_smoothing_stays_until_more_data_comes(tmp_path: Path) -> None:
 
 
 def test_smoothed_models_export_in_bfloat16(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+    pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval()
     quantizer = calibrated(model, fallback_dtype="bfloat16", activations={"smooth": 0.5})

@@ -369,7 +369,7 @@ def test_residual_add_auto_refuses_outliers() -> None:
 
 
 def test_a_transformers_model() -> None:
-    pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
+    pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
     model = tiny("bert-classification", "sdpa")
     rules = {"module_types": ["BertPooler"], "names": ["classifier", "bert.encoder.layer.1.attention"]}
     q = Quantizer(preset="fast", exclude=rules)

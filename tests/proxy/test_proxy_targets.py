@@ -371,7 +371,7 @@ def test_a_run_that_its_target_can_do() -> None:
 def test_an_opset_that_is_too_old_for_a_format(
     options: dict[str, Any], opset: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     model, x = nn.Sequential(nn.Linear(32, 32)).eval(), torch.randn(4, 32)
     quantizer = Quantizer(preset="fast", backend="tensorrt", **options)
     quantizer.calibrate(model, [x], progress=False)

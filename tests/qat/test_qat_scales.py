@@ -220,7 +220,7 @@ def test_asymmetric_formats_keep_their_zero_points() -> None:
 
 @pytest.mark.promise("scales are fixed after 80% of the steps, batch statistics after 50%")
 def test_batch_norms_are_frozen_by_schedule_and_folded_in_the_file(tmp_path: Any) -> None:
-    onnx = pytest.importorskip("onnx", reason="needs quantizer[onnx]")
+    onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
     model, x = ConvNet().train(), torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     quantizer = Quantizer(preset="fast", backend="openvino")
     quantizer.calibrate(model, [x], progress=False)

@@ -73,7 +73,7 @@ def sample_choice() -> EngineChoice:
             Candidate(backend="onnxruntime", format="float32", milliseconds=(126.1,), verdict="3.18x the time"),
             Candidate(backend="onnxruntime", format="int8", verdict="failed: <it> crashed"),
         ),
-        missing=("other: pip install 'quantizer[other]'",),
+        missing=("other: pip install 'enginequant[other]'",),
     )
 
 

@@ -222,7 +222,7 @@ def test_without_jinja2_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, miss
         return real(name, *arguments, **keywords)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'quantizer\[report\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'enginequant\[report\]'"):
         html_from_record(sample_record())
 
 

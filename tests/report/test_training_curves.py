@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-pytest.importorskip("jinja2", reason="needs quantizer[report]")
+pytest.importorskip("jinja2", reason="needs enginequant[report]")
 
 from report_samples import sample_record
 from report_samples import sample_training

@@ -33,7 +33,7 @@ def _files() -> dict[str, Path]:
 
 
 FILES = _files()
-pytestmark = pytest.mark.skipif(not FILES, reason="the corpus is that of transformers: install quantizer[hf]")
+pytestmark = pytest.mark.skipif(not FILES, reason="the corpus is that of transformers: install enginequant[hf]")
 
 
 def _namespace(tree: ast.Module, name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from source_tools import sites_of
 from source_tools import source_file
 from source_tools import stripped
 
+from quantizer.reasons import ReasonCode
 from quantizer.rewrite.host_argument import HOST
 from quantizer.rewrite.text_edits import Edit
 from quantizer.rewrite.text_edits import LineIndex
@@ -123,17 +124,23 @@ def test_layout_is_kept(tmp_path: Path, body: str) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("return f'{a @ b}'", "inside an f-string: positions are not reliable there"),
+        ("return f'{a @ b}'", "inside an f-string it stays in float; to quantize it"),
         ("return f'{f\"{a @ b}\"}'", "inside an f-string"),
         ("return f'{torch.matmul(a, b)}'", "inside an f-string"),
         ("return f'{a:{b @ c}}'", "inside an f-string"),
-        ("return torch.matmul(a, b, out=c)", "out= writes into a tensor of the caller"),
-        ("self.x += a", "in-place on an attribute or an item"),
-        ("a[0] += b", "in-place on an attribute or an item"),
-        ("return [(lambda self: self @ a)(b)]", "an inner function hides the module argument"),
-        ("def inner(self):\n    return self @ a\nreturn inner(b)", "an inner function hides the module argument"),
-        ("class Inner:\n    x = a @ b\nreturn Inner", "inside a class defined in a function"),
-        ("return a.matmul \\\n    (b)", "the method's name stands on a line of its own"),
+        (
+            "return torch.matmul(a, b, out=c)",
+            "out= writes into a tensor of the caller, so it stays in float",
+        ),
+        ("self.x += a", "in place on an attribute or an item it stays in float; to quantize it"),
+        ("a[0] += b", "in place on an attribute or an item it stays in float; to quantize it"),
+        ("return [(lambda self: self @ a)(b)]", "an inner function has an argument 'self' too"),
+        (
+            "def inner(self):\n    return self @ a\nreturn inner(b)",
+            "an inner function has an argument 'self' too",
+        ),
+        ("class Inner:\n    x = a @ b\nreturn Inner", "in a class inside a function it stays in float"),
+        ("return a.matmul \\\n    (b)", "its name and its parenthesis are on different lines"),
         ("self = a\nreturn self @ b", "the function assigns to its argument 'self'"),
         ("return [self @ a for self in b]", "the function assigns to its argument 'self'"),
     ],
@@ -293,9 +300,7 @@ def test_the_argument_for_a_host_fits_every_signature(
 
 def test_a_function_that_reads_its_locals_gets_no_argument_more(tmp_path: Path) -> None:
     file = source_file(tmp_path, "def f(a, b):\n    return a @ b + len(locals())\n")
-    assert {site.reason for site in sites_of(file)} == {
-        "the function reads locals(), where one more argument would show"
-    }
+    assert {site.reason for site in sites_of(file)} == {ReasonCode.READS_LOCALS.text()}
     assert file.rewritten_text() == file.text
 
 

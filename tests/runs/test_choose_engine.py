@@ -183,10 +183,10 @@ def test_a_plan_without_sites_is_no_candidate() -> None:
 
 
 def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    choice = choose([BROKEN, B_INT8, A_FLOAT, A_INT8], SHAPES, ("c: pip install 'quantizer[c]'",))
+    choice = choose([BROKEN, B_INT8, A_FLOAT, A_INT8], SHAPES, ("c: pip install 'enginequant[c]'",))
     print_choice(choice, Console(width=80))
     said = capsys.readouterr().out
     assert said.startswith(choice.headline)
-    assert "not tried, as it is not installed: c: pip install 'quantizer[c]'" in said
+    assert "not tried, as it is not installed: c: pip install 'enginequant[c]'" in said
     lines = said.splitlines()
     assert all(any(one.name in line and one.verdict in line for line in lines) for one in choice.candidates)

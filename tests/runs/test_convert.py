@@ -24,7 +24,7 @@ from quantizer.tasks import load_rows
 from quantizer.tasks import load_tokenizer
 
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
-    pytest.importorskip(_package, reason="a conversion needs quantizer[hf,onnx,openvino,onnxruntime]")
+    pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
 from tiny_run import tiny_run  # noqa: E402
 
@@ -139,7 +139,7 @@ def _read(path: Path) -> dict[str, Any]:
     "quantizes for both engines from that one calibration, builds them, holds their outputs to PyTorch's at "
     "three shapes, times them, and writes `converted/my-model` with a folder for each."
 )
-def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
+def test_the_folder_holds_what_a_server_needs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path.name for path in place.done.iterdir()} == {
         *BACKENDS,
         "quantizer",
@@ -149,7 +149,12 @@ def test_the_folder_holds_what_a_server_needs(place: Place) -> None:
     assert not list(place.folder.glob("*.search.json"))
     for backend in BACKENDS:
         folder = place.done / backend
-        assert {path.name for path in folder.iterdir()} == {"model.onnx", "model.engine", "tokenizer", "config.json"}
+        assert {path.name for path in folder.iterdir()} == {
+            *("model.onnx", "model.engine", "tokenizer", "config.json", "README.md"),
+        }
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        monkeypatch.chdir(folder)
+        exec(compile(card.split("```python\n")[1].split("```")[0], "README.md", "exec"), {})
         config = _read(folder / "config.json")
         assert config["backend"] == backend
         assert config["task"] == "sequence-classification"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 for _package in ("transformers", "scipy", "onnx", "onnxscript", "openvino", "onnxruntime"):
-    pytest.importorskip(_package, reason="a conversion needs quantizer[hf,onnx,openvino,onnxruntime]")
+    pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
 import onnx as onnx_library  # noqa: E402
 from onnx import numpy_helper  # noqa: E402
@@ -175,13 +175,13 @@ def test_all_fail(convert: Callable[..., tuple[int, str]], monkeypatch: pytest.M
 def test_what_is_not_installed(convert: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     found = candidates.find_spec
     monkeypatch.setattr(candidates, "find_spec", lambda name: None if name == "openvino" else found(name))
-    assert cpu_candidates() == ((ONNXRUNTIME, TORCH), ("openvino: pip install 'quantizer[openvino]'",))
+    assert cpu_candidates() == ((ONNXRUNTIME, TORCH), ("openvino: pip install 'enginequant[openvino]'",))
     monkeypatch.setattr(candidates, "find_spec", lambda name: found(name) if name == "torch" else None)
     monkeypatch.setattr(torch._C, "_has_mkldnn", False)
     code, said = convert(TIMES)
     assert code == 1
     assert "no engine for a CPU is installed" in said
-    assert "pip install 'quantizer[onnxruntime]'" in said
+    assert "pip install 'enginequant[onnxruntime]'" in said
     assert "was built without oneDNN" in said
 
 

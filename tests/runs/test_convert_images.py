@@ -20,7 +20,7 @@ from quantizer.tasks import load_model
 from quantizer.tasks import load_rows
 
 for _package in ("transformers", "PIL", "onnx", "onnxscript", "openvino", "onnxruntime"):
-    pytest.importorskip(_package, reason="a conversion needs quantizer[hf,onnx,openvino,onnxruntime]")
+    pytest.importorskip(_package, reason="a conversion needs enginequant[hf,onnx,openvino,onnxruntime]")
 
 from tiny_vision import CLASSES  # noqa: E402
 from tiny_vision import SIZE  # noqa: E402

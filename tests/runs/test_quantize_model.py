@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,12 @@ class _Variadic(nn.Module):
     ("model", "data", "error", "said"),
     [
         (_net, [], CalibrationError, "the calibration data is empty"),
-        (_net, [(torch.ones(2, 3, 8, 8), torch.ones(2))], CalibrationError, "batch 0 does not fit Net.forward"),
+        (
+            _net,
+            [(torch.ones(2, 3, 8, 8), torch.ones(2), torch.ones(2))],
+            CalibrationError,
+            "which of them are its inputs cannot",
+        ),
         (_net, [{"image": [1.0]}], CalibrationError, "image is list; expected a tensor with the rows"),
         (_net, [torch.tensor(1.0)], CalibrationError, r"image is a tensor of shape \[\]; expected a tensor with"),
         (_Variadic, [torch.ones(2, 3)], CalibrationError, "variadic positional arguments have no names"),
@@ -179,6 +185,15 @@ def test_what_does_not_fit(model: Callable[[], Any], data: list[Any], error: typ
         quantizer.quantize_model(model(), data, backend=ONNXRUNTIME)
 
 
+def test_a_loader_with_labels_and_no_end() -> None:
+    def endless() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield _images()[0], torch.zeros(4, dtype=torch.int64)
+
+    result = quantizer.quantize_model(_net(), endless(), rows=32, backend=ONNXRUNTIME)
+    assert result.record.config["data"]["calibration"]["rows"] == 32
+
+
 def test_settings_are_those_of_a_quantizer() -> None:
     with pytest.raises(ConfigError, match="bakend"):
         quantizer.quantize_model(_net(), _images(), bakend="openvino")
@@ -186,7 +201,7 @@ def test_settings_are_those_of_a_quantizer() -> None:
 
 def test_a_score_that_is_no_number_and_what_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(TaskError, match="the score of the .* is nan; expected a finite number"):
+    with pytest.raises(TaskError, match=r"the score of the .* is nan; expected a finite number"):
         quantizer.quantize_model(_net(), _images(), score=lambda _: float("nan"), backend=ONNXRUNTIME)
     assert not list(tmp_path.glob("quantizer-*"))
     result = quantizer.quantize_model(_net(), _images(), backend=ONNXRUNTIME)

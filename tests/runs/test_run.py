@@ -37,13 +37,14 @@ from quantizer.report import read_record
 from quantizer.tasks import load_model
 
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "jinja2"):
-    pytest.importorskip(_package, reason="a run needs quantizer[hf,onnx,openvino,report]")
+    pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,openvino,report]")
 
 from tiny_run import tiny_run  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[2]
 COMPLETE = {
     ".quantizer.json",
+    "README.md",
     "config.yaml",
     "float.engine",
     "float.onnx",
@@ -215,6 +216,23 @@ def test_the_page_opens_offline(place: Place) -> None:
         assert word not in page.replace("http://www.w3.org/", ""), word
 
 
+@pytest.mark.promise("Beside an engine lies a model card in Hugging Face's format")
+def test_the_card_beside_the_engine_has_scores_and_code_that_runs(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="comes with transformers: install enginequant[hf]")
+    card = hub.ModelCard.load(place.done / "README.md")
+    scores = {score.which: score for score in read_record(place.done / "report.json").scores}
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value) == (scores["engine"].metric, round(scores["engine"].value, 6))
+    assert {"int8", "openvino"} <= set(card.data.tags)
+    assert card.data.base_model is None, "a local folder is no model of the hub"
+    code = card.text.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(place.done)
+    exec(compile(code, "README.md", "exec"), {})
+    assert "logits" in capsys.readouterr().out
+
+
 def test_what_was_saved_gives_the_model_that_was_scored(place: Place) -> None:
     model = load_model(str(place.folder / "model"), "sequence-classification")
     saved = Quantizer.load(place.done / "quantizer")
@@ -318,7 +336,7 @@ def test_a_head_that_no_task_reads(at: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_ahead_of_time_for_a_machine_with_a_gpu(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
     words = ["quantizer.backend=tensorrt-rtx", "engine.compute_capability=sm89"]
     assert main(["run", "tiny.yaml", *words, "--output", "out"]) == 0
     record = read_record(at / "out" / "report.json")

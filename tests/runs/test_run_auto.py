@@ -11,7 +11,7 @@ import torch
 import yaml
 
 for _package in ("transformers", "sklearn", "onnx", "onnxscript", "openvino", "onnxruntime", "jinja2"):
-    pytest.importorskip(_package, reason="a run needs quantizer[hf,onnx,openvino,onnxruntime,report]")
+    pytest.importorskip(_package, reason="a run needs enginequant[hf,onnx,openvino,onnxruntime,report]")
 
 import onnx  # noqa: E402
 from tiny_run import tiny_run  # noqa: E402
@@ -169,7 +169,7 @@ def test_nothing_is_installed(at: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["run", "tiny.yaml"]) == 1
     said = capsys.readouterr().err
     assert "no engine for a CPU is installed" in said
-    assert "onnxruntime: pip install 'quantizer[onnxruntime]'" in said
+    assert "onnxruntime: pip install 'enginequant[onnxruntime]'" in said
     assert not (at / "done").exists()
 
 

@@ -41,7 +41,7 @@ from quantizer.tasks import load_tokenizer
 from quantizer.tasks import tasks
 
 for _package in ("transformers", "sklearn", "jinja2"):
-    pytest.importorskip(_package, reason="a run needs quantizer[hf,report]")
+    pytest.importorskip(_package, reason="a run needs enginequant[hf,report]")
 
 from tiny_run import tiny_run  # noqa: E402
 

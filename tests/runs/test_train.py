@@ -18,8 +18,8 @@ import torch
 import yaml
 from torch import nn
 
-pytest.importorskip("transformers", reason="a run needs quantizer[hf]")
-pytest.importorskip("jinja2", reason="a run needs quantizer[report]")
+pytest.importorskip("transformers", reason="a run needs enginequant[hf]")
+pytest.importorskip("jinja2", reason="a run needs enginequant[report]")
 
 from helpers import assert_same
 from safetensors.torch import load_file

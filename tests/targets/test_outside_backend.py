@@ -11,7 +11,7 @@ from outside import run_outside
 from outside import write_guide_module
 
 for _package in ("transformers", "scipy", "onnx", "onnxscript"):
-    pytest.importorskip(_package, reason="the backend of the guide needs quantizer[hf,onnx]")
+    pytest.importorskip(_package, reason="the backend of the guide needs enginequant[hf,onnx]")
 
 from tiny_run import tiny_run  # noqa: E402
 
@@ -110,7 +110,7 @@ def test_by_configuration(folder: Path) -> None:
 
 
 def test_converted_beside_another(folder: Path) -> None:
-    pytest.importorskip("openvino", reason="install quantizer[openvino]")
+    pytest.importorskip("openvino", reason="install enginequant[openvino]")
     words = ["convert", "-m", "model", "--quantization", "--calibration", "text-csv:calibration.csv", "--rows", "12"]
     words += ["--backend", "openvino", "reference", "--batch-size", "1", "2", "4", "--seq-len", "16", "24", "32"]
     run(folder, f"from quantizer.cli.main import main\nsys.exit(main({[*words, '-o', 'converted']}))")

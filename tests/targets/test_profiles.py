@@ -138,7 +138,7 @@ def test_compute_capabilities(name: str, capability: str, formats: set[str], rea
 
 
 def test_the_capabilities_are_those_of_the_library() -> None:
-    trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs quantizer[tensorrt-rtx]")
+    trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs enginequant[tensorrt-rtx]")
     members = trt.ComputeCapability.__members__
     known = {int(name.removeprefix("SM")) for name in members if name.startswith("SM")}
     assert profile("tensorrt-rtx").capabilities == known

@@ -25,7 +25,7 @@ from quantizer.tasks import load_tokenizer
 from quantizer.tasks import read_checkpoint
 from quantizer.tasks import read_texts
 
-pytest.importorskip("transformers", reason="the tasks are of transformers models: install quantizer[hf]")
+pytest.importorskip("transformers", reason="the tasks are of transformers models: install enginequant[hf]")
 
 
 @pytest.fixture(scope="module")

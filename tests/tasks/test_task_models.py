@@ -152,5 +152,5 @@ def test_an_unknown_task_lists_the_known_ones():
 
 def test_without_transformers_the_extra_is_named(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'quantizer\[hf\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'enginequant\[hf\]'"):
         models.load_tokenizer(str(saved / "encoder"))

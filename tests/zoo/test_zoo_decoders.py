@@ -13,7 +13,7 @@ from zoo_steps import each_pattern
 from zoo_steps import off_is_identical
 from zoo_steps import repeated_patterns
 
-pytest.importorskip("transformers", reason="these tests make transformers models: install quantizer[hf]")
+pytest.importorskip("transformers", reason="these tests make transformers models: install enginequant[hf]")
 
 
 FOUND = DECODERS + MIXTURES_OF_EXPERTS

@@ -29,8 +29,8 @@ from quantizer.rewrite import register_operator_patch
 from quantizer.rewrite import unregister_operator_patch
 from quantizer.rewrite.operator_patches import apply_operator_patches
 
-pytest.importorskip("transformers", reason="install quantizer[hf]")
-pytest.importorskip("onnxscript", reason="exporting needs quantizer[onnx]")
+pytest.importorskip("transformers", reason="install enginequant[hf]")
+pytest.importorskip("onnxscript", reason="exporting needs enginequant[onnx]")
 
 from architectures import AUDIO
 from architectures import ENCODER_DECODERS
@@ -39,7 +39,7 @@ from transformers.models.tapas.modeling_tapas import IndexMap
 from transformers.models.tapas.modeling_tapas import gather
 from transformers.models.tapas.modeling_tapas import reduce_min
 
-rtx = pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install quantizer[tensorrt-rtx]")
+rtx = pytest.mark.skipif(find_spec("tensorrt_rtx_bindings") is None, reason="install enginequant[tensorrt-rtx]")
 
 
 # -- in the models -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,10 @@ from typing import Any
 __all__ = ["NameNodes"]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_CLASSES = "pkg.torch.onnx.class_hierarchy"
 _PARAMETER = "pkg.torch.export.graph_signature.InputSpec.kind"
+_PRODUCTS = ("Conv", "ConvTranspose", "Gemm")
+"""The products into which the exporter folds a batch normalization."""
 _STORED = ".stored"
 """The end of the name of a weight's steps: what is before it names the site and its operand."""
 
@@ -78,12 +81,18 @@ def _constant_names(model: Any) -> list[tuple[Any, str]]:
 
 
 def _scope(node: Any) -> str:
-    """Return the path of the module whose code made a node; for the DQ of a weight, the path of its site."""
+    """Return the path of the module whose code made a node; for the DQ of a weight, the path of its site.
+
+    A product into which a batch normalization was folded carries the scope of that: it is named after its weight.
+    """
     if node.op_type == "DequantizeLinear" and _STORED in node.inputs[0].name:
         return str(node.inputs[0].name.partition(_STORED)[0])
     text = node.metadata_props.get(_SCOPES)
     if not text:
         return ""
+    folded = node.op_type in _PRODUCTS and "_batch_norm" in node.metadata_props.get(_CLASSES, "")
+    if folded and (owner := node.inputs[1].name.rpartition(".")[0]):
+        return str(owner)
     scopes = ast.literal_eval(text)
     # Nodes that the exporter itself adds carry a scope of its own.
     return "" if len(scopes) < 2 or str(scopes[-2]).startswith("_empty_nn_module_stack") else str(scopes[-2])

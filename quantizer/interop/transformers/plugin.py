@@ -128,6 +128,8 @@ class TransformersQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **keywords: Any) -> None:
         # transformers takes any model with a quantization_config for quantized, and would refuse to train or cast it.
         vars(model)["is_quantized"] = self.frozen
+        # push_to_hub() writes them into the model card: whoever finds the model learns what loads it.
+        model.add_model_tags([METHOD, self._settings.dtype])
         if not self.frozen:
             return
         require_loaded([*sites_of(model), *_owners(model, self._dropped)], self._place)

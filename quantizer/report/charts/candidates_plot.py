@@ -24,6 +24,8 @@ _COLOURS = {"quantized": "#2f7fd6", "float": "#c26a12"}
 """See ``pareto_plot.py``."""
 _HEIGHT, _MARGIN, _LEFT, _RIGHT = 200, 24, 8, 94
 _TOP_DB = 60.0
+_NEAR, _LETTER = 0.05, 16
+"""Points so near in x, a share of the width, and y, in pixels, would have their numbers one over the other."""
 
 
 def candidates_svg(choice: EngineChoice) -> str:
@@ -40,7 +42,12 @@ def candidates_svg(choice: EngineChoice) -> str:
     axis = _Axis.of(ran)
     legend, top = svg_legend([(_dot("7", 9, colour), name) for name, colour in _COLOURS.items()])
     shares = [(slowest / ratio - 1) / (most - 1) if most > 1 else 0.5 for ratio in ratios]
-    points = [_point(row, one, _x(shares[row - 1]), axis, choice.shapes) for row, one in enumerate(ran, start=1)]
+    heights = [axis.of_candidate(one) for one in ran]
+    labels = _labels(list(zip(shares, heights, strict=True)))
+    points = [
+        _point(label, one, _x(share), height, choice.shapes)
+        for label, one, share, height in zip(labels, ran, shares, heights, strict=True)
+    ]
     ends = ((0.0, 1.0), (1.0, most)) if most > 1 else ((0.5, 1.0),)
     ticks = [svg_text(_x(share), _HEIGHT + 4, text.times(speed), "qz-value", "middle") for share, speed in ends]
     inner = [*axis.grid(), *ticks, *points]
@@ -112,15 +119,32 @@ def _x(share: float) -> str:
     return f"{_LEFT + 2 + (_RIGHT - _LEFT) * share:.2f}%"
 
 
-def _point(row: int, candidate: Candidate, x: str, axis: _Axis, shapes: Sequence[str]) -> str:
-    y = axis.of_candidate(candidate)
+def _labels(places: Sequence[tuple[float, float]]) -> list[str]:
+    """Return the number of each engine by its place; those that lie together have all numbers at the first of them."""
+    together: list[list[int]] = []
+    for row, (share, height) in enumerate(places):
+        near = (
+            group
+            for group in together
+            if abs(share - places[group[0]][0]) < _NEAR and abs(height - places[group[0]][1]) < _LETTER
+        )
+        found = next(near, None)
+        if found is None:
+            together.append([row])
+        else:
+            found.append(row)
+    said = {group[0]: ", ".join(str(row + 1) for row in group) for group in together}
+    return [said.get(row, "") for row in range(len(places))]
+
+
+def _point(label: str, candidate: Candidate, x: str, y: float, shapes: Sequence[str]) -> str:
     colour = _COLOURS["float" if candidate.is_float else "quantized"]
     ring = f'<circle cx="{x}" cy="{y}" r="9" fill="none" stroke="currentColor" stroke-width="2"/>'
     chosen = candidate.verdict == "chosen"
     times = candidate.milliseconds
     title = f"{candidate.name}: {times[-1]:.2f} ms at {shapes[len(times) - 1]}, {candidate.verdict}"
     # Numbers of rows: the names of two engines in float, which differ in little but time, would overlap.
-    words = svg_text(x, y - 13, str(row), "qz-value", "middle")
+    words = svg_text(x, y - 13, label, "qz-value", "middle") if label else ""
     return f"<g><title>{html.escape(title)}</title>{ring if chosen else ''}{_dot(x, y, colour)}{words}</g>"
 
 

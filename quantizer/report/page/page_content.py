@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,12 +21,14 @@ from quantizer.report.charts.training_plot import loss_svg
 from quantizer.report.charts.training_plot import score_svg
 from quantizer.report.charts.training_plot import training_caption
 from quantizer.report.codec import mapping_from_record
+from quantizer.report.page.glossary import GLOSSARY
 from quantizer.report.page.page_tables import cost_table
 from quantizer.report.page.page_tables import coverage_by_kind
 from quantizer.report.page.page_tables import coverage_by_reason
 from quantizer.report.page.page_tables import coverage_table
 from quantizer.report.page.page_tables import escaped_table
 from quantizer.report.page.page_tables import evaluations_table
+from quantizer.report.page.page_tables import outputs_table
 from quantizer.report.page.page_tables import ranges_table
 from quantizer.report.page.page_tables import score_table
 from quantizer.report.page.page_tables import sensitivity_table
@@ -33,6 +36,7 @@ from quantizer.report.ratios import quantized_entry
 from quantizer.report.ratios import reference_entry
 from quantizer.report.record import LatencyEntry
 from quantizer.report.record import MemoryEntry
+from quantizer.report.record import OutputDistance
 from quantizer.report.record import RunRecord
 from quantizer.report.record import Score
 from quantizer.report.record import Site
@@ -48,9 +52,10 @@ from quantizer.report.tables.engine_table import verified_words
 from quantizer.report.tables.headline import covered_share
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.headline import verdict
+from quantizer.report.tables.layer_table import group_table
+from quantizer.report.tables.layer_table import layer_table
 from quantizer.report.tables.measure_labels import error_words
-from quantizer.report.tables.placement_table import placement_lines
-from quantizer.report.tables.placement_table import placement_table
+from quantizer.report.tables.placement_lines import placement_lines
 from quantizer.report.tables.search_table import evaluation_caption
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
@@ -102,30 +107,24 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
     """
     stages = [(stage.name, stage.seconds) for stage in record.stages]
     config = mapping_from_record(record)["config"]
+    ran, never = ([site for site in record.coverage if site.ran is wanted] for wanted in (True, False))
     return {
         "record": record,
         "created": record.created.replace("T", " "),
         "parameters": text.count(record.model.parameters),
-        "judgement": _judgement(record),
-        "thresholds": text.typeset(THRESHOLDS),
-        "verdict": text.typeset(verdict(record)),
-        "choice": text.typeset(record.choice.headline) if record.choice else "",
-        "deploy": text.typeset(record.choice.deploy) if record.choice else "",
-        "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
-        "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
-        "choice_missing": missing_lines(record.choice) if record.choice else [],
-        "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
-        "placement_table": _safe(placement_table(record.placement) if record.placement else ""),
-        "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
-        "causes": [text.typeset(line) for line in cause_lines(record.causes, record.placement)],
+        **_header(record),
         "tiles": tiles(record),
         "latency": text.typeset(_latency_note(record)),
         "score_table": _safe(score_table(record)),
+        "outputs_table": _safe(outputs_table(record)),
         "cost_table": _safe(cost_table(record)),
         "coverage_by_kind": _safe(coverage_by_kind(record.coverage)),
         "coverage_by_reason": _safe(coverage_by_reason(record.coverage)),
         "escaped_table": _safe(escaped_table(record.escaped)),
-        "coverage_table": _safe(coverage_table(record.coverage)),
+        "coverage_table": _safe(coverage_table(ran)),
+        "sites_ran": text.counted(len(ran), "site"),
+        "never_ran_table": _safe(coverage_table(never)),
+        "sites_never_ran": text.counted(len(never), "site"),
         "ranges_table": _safe(ranges_table(record.coverage)),
         "histograms": [_safe(histogram_figure(histogram, _by_output(record))) for histogram in record.histograms],
         "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
@@ -143,13 +142,33 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "engine_note": verified_words(record.inspection) if record.inspection else "",
         "engine_facts": engine_facts(record.inspection) if record.inspection else [],
         "engine_table": _safe(engine_table(record.inspection) if record.inspection else ""),
-        "layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
+        "engine_layers_table": _safe(layers_table(record.inspection) if record.inspection else ""),
+        "layer_table": _safe(layer_table(record)),
+        "group_table": _safe(group_table(record)),
         "build_time": text.seconds(record.engine.build_seconds) if record.engine else None,
         "diff_files": diff_files(record.diff),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100) if config else "",
         "versions_table": _safe(_pairs("Package", "Version", record.versions)),
         "machine_table": _safe(_pairs("Fact", "Value", record.machine)),
         "stages_table": _safe(_stages(stages)),
+        "glossary": GLOSSARY,
+    }
+
+
+def _header(record: RunRecord) -> dict[str, Any]:
+    """Return the variables of the verdict, of the choice of the engine and its placement, and of what costs most."""
+    return {
+        "judgement": _judgement(record),
+        "thresholds": text.typeset(THRESHOLDS),
+        "verdict": text.typeset(verdict(record)),
+        "choice": text.typeset(record.choice.headline) if record.choice else "",
+        "deploy": text.typeset(record.choice.deploy) if record.choice else "",
+        "choice_table": _safe(choice_table(record.choice) if record.choice else ""),
+        "choice_plot": _safe(candidates_svg(record.choice) if record.choice else ""),
+        "choice_missing": missing_lines(record.choice) if record.choice else [],
+        "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
+        "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
+        "causes": [text.typeset(line) for line in cause_lines(record.causes, record.placement)],
     }
 
 
@@ -171,7 +190,7 @@ def tiles(record: RunRecord) -> tuple[Tile, ...]:
         _speed_tile(record.latency.engines if record.latency else ()),
         _size_tile(record.size),
         _memory_tile(record.memory),
-        _score_tile(quantized_score(record.scores)),
+        _score_tile(quantized_score(record.scores)) if record.scores else _output_tile(record.outputs),
         _coverage_tile(record.coverage, covered_share(record)),
     )
 
@@ -200,6 +219,14 @@ def _memory_tile(entries: Sequence[MemoryEntry]) -> Tile:
     return _tile("Times less memory", text.times(entry.ratio), peaks)
 
 
+def _output_tile(outputs: Sequence[OutputDistance]) -> Tile:
+    worst = min(outputs, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db, default=None)
+    if worst is None:
+        return _tile("Score", None)
+    found = "no difference" if worst.sqnr_db is None else f"{text.decibels(worst.sqnr_db)} dB"
+    return _tile("Output beside float", found, f"cosine {worst.cosine:.4f}, not scored")
+
+
 def _score_tile(score: Score | None) -> Tile:
     if score is None:
         return _tile("Score", None)
@@ -210,6 +237,7 @@ def _score_tile(score: Score | None) -> Tile:
 
 
 def _coverage_tile(sites: Sequence[Site], share: float | None) -> Tile:
+    sites = [site for site in sites if site.ran]
     if not sites:
         return _tile("Sites quantized", None)
     work = "multiply-adds not counted" if share is None else f"{text.percent(share)} of multiply-adds"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import Any
 
 from quantizer.reasons import counted
@@ -22,7 +21,7 @@ from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
 
 __all__ = ["cost_table", "coverage_by_kind", "coverage_by_reason", "coverage_table", "evaluations_table"]
-__all__ += ["escaped_table", "ranges_table", "score_table", "sensitivity_table"]
+__all__ += ["escaped_table", "outputs_table", "ranges_table", "score_table", "sensitivity_table"]
 
 
 def score_table(record: RunRecord) -> str:
@@ -52,6 +51,32 @@ def score_table(record: RunRecord) -> str:
         for entry in record.scores
     ]
     return html_table(columns, rows, label="Scores", style=False)
+
+
+def outputs_table(record: RunRecord) -> str:
+    """Return a table with a row for each output: its SQNR and cosine to the float model, of engine and proxy."""
+    if not record.outputs:
+        return ""
+    columns = [
+        Column(title="Output", mono=True),
+        Column(title="Batch", numeric=True),
+        Column(title="Engine, dB", numeric=True, show=text.decibels),
+        Column(title="Cosine", numeric=True, show=text.score),
+        Column(title="Proxy, dB", numeric=True, show=text.decibels),
+        Column(title="Engine to proxy, dB", numeric=True, show=text.decibels),
+    ]
+    rows = [
+        (
+            one.output,
+            f"{one.batch}" + (f" x {one.sequence}" if one.sequence else ""),
+            one.sqnr_db if one.engine else None,
+            one.cosine,
+            one.proxy_sqnr_db,
+            one.engine_to_proxy_db if one.engine else None,
+        )
+        for one in record.outputs
+    ]
+    return html_table(columns, rows, label="Outputs", style=False)
 
 
 def cost_table(record: RunRecord) -> str:
@@ -92,7 +117,8 @@ _COST_COLUMNS = {
 
 
 def coverage_by_kind(sites: Sequence[Site]) -> str:
-    """Return the numbers of sites and quantized sites and the share of multiply-adds, by kind."""
+    """Return the numbers of sites that ran and of quantized ones, and the share of multiply-adds, by kind."""
+    sites = [site for site in sites if site.ran]
     if not sites:
         return ""
     rows = []
@@ -106,8 +132,8 @@ def coverage_by_kind(sites: Sequence[Site]) -> str:
 
 
 def coverage_by_reason(sites: Sequence[Site]) -> str:
-    """Return the reasons of the sites that are not quantized; empty if all are."""
-    rows = counted(site.reason for site in sites if not site.quantized)
+    """Return the reasons of the sites that ran and are not quantized; empty if all are."""
+    rows = counted(site.reason for site in sites if site.ran and not site.quantized)
     return html_table(["Why not", "Sites"], rows, label="Sites left in float, by reason", style=False) if rows else ""
 
 
@@ -136,7 +162,7 @@ def escaped_table(products: Sequence[UnquantizedProduct]) -> str:
 
 
 def coverage_table(sites: Sequence[Site]) -> str:
-    """Return all sites with their reasons."""
+    """Return sites with their reasons; empty if there are none."""
     if not sites:
         return ""
     columns = [
@@ -157,7 +183,7 @@ def coverage_table(sites: Sequence[Site]) -> str:
             site.reason,
             site.rule,
             site.host_type,
-            f"{PurePath(site.file).name}:{site.line}",
+            site.place,
             site.multiply_adds,
         )
         for site in sites

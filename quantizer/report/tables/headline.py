@@ -117,14 +117,15 @@ def _paired(entry: Score) -> list[str]:
 
 
 def _coverage(record: RunRecord) -> list[str]:
-    if not record.coverage:
+    sites = [site for site in record.coverage if site.ran]
+    if not sites:
         return ["No sites were recorded."]
-    quantized = [site for site in record.coverage if site.quantized]
-    rest = [site for site in record.coverage if not site.quantized]
+    quantized = [site for site in sites if site.quantized]
+    rest = [site for site in sites if not site.quantized]
     share = covered_share(record)
     work = f", {percent(share)} of the multiply-adds" if share is not None else ""
     verb = "is" if len(quantized) == 1 else "are"
-    sentences = [f"{len(quantized)} of {len(record.coverage)} sites {verb} quantized{work}."]
+    sentences = [f"{len(quantized)} of {len(sites)} sites {verb} quantized{work}."]
     if rest:
         reason, number = counted(site.reason for site in rest)[0]
         sentences.append(f"The most frequent reason for the others: {reason} ({number}).")

@@ -18,7 +18,7 @@ from quantizer.report.tables.cause_lines import cause_lines
 from quantizer.report.tables.choice_table import print_choice
 from quantizer.report.tables.engine_table import print_inspection
 from quantizer.report.tables.headline import quantized_score
-from quantizer.report.tables.placement_table import placement_lines
+from quantizer.report.tables.placement_lines import placement_lines
 from quantizer.report.verdict import verdict_of
 
 __all__ = ["print_record", "print_summary"]

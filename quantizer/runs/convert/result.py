@@ -10,7 +10,6 @@ from typing import Any
 
 from quantizer.qdq.signature import Signature
 from quantizer.quantizer import Quantizer
-from quantizer.reasons import ReasonCode
 from quantizer.report import Score
 from quantizer.report import collect_versions
 from quantizer.report.record import EngineCheck
@@ -85,7 +84,7 @@ def quantization_facts(
 ) -> QuantizationSummary:
     """Return the figures of a calibrated quantizer and of the checks of its engines against a budget."""
     coverage, chosen = quantizer.coverage, quantizer.chosen_fallback
-    told = [row for row in coverage if not row.quiet and ReasonCode.of(row.reason) is not ReasonCode.NEVER_RAN]
+    told = [row for row in coverage if row.ran and not row.quiet]
     every, quantized = (Counter(row.kind for row in some) for some in (told, [row for row in told if row.quantized]))
     return QuantizationSummary(
         dtype=quantizer.config.dtype,

@@ -24,6 +24,7 @@ from quantizer.report import collect_machine
 from quantizer.report import collect_versions
 from quantizer.report.candidate_record import EngineChoice
 from quantizer.report.tables.choice_table import print_choice
+from quantizer.runs.convert.card import write_card
 from quantizer.runs.convert.choose import PYTORCH
 from quantizer.runs.convert.choose import Chooser
 from quantizer.runs.convert.data import Samples
@@ -268,5 +269,6 @@ class _Run:
             scores=() if made.engine is None else self.scoring.scores({**forms, "engine": made.engine}),
         )
         write_json(folder / CONFIG, backend_config(self.facts, result))
+        write_card(self.facts, result, None if self.asked.evaluation is None else str(self.asked.evaluation), folder)
         print_result(result, self.console)
         return result

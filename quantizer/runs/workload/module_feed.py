@@ -27,7 +27,7 @@ def named_batches(model: nn.Module, batches: Iterable[Any]) -> list[Batch]:
 
     Args:
         model: the module.
-        batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor.
+        batches: each a mapping (keyword arguments), a tuple or list (positional), or one tensor, without labels.
 
     Raises:
         CalibrationError: there is none; an argument is no tensor, has no rows, or has no name of its own.
@@ -128,7 +128,7 @@ class ModuleFeed:
 
     def filled(self, samples: Sequence[Batch], rows: int, sequence: int | None) -> Batch:
         """Return a batch of exactly ``rows`` rows, from those of the first sample, again and again."""
-        return resized((samples or self._batches)[0], rows)
+        return _resized((samples or self._batches)[0], rows)
 
     def check(self, samples: Sequence[Batch]) -> None:
         """Do nothing: ``named_batches`` has checked them."""
@@ -139,10 +139,10 @@ class ModuleFeed:
 
     def example(self, samples: Sequence[Batch] = ()) -> Batch:
         """Return a batch of two rows, for export."""
-        return resized((samples or self._batches)[0], EXAMPLE_ROWS)
+        return _resized((samples or self._batches)[0], EXAMPLE_ROWS)
 
 
-def resized(batch: Batch, rows: int) -> Batch:
+def _resized(batch: Batch, rows: int) -> Batch:
     """Return a batch with another number of rows; what has another length than the first input stays as it is."""
     size = len(next(iter(batch.values())))
     places = torch.arange(rows) % size

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from quantizer.common.data.batches_of import batches_of
 from quantizer.config import AmpConfig
 from quantizer.config import DataConfig
 from quantizer.config import DatasetConfig
@@ -59,6 +60,7 @@ def quantize_model(
     *,
     score: Callable[[nn.Module], float] | None = None,
     higher_is_better: bool = True,
+    rows: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | QuantizerConfig | None = None,
     threads: int = 1,
     progress: bool | None = None,
@@ -72,11 +74,13 @@ def quantize_model(
 
     Args:
         model: the float model, in eval mode. Its ``forward`` names its arguments.
-        data: batches to calibrate on, 128 rows or more of what the model will see: each a mapping (keyword arguments),
-            a tuple or list (positional), or one tensor. The rows of a batch lie along axis 0.
+        data: what to calibrate on, 128 rows or more of what the model will see: a loader or another iterable of
+            batches, with labels or without, a ``Dataset``, a tensor or an array, as ``Quantizer.calibrate`` takes it.
+            The rows of a batch lie along axis 0.
         score: takes the model, or a module that runs an engine and is called as the model is, and returns its score;
             None: the outputs alone are compared.
         higher_is_better: whether a higher score is better.
+        rows: how many rows of the data are read; None: all, and at most 4,096 of a loader that states no length.
         config: as for ``Quantizer``; without a backend in it or in ``settings`` it is ``auto``, the fastest.
         threads: the threads that an engine on a CPU runs with.
         progress: whether stages are printed; None: only in a terminal.
@@ -93,7 +97,7 @@ def quantize_model(
     if config is None or (isinstance(config, Mapping) and "backend" not in config):
         settings = {"backend": AUTO, **settings}
     asked = quantizer_config(config, **settings)
-    batches = named_batches(model, data)
+    batches = named_batches(model, batches_of(model, data, rows))
     # What is returned of a model in train mode, dropout and all, is nothing to compare with.
     plain = model if not model.training else copy.deepcopy(model).eval()
     console = Console(stderr=True, quiet=not (Console(stderr=True).is_terminal if progress is None else progress))

@@ -1,13 +1,11 @@
-"""A placement by measured time as sentences and a table."""
+"""A placement by measured time as sentences."""
 
 from __future__ import annotations
 
 from quantizer.report.placement_record import Placement
 from quantizer.report.tables import text
-from quantizer.report.tables.tables import Column
-from quantizer.report.tables.tables import html_table
 
-__all__ = ["placement_lines", "placement_table"]
+__all__ = ["placement_lines"]
 
 
 def placement_lines(placement: Placement) -> list[str]:
@@ -28,19 +26,3 @@ def placement_lines(placement: Placement) -> list[str]:
         has = "is estimated to have" if placement.estimated else "has"
         lines.append(f"asked for {asked} the speed of float: the engine {has} {got}, {met}")
     return lines
-
-
-def placement_table(placement: Placement) -> str:
-    """Return a table with a row for each group: its time in low precision and in float, and what it wins."""
-    columns: list[Column | str] = [
-        "Group",
-        Column(title="Low, us", numeric=True, show=lambda value: f"{value:.0f}"),
-        Column(title="Float, us", numeric=True, show=lambda value: f"{value:.0f}"),
-        Column(title="Won, us", numeric=True, show=lambda value: f"{value:.0f}"),
-        "",
-    ]
-    rows = [
-        (group.group, group.low_us, group.float_us, group.float_us - group.low_us, "back" if group.slower else "")
-        for group in placement.groups
-    ]
-    return html_table(columns, rows, label="Times of groups", style=False)

@@ -1,0 +1,118 @@
+"""The text of a model card: metadata in YAML, what was measured, the configuration, and how to run the engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantizer.errors import install_command
+from quantizer.report.record import Score
+from quantizer.report.tables import text
+from quantizer.targets import profile
+
+__all__ = ["CARD", "CardFacts", "card_text", "figure"]
+
+CARD = "README.md"
+"""The name of the file, by which the hub knows a card."""
+
+_PIPELINES = {
+    "embedding-classification": "feature-extraction",
+    "image-classification": "image-classification",
+    "sentence-similarity": "sentence-similarity",
+    "sequence-classification": "text-classification",
+}
+"""The hub's names of our tasks."""
+
+_OTHER = "other"
+"""The task of a score, where the hub has no name for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """What a card says.
+
+    Attributes:
+        name: the name of the model.
+        source: what the float model was loaded from.
+        task: our name of its task, or another word, of which the metadata says nothing.
+        backend: the backend of the engine.
+        dtype: the number format; None: nothing is quantized.
+        score: the score of what is delivered, or of what is nearest to it; None: there is none.
+        dataset: the rows that it was scored on.
+        figures: rows of the table, made by ``figure``.
+        machine: what was measured on.
+        configuration: the settings of the quantizer; empty: nothing was quantized.
+        snippet: Python that runs the engine from its folder.
+    """
+
+    name: str
+    source: str
+    task: str
+    backend: str
+    dtype: str | None
+    score: Score | None
+    dataset: str
+    figures: tuple[str, ...]
+    machine: str
+    configuration: Mapping[str, Any]
+    snippet: str
+
+
+def figure(name: str, before: str, after: str, ratio: float | None = None) -> str:
+    """Return a row of the table of figures: float, engine, and float divided by engine."""
+    return f"| {name} | {before} | {after} | {'' if ratio is None else text.times(ratio)} |"
+
+
+def card_text(facts: CardFacts) -> str:
+    """Return the card of an engine, in Markdown with metadata before it."""
+    metadata = yaml.safe_dump(_metadata(facts), sort_keys=False, allow_unicode=True)
+    form = f"{facts.dtype.upper()} engine" if facts.dtype else "Engine"
+    parts = [
+        f"---\n{metadata}---\n\n# {facts.name}\n",
+        f"{form} of `{facts.source}` for {facts.backend}, made with quantizer.\n",
+    ]
+    if facts.figures:
+        table = "\n".join(["| | float | engine | float / engine |", "|---|---|---|---|", *facts.figures])
+        parts.append(f"## Measured\n\nOn {facts.machine}.\n\n{table}\n")
+    extra = profile(facts.backend).library or facts.backend
+    # torch needs no extra.
+    install = f"```bash\n{install_command(extra)}\n```\n\n" if extra != "torch" else ""
+    parts.append(f"## How to run\n\nIn this folder:\n\n{install}```python\n{facts.snippet}\n```\n")
+    if facts.configuration:
+        settings = yaml.safe_dump(dict(facts.configuration), sort_keys=False, allow_unicode=True)
+        parts.append(f"## Configuration\n\n```yaml\n{settings}```\n")
+    return "\n".join(parts)
+
+
+def _metadata(facts: CardFacts) -> dict[str, Any]:
+    tags = ["quantizer", facts.backend, *([facts.dtype, "quantized"] if facts.dtype else [])]
+    found: dict[str, Any] = {"library_name": "quantizer", "tags": tags}
+    if (base := _hub_name(facts.source)) is not None:
+        found["base_model"] = base
+    if facts.task in _PIPELINES:
+        found["pipeline_tag"] = _PIPELINES[facts.task]
+    if facts.score is not None:
+        metric = {
+            "type": facts.score.metric,
+            "value": round(facts.score.value, 6),
+            "name": f"{facts.score.metric} ({facts.score.which})",
+        }
+        slug = re.sub(r"[^\w.-]+", "-", facts.dataset).strip("-")
+        results = {
+            "task": {"type": _PIPELINES.get(facts.task, _OTHER)},
+            "dataset": {"name": facts.dataset, "type": slug},
+            "metrics": [metric],
+        }
+        found["model-index"] = [{"name": facts.name, "results": [results]}]
+    return found
+
+
+def _hub_name(source: str) -> str | None:
+    """Return the source if it can only be a model on the hub: ``bert-base-uncased``, ``OWNER/NAME``."""
+    name = re.fullmatch(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*", source)
+    return source if name is not None and not Path(source).exists() else None

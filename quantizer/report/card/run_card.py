@@ -1,0 +1,84 @@
+"""The model card of a run, from its record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizer.report.card.model_card import CARD
+from quantizer.report.card.model_card import CardFacts
+from quantizer.report.card.model_card import card_text
+from quantizer.report.card.model_card import figure
+from quantizer.report.json_file import write_text_atomic
+from quantizer.report.ratios import quantized_entry
+from quantizer.report.ratios import reference_entry
+from quantizer.report.record import RunRecord
+from quantizer.report.tables import text
+from quantizer.report.tables.headline import quantized_score
+
+__all__ = ["write_run_card"]
+
+_SNIPPET = """\
+import numpy as np
+
+from quantizer.engines import load_engine
+
+engine = load_engine("{backend}", "{path}")
+for spec in engine.inputs:
+    print(spec)  # name, type and shape; ? is a size that may vary
+sizes = ({batch}, {sequence})  # rows, and tokens of a row
+made_up = {{}}
+for spec in engine.inputs:
+    shape = [sizes[min(axis, 1)] if size is None else size for axis, size in enumerate(spec.shape)]
+    made_up[spec.name] = np.ones(shape, spec.dtype)
+print({{name: values.shape for name, values in engine(made_up).items()}})"""
+
+
+def write_run_card(record: RunRecord, folder: Path) -> None:
+    """Write the model card of a run into its folder, if it has an engine."""
+    if record.engine is None:
+        return
+    settings = record.config.get("quantizer") or {}
+    evaluation = (record.config.get("data") or {}).get("evaluation") or {}
+    latency = record.latency
+    facts = CardFacts(
+        name=record.name,
+        source=record.model.source,
+        task=record.model.task,
+        backend=record.engine.backend,
+        dtype=settings.get("dtype") if any(site.quantized for site in record.coverage) else None,
+        score=quantized_score(record.scores),
+        dataset=Path(evaluation.get("path") or evaluation.get("name") or "evaluation rows").name,
+        figures=tuple(_figures(record)),
+        machine=str(record.machine.get("cpu") or "a machine that did not say its name"),
+        configuration=settings,
+        snippet=_SNIPPET.format(
+            backend=record.engine.backend,
+            path=record.engine.path,
+            batch=latency.batch if latency else 8,
+            sequence=(latency.sequence if latency else None) or 128,
+        ),
+    )
+    write_text_atomic(folder / CARD, card_text(facts))
+
+
+def _figures(record: RunRecord) -> list[str]:
+    found = []
+    if record.latency is not None:
+        before, after = reference_entry(record.latency.engines), quantized_entry(record.latency.engines)
+        if before is not None and after is not None:
+            shape = f"{record.latency.batch}" + (f" x {record.latency.sequence}" if record.latency.sequence else "")
+            name = f"latency, median, batch {shape}, threads: {record.latency.threads}"
+            times = text.milliseconds(before.median_ms), text.milliseconds(after.median_ms)
+            found.append(figure(name, *times, after.ratio_to_float))
+    small, large = quantized_entry(record.size), reference_entry(record.size)
+    if small is not None and large is not None:
+        found.append(figure("size", text.mebibytes(large.bytes), text.mebibytes(small.bytes), small.ratio))
+    little, much = quantized_entry(record.memory), reference_entry(record.memory)
+    if little is not None and much is not None:
+        found.append(figure("peak memory", f"{much.peak_mib:,.0f} MiB", f"{little.peak_mib:,.0f} MiB", little.ratio))
+    scored = quantized_score(record.scores)
+    reference = next((entry for entry in record.scores if entry.which == "float"), None)
+    if scored is not None and reference is not None:
+        name = f"{scored.metric} ({scored.which})"
+        found.append(figure(name, text.score(reference.value), text.score(scored.value)))
+    return found

@@ -1,0 +1,1 @@
+"""Results of a run in the form of experiment trackers: MLflow, TensorBoard, Weights & Biases."""

@@ -1,0 +1,152 @@
+"""The trackers that a run's results are sent to, each imported when it is asked for.
+
+All keep to files beside the run's folder unless their own environment variables say otherwise, so that nothing leaves
+the machine unasked. A tracker that fails costs one line: the run is complete by then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quantizer.engines.optional_import import import_library
+from quantizer.report.record import RunRecord
+from quantizer.report.tracking.figures import metrics_of
+from quantizer.report.tracking.figures import parameters_of
+
+__all__ = ["TRACKERS", "require_tracker", "track"]
+
+_PROJECT = "quantizer"
+_ARTIFACTS = ("report.html", "config.yaml")
+_LONGEST_VALUE = 500
+"""Characters of a value that every version of MLflow takes."""
+
+_LONGEST_ERROR = 160
+"""Characters of an error that are shown."""
+
+_DEFAULTS = {
+    # Instead of minutes of trying again.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    # A run ends with its own figures.
+    "WANDB_SILENT": "true",
+}
+"""Environment variables that the trackers read, where they are not set."""
+
+
+def require_tracker(tracker: str) -> None:
+    """Check that a tracker can be imported, before a run that would end with it.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+        EngineError: it is installed and does not load.
+    """
+    import_library(tracker, tracker)
+
+
+def track(tracker: str, record: RunRecord, folder: Path) -> str:
+    """Send the configuration, the figures and the files of a run to a tracker.
+
+    Args:
+        tracker: a name of ``TRACKERS``.
+        record: the record of the run.
+        folder: its folder, complete.
+
+    Returns:
+        A line that says where the results are, or why the tracker did not take them.
+    """
+    try:
+        with _defaults(_DEFAULTS):
+            return f"tracked with {tracker}: {TRACKERS[tracker](record, folder)}"
+    except Exception as error:  # noqa: BLE001 - a library of others, and perhaps a server: any error may come
+        said = (str(error).splitlines() or [""])[0]
+        said = said if len(said) <= _LONGEST_ERROR else f"{said[:_LONGEST_ERROR]}..."
+        return (
+            f"warning: {tracker} did not take the results ({type(error).__name__}: {said}); the run is complete in "
+            f"{folder}"
+        )
+
+
+def _mlflow(record: RunRecord, folder: Path) -> str:
+    mlflow = import_library("mlflow", "mlflow")
+    entities = import_library("mlflow", "mlflow.entities")
+    local = f"sqlite:///{folder.parent / 'mlflow.db'}"
+    place = os.environ.get("MLFLOW_TRACKING_URI") or local
+    client = mlflow.MlflowClient(tracking_uri=place)
+    found = client.get_experiment_by_name(_PROJECT)
+    files = (folder.parent / "mlflow-artifacts").as_uri() if place == local else None
+    experiment = client.create_experiment(_PROJECT, artifact_location=files) if found is None else found.experiment_id
+    run = client.create_run(experiment, run_name=record.name).info.run_id
+    now = int(time.time() * 1000)
+    client.log_batch(
+        run,
+        metrics=[entities.Metric(_word(name), value, now, 0) for name, value in metrics_of(record).items()],
+        params=[entities.Param(_word(name), value[:_LONGEST_VALUE]) for name, value in parameters_of(record).items()],
+    )
+    for file in _artifacts(folder):
+        client.log_artifact(run, str(file))
+    client.set_terminated(run)
+    return place
+
+
+def _tensorboard(record: RunRecord, folder: Path) -> str:
+    import_library("tensorboard", "tensorboard")
+    writer = import_library("tensorboard", "torch.utils.tensorboard").SummaryWriter
+    place = folder.parent / "tensorboard" / record.name
+    with writer(str(place)) as board:
+        for name, value in metrics_of(record).items():
+            # Curves are grouped by what is before the slash.
+            board.add_scalar(name.replace(".", "/", 1), value)
+        rows = "\n".join(f"| {name} | `{value}` |" for name, value in parameters_of(record).items())
+        board.add_text("configuration", f"| key | value |\n|---|---|\n{rows}")
+        board.add_text("files", "\n".join(f"- {file}" for file in _artifacts(folder)))
+    return str(place)
+
+
+def _wandb(record: RunRecord, folder: Path) -> str:
+    wandb = import_library("wandb", "wandb")
+    mode = os.environ.get("WANDB_MODE") or "offline"
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT") or _PROJECT,
+        name=record.name,
+        config=parameters_of(record),
+        mode=mode,
+        dir=str(folder.parent),
+    )
+    run.log(metrics_of(record))
+    # An artifact is a copy: the folder of the run may be replaced before an offline run is sent.
+    artifact = wandb.Artifact(re.sub(r"[^\w\-.]", "_", record.name), type="run")
+    for file in _artifacts(folder):
+        artifact.add_file(str(file))
+    run.log_artifact(artifact)
+    run.finish()
+    return f"{run.dir} ({mode})"
+
+
+TRACKERS = {"mlflow": _mlflow, "tensorboard": _tensorboard, "wandb": _wandb}
+"""By the name in ``report.track``, which is that of the module and of the extra too."""
+
+
+def _artifacts(folder: Path) -> list[Path]:
+    return [folder / name for name in _ARTIFACTS if (folder / name).is_file()]
+
+
+def _word(name: str) -> str:
+    """Return a name without the characters that MLflow refuses."""
+    return re.sub(r"[^\w\-./ ]", "_", name)
+
+
+@contextmanager
+def _defaults(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables that are not set, for the time of the context."""
+    missing = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]

