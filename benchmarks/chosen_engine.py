@@ -209,6 +209,9 @@ def report(name: str, rounds: int) -> None:
             calls = {one: partial(make(usual[one]), given) for one, make in found.items()}
             fewer = max(10, rounds * _WORK // (batch * (sequence or 256)))
             taken.append(interleaved_latency(calls, rounds=2 * min(rounds, fewer) // 2, warmup=2))
+            # Of a BERT-base the engines of all shapes together take more than 20 GB.
+            del calls
+            _built.cache_clear()
     print(f"### {name}\n")
     print("| milliseconds | " + " | ".join(shown) + " |\n|---|" + "---|" * len(shown))
     for one in found:

@@ -281,9 +281,8 @@ class ModelSession:
         from quantizer.export import export_onnx
         from quantizer.export import least_opset
 
-        other = not is_proxy(quant_model) or is_simulation(quant_model) or is_lowered(quant_model)
-        if other or self.is_working_proxy(quant_model):
-            raise ProxyError("export() takes the model that quantize() returned")
+        if is_simulation(quant_model) or is_lowered(quant_model) or self.is_working_proxy(quant_model):
+            raise ProxyError("export() takes the model that quantize() returned, or a float model")
         target, regions = self._target, self.decisions.regions()
         require_scales_of(quant_model, target.torch_dtype, target.name)
         warn_of_float32(target, regions)

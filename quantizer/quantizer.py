@@ -275,10 +275,10 @@ class Quantizer(QuantizerViews):
         opset: int | None = None,
         dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
     ) -> Path:
-        """Write the frozen proxy as Q/DQ ONNX for ``config.backend``.
+        """Write the frozen proxy as Q/DQ ONNX for ``config.backend``, or a float model to compare it with.
 
         Args:
-            quant_model: the frozen proxy that ``quantize()`` returned.
+            quant_model: the frozen proxy that ``quantize()`` returned, or a float model.
             path: the ``.onnx`` file.
             example: one batch, as for ``calibrate``; its values do not matter.
             opset: the ONNX opset; None: the target's, or a later one if a format needs it.
@@ -287,7 +287,7 @@ class Quantizer(QuantizerViews):
                 axis 1 of length 1 is fixed, and so is an axis 0 whose length is not that of the first input.
 
         Raises:
-            ProxyError: ``quant_model`` is the float model, or the proxy of ``calib()``, ``amp()`` or ``qat()``.
+            ProxyError: ``quant_model`` is the proxy of ``calib()``, ``amp()`` or ``qat()``.
             ExportError: the model cannot be exported, or the file cannot be written.
         """
         return self._session.export(quant_model, Path(path), example, opset, dynamic_axes)

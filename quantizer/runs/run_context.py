@@ -264,7 +264,7 @@ class RunContext:
 
     @property
     def task(self) -> Task:
-        """What makes batches, as the task that also scores predictions.
+        """The feed as the task that also scores predictions.
 
         Raises:
             TaskError: the model was given in Python, with batches alone.

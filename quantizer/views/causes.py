@@ -140,8 +140,8 @@ class _Trial:
         return {group: tuple(dict.fromkeys(texts)) for group, texts in found.items()}
 
     def cause(self, group: str, alone: float, findings: tuple[str, ...]) -> Cause:
-        """Return what a group costs, with the setting that gains most if something is wrong with its inputs."""
-        cures = [] if not findings else [*self._cures(group, alone), *self._in_float(group)]
+        """Return what a group costs, with the setting that gains most; without findings, only float is tried."""
+        cures = [*(self._cures(group, alone) if findings else ()), *self._in_float(group)]
         # What leaves a group in float is the last resort.
         settings = [cure for cure in cures if math.isfinite(cure.alone_db)] or cures
         best = max(settings, key=lambda cure: cure.gain_db, default=None)

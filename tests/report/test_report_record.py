@@ -118,7 +118,7 @@ def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], messa
         (b'{"version": 1,', "not a JSON file"),
         (b"[1]", "expected an object with the fields of a run record"),
         (b"\xff\xfe", "cannot be read"),
-        (b'{"version": 7}', "missing field 'name', 'created', 'config', 'model'"),
+        (b'{"version": 8}', "missing field 'name', 'created', 'config', 'model'"),
         (b"[" * 200_000, "nested too deep|not a JSON file"),
         (b'{"name": "\\ud800"}', "half a character"),
         (b"9" * 5_000, "not a JSON file .Exceeds the limit"),

@@ -92,14 +92,20 @@ def test_a_fault_is_named_and_its_cure_is_true_on_other_rows(
     assert gain == pytest.approx(worst.cure.gain_db, abs=2)
 
 
-def test_a_healthy_model_has_costs_but_no_cause() -> None:
+def test_a_healthy_model_has_costs_and_float_alone_mends_them() -> None:
     rows = _rows(_plain, 1)
     model = _model()
     causes = make_calibrated(model, rows, backend="openvino", activations={"calibrator": "max"}).causes(model, rows)
     assert len(causes) == 2
-    assert all(not cause.findings and cause.cure is None for cause in causes)
+    assert all(not cause.findings for cause in causes)
     assert causes[0].sqnr_db <= causes[1].sqnr_db
-    assert "cure" not in causes.text()
+    # Of two groups each has about a half of the error.
+    worst = causes[0].cure
+    assert worst is not None
+    assert worst.setting.startswith("exclude: {sites: [")
+    assert math.isinf(worst.alone_db)
+    assert 0.5 <= worst.gain_db < 20
+    assert "cure: leave it in float, exclude: " in causes.text()
 
 
 class _Unfoldable(nn.Module):

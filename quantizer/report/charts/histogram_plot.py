@@ -24,8 +24,21 @@ _AXIS = 22
 _ROW = 25
 
 
-def histogram_figure(histogram: Histogram) -> str:
-    """Return a ``<figure>`` with the operand's name, the histogram and its candidates, on one axis of magnitudes."""
+_FURTHER_DB = 3.0
+"""From so much on another range is so much better for the values alone that the page says why it was not taken."""
+
+
+_BY_OUTPUT = ": the range was chosen for the output of the whole model, which came out better with it"
+_BY_CONFIGURATION = ": the configuration asked for this range; preset: balanced chooses by the output of the model"
+
+
+def histogram_figure(histogram: Histogram, by_output: bool | None = None) -> str:
+    """Return a ``<figure>`` with the operand's name, the histogram and its candidates, on one axis of magnitudes.
+
+    Args:
+        histogram: the histogram.
+        by_output: whether ranges were chosen by the output of the model; None: that is not known.
+    """
     facts = (
         f"{sum(histogram.counts):,} values from {significant(histogram.minimum)} to {significant(histogram.maximum)}, "
         f"judged in {histogram.dtype}; log counts of magnitudes"
@@ -33,8 +46,20 @@ def histogram_figure(histogram: Histogram) -> str:
     return (
         f'<figure style="margin:0 0 16px"><figcaption><code>{html.escape(histogram.name)}</code>'
         f'<div style="font-size:12px;opacity:.8;margin-bottom:6px">{html.escape(facts)}</div></figcaption>'
-        f"{histogram_svg(histogram)}</figure>"
+        f"{histogram_svg(histogram)}{_beside(histogram, by_output)}</figure>"
     )
+
+
+def _beside(histogram: Histogram, by_output: bool | None) -> str:
+    """Return a sentence if another range is much better for these values than the one that was chosen."""
+    chosen = next((entry for entry in histogram.candidates if entry.chosen), None)
+    best = max(histogram.candidates, key=lambda entry: entry.sqnr_db, default=None)
+    if chosen is None or best is None or best.sqnr_db < chosen.sqnr_db + _FURTHER_DB:
+        return ""
+    said = f"{best.name} keeps {decibels(best.sqnr_db - chosen.sqnr_db)} dB more of these values alone"
+    if by_output is not None:
+        said += _BY_OUTPUT if by_output else _BY_CONFIGURATION
+    return f'<p style="font-size:12.5px;margin:6px 0 0">{html.escape(said)}.</p>'
 
 
 def histogram_svg(histogram: Histogram) -> str:

@@ -55,6 +55,8 @@ from quantizer.report.tables.placement_lines import placement_lines
 from quantizer.report.tables.search_table import evaluation_caption
 from quantizer.report.tables.tables import Column
 from quantizer.report.tables.tables import html_table
+from quantizer.report.verdict import THRESHOLDS
+from quantizer.report.verdict import verdict_of
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -106,6 +108,8 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "record": record,
         "created": record.created.replace("T", " "),
         "parameters": text.count(record.model.parameters),
+        "judgement": _judgement(record),
+        "thresholds": text.typeset(THRESHOLDS),
         "verdict": text.typeset(verdict(record)),
         "choice": text.typeset(record.choice.headline) if record.choice else "",
         "deploy": text.typeset(record.choice.deploy) if record.choice else "",
@@ -114,7 +118,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "choice_missing": missing_lines(record.choice) if record.choice else [],
         "placement": [text.typeset(line) for line in placement_lines(record.placement)] if record.placement else [],
         "frontier": _safe(frontier_svg(record.placement) if record.placement else ""),
-        "causes": [text.typeset(line) for line in cause_lines(record.causes)],
+        "causes": [text.typeset(line) for line in cause_lines(record.causes, record.placement)],
         "tiles": tiles(record),
         "latency": text.typeset(_latency_note(record)),
         "score_table": _safe(score_table(record)),
@@ -127,7 +131,7 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "never_ran_table": _safe(coverage_table(never)),
         "sites_never_ran": text.counted(len(never), "site"),
         "ranges_table": _safe(ranges_table(record.coverage)),
-        "histograms": [_safe(histogram_figure(histogram)) for histogram in record.histograms],
+        "histograms": [_safe(histogram_figure(histogram, _by_output(record))) for histogram in record.histograms],
         "bars": _safe(sensitivity_bars(record.sensitivity, measure=record.measure, limit=_BARS)),
         "bars_shown": min(_BARS, len(record.sensitivity)),
         "error_words": error_words(record.measure).heading,
@@ -153,6 +157,18 @@ def view_from_record(record: RunRecord) -> dict[str, Any]:
         "machine_table": _safe(_pairs("Fact", "Value", record.machine)),
         "stages_table": _safe(_stages(stages)),
     }
+
+
+def _judgement(record: RunRecord) -> tuple[str, str, str]:
+    """Return the verdict as a CSS class, its level and its reasons."""
+    found = verdict_of(record)
+    return found.level.replace(" ", "-"), found.level, text.typeset("; ".join(found.reasons))
+
+
+def _by_output(record: RunRecord) -> bool:
+    """Return whether ranges were chosen by the output of the model."""
+    activations = record.config.get("quantizer", {}).get("activations", {})
+    return activations.get("calibrator") in ("auto", "output")
 
 
 def tiles(record: RunRecord) -> tuple[Tile, ...]:

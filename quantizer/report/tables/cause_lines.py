@@ -6,21 +6,40 @@ import math
 from collections.abc import Sequence
 
 from quantizer.report.cause_record import Cause
+from quantizer.report.placement_record import Placement
 from quantizer.report.tables import text
 
 __all__ = ["cause_lines"]
 
 
-def cause_lines(causes: Sequence[Cause]) -> list[str]:
-    """Return a line for each cause, numbered."""
-    return [f"{number}. {_line(cause)}" for number, cause in enumerate(causes, start=1)]
+def cause_lines(causes: Sequence[Cause], placement: Placement | None = None) -> list[str]:
+    """Return a line for each cause, numbered.
+
+    Args:
+        causes: the groups that cost most.
+        placement: the times of the groups, for what it costs to leave one in float.
+    """
+    return [f"{number}. {_line(cause, placement)}" for number, cause in enumerate(causes, start=1)]
 
 
-def _line(cause: Cause) -> str:
+def _line(cause: Cause, placement: Placement | None) -> str:
     parts = [f"{cause.group}: {text.decibels(cause.sqnr_db)} dB alone", *cause.findings, *cause.notes]
-    if cause.cure is not None:
-        last = "leave it in float, " if math.isinf(cause.cure.alone_db) else ""
-        parts.append(f"cure: {last}{cause.cure.setting}, measured gain {text.decibels(cause.cure.gain_db)} dB")
-    elif cause.findings:
-        parts.append("no setting that was tried gains")
+    cure = cause.cure
+    if cure is None:
+        parts.append("no setting that was tried gains" if cause.findings else "nothing stands out in its inputs")
+    elif math.isinf(cure.alone_db):
+        gain = f"measured gain {text.decibels(cure.gain_db)} dB"
+        parts.append(f"cure: leave it in float, {cure.setting}, {gain}{_cost(cause.group, placement)}")
+    else:
+        parts.append(f"cure: {cure.setting}, measured gain {text.decibels(cure.gain_db)} dB, no time")
     return "; ".join(parts)
+
+
+def _cost(group: str, placement: Placement | None) -> str:
+    """Return what a group takes more in float than in low precision, in words; empty: it was not timed."""
+    taken = [one for one in placement.groups if one.group == group] if placement else []
+    if placement is None or not taken:
+        return ""
+    more = taken[0].float_us - taken[0].low_us
+    how = "estimated" if placement.estimated else "measured"
+    return f", {abs(more):.0f} us {'more' if more > 0 else 'less'} a batch ({how})"

@@ -19,6 +19,7 @@ from quantizer.report.tables.choice_table import print_choice
 from quantizer.report.tables.engine_table import print_inspection
 from quantizer.report.tables.headline import quantized_score
 from quantizer.report.tables.placement_lines import placement_lines
+from quantizer.report.verdict import verdict_of
 
 __all__ = ["print_record", "print_summary"]
 
@@ -41,11 +42,12 @@ def print_record(record: RunRecord, folder: Path | str, console: Console) -> Non
     if record.placement is not None and (record.placement.back or record.placement.min_speedup is not None):
         for line in placement_lines(record.placement):
             console.print(Text(line), soft_wrap=True)
-    for line in cause_lines(record.causes):
+    for line in cause_lines(record.causes, record.placement):
         console.print(Text(line))
     console.print(_table(record))
     if record.inspection is not None:
         print_inspection(record.inspection, console)
+    console.print(Text("verdict ", style="bold") + Text(str(verdict_of(record))))
     engine = Text("not built") if record.engine is None else Text(str(folder / record.engine.path))
     page = folder / "report.html"
     console.print(Text("engine  ", style="bold") + engine, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""What a run works on: the model and rows of a configuration, or a module and batches given in Python."""
+"""Workloads of a run: the model and rows of a configuration, or a module and batches given in Python."""

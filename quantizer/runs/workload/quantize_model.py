@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ from quantizer.tasks import batch_shape
 __all__ = ["quantize_model"]
 
 _TASK = "module"
-"""What stands in a record for the task of a module that was given in Python."""
+"""The word in a record for the task of a module that was given in Python."""
 
 _SENSITIVITY_BATCHES = 2
 _LARGEST_BATCH = 32
@@ -96,15 +97,15 @@ def quantize_model(
     # What is returned of a model in train mode, dropout and all, is nothing to compare with.
     plain = model if not model.training else copy.deepcopy(model).eval()
     console = Console(stderr=True, quiet=not (Console(stderr=True).is_terminal if progress is None else progress))
-    keep = tempfile.TemporaryDirectory(prefix="quantizer-")
-    record = carry_out(
-        _run_config(model, batches, asked, threads),
-        Path(keep.name) / type(model).__name__,
-        False,
-        console,
-        partial(_workload, plain, batches, score, higher_is_better),
-    )
-    return QuantizedModel(plain, _output(plain, batches[0]), record, keep)
+    parent = Path(tempfile.mkdtemp(prefix="quantizer-"))
+    try:
+        folder = parent / type(model).__name__
+        work = partial(_workload, plain, batches, score, higher_is_better)
+        record = carry_out(_run_config(model, batches, asked, threads), folder, False, console, work)
+        return QuantizedModel(plain, _output(plain, batches[0]), record, folder)
+    except BaseException:
+        shutil.rmtree(parent)
+        raise
 
 
 def _run_config(model: nn.Module, batches: list[Batch], asked: QuantizerConfig, threads: int) -> RunConfig:

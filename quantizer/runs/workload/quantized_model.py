@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
+import weakref
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
@@ -38,14 +38,19 @@ class QuantizedModel:
         folder: the folder of the run, as ``quantizer run`` writes it.
     """
 
-    def __init__(
-        self, model: nn.Module, output: Any, record: RunRecord, keep: tempfile.TemporaryDirectory[str]
-    ) -> None:
+    def __init__(self, model: nn.Module, output: Any, record: RunRecord, folder: Path) -> None:
+        """
+        Args:
+            model: the float model, in eval mode.
+            output: what it returns for some batch.
+            record: all measurements.
+            folder: the folder of the run, alone in a temporary folder, which is removed with this object.
+        """
         self.model = model
         self.record = record
-        self.folder = Path(keep.name) / record.name
+        self.folder = folder
         self._output = output
-        self._keep = keep
+        weakref.finalize(self, shutil.rmtree, folder.parent, ignore_errors=True)
 
     @cached_property
     def engine(self) -> EngineModule:

@@ -37,7 +37,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one run works on.
+    """Model, data and scores of one run.
 
     Attributes:
         context: the float model and the batches that it takes.

@@ -1,0 +1,129 @@
+"""The verdict on a run: usable, look at this, or do not use, with every reason and the threshold that it goes by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from quantizer.report.ratios import quantized_entry
+from quantizer.report.record import RunRecord
+from quantizer.report.record import Score
+from quantizer.report.tables.headline import quantized_score
+from quantizer.report.tables.text import decibels
+from quantizer.report.tables.text import percent
+from quantizer.report.tables.text import score
+from quantizer.report.tables.text import signed
+
+__all__ = ["THRESHOLDS", "Verdict", "verdict_of"]
+
+USABLE, LOOK, NOT = "usable", "look at this", "do not use"
+_ORDER = (USABLE, LOOK, NOT)
+
+_LOSS, _GREAT_LOSS = 0.01, 0.03
+"""Shares of the float model's score."""
+_DB, _FEW_DB = 20.0, 10.0
+"""SQNR of an output, without a score to go by: at 20 dB the error has a hundredth of the output's power."""
+_ALIKE_DB, _FURTHER_DB = 30.0, 3.0
+"""What an engine may differ from the quantized model in PyTorch, as where engines are checked."""
+
+THRESHOLDS = (
+    f"A score may lose {_LOSS:.0%} of the float model's, and {_GREAT_LOSS:.0%} with a look at it; a larger loss that "
+    f"chance can explain counts as one to look at. Without a score every output needs an SQNR of {_DB:g} dB, and "
+    f"{_FEW_DB:g} dB with a look at it. An engine in INT8 is to be faster than the one in float."
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict.
+
+    Attributes:
+        level: ``usable``, ``look at this`` or ``do not use``: the worst of the reasons.
+        reasons: what was judged, the worst first, each a sentence without its full stop.
+    """
+
+    level: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.level}: {'; '.join(self.reasons)}"
+
+
+def verdict_of(record: RunRecord) -> Verdict:
+    """Return the verdict on a run: on its accuracy, on its engine, and on its speed."""
+    judged = [_accuracy(record), *_engine(record), *_speed(record)]
+    judged.sort(key=lambda one: -_ORDER.index(one[0]))
+    return Verdict(judged[0][0], tuple(reason for _, reason in judged))
+
+
+def _accuracy(record: RunRecord) -> tuple[str, str]:
+    if record.coverage and not any(site.quantized for site in record.coverage):
+        return NOT, "nothing is quantized"
+    entry = quantized_score(record.scores)
+    plain = next((one for one in record.scores if one.which == "float"), None)
+    if entry is not None and plain is not None and entry.difference is not None:
+        return _loss(entry, plain)
+    if not record.outputs:
+        return LOOK, "neither a score nor the outputs were compared with the float model's"
+    worst = min(record.outputs, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db)
+    if worst.sqnr_db is None:
+        return USABLE, "the outputs are those of the float model"
+    level = USABLE if worst.sqnr_db >= _DB else LOOK if worst.sqnr_db >= _FEW_DB else NOT
+    which = f" of {worst.output}" if len(record.outputs) > 1 else ""
+    return level, (
+        f"the output{which} is {decibels(worst.sqnr_db)} dB from float, cosine {worst.cosine:.4f}; a score on rows "
+        "with labels says more"
+    )
+
+
+def _loss(entry: Score, plain: Score) -> tuple[str, str]:
+    assert entry.difference is not None
+    sign = -1 if entry.higher_is_better else 1
+    base = abs(plain.value) or 1.0
+    loss = sign * entry.difference / base
+    level = USABLE if loss <= _LOSS else LOOK if loss <= _GREAT_LOSS else NOT
+    said = f"{entry.metric} {score(entry.value)}, {signed(entry.difference)} to float"
+    if loss > 0:
+        said += f", {percent(loss)} of it"
+    if entry.interval is not None:
+        low, high = entry.interval
+        worst = max(sign * low, sign * high) / base
+        if level == NOT and low <= 0 <= high:
+            level, said = LOOK, f"{said}, which chance can explain: more rows tell"
+        elif level == USABLE and worst > _LOSS:
+            said = f"{said}; with chance it may be {percent(worst)}: more rows tell"
+    return level, said
+
+
+def _engine(record: RunRecord) -> list[tuple[str, str]]:
+    """Return a reason if the engine computes something else than the quantized model in PyTorch."""
+    if record.engine is None:
+        return []
+    if record.latency is None:
+        return [(LOOK, "the engine was built and did not run here")]
+    apart = [
+        one
+        for one in record.outputs
+        if one.engine_to_proxy_db is not None
+        and one.engine_to_proxy_db < _ALIKE_DB
+        and one.sqnr_db is not None
+        and (one.proxy_sqnr_db is None or one.sqnr_db < one.proxy_sqnr_db - _FURTHER_DB)
+    ]
+    return [
+        (
+            LOOK,
+            f"the engine's output {one.output} is {decibels(one.engine_to_proxy_db or 0.0)} dB from that of the "
+            "quantized model in PyTorch",
+        )
+        for one in apart[:1]
+    ]
+
+
+def _speed(record: RunRecord) -> list[tuple[str, str]]:
+    entry = quantized_entry(record.latency.engines) if record.latency else None
+    if entry is None:
+        return []
+    ratio = entry.ratio_to_float
+    if ratio < 1:
+        return [(LOOK, f"INT8 is no faster than float here ({ratio:.2f}x): deploy float.engine")]
+    return [(USABLE, f"{ratio:.2f}x as fast as the float engine")]

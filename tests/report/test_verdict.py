@@ -1,0 +1,143 @@
+"""The verdict on a run: its three levels, and the reasons that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from report_samples import bare_record
+
+from quantizer.report import EngineFile
+from quantizer.report import Latency
+from quantizer.report import Score
+from quantizer.report import Site
+from quantizer.report import latency_entries
+from quantizer.report.cause_record import Cause
+from quantizer.report.cause_record import Cure
+from quantizer.report.output_record import OutputDistance
+from quantizer.report.placement_record import GroupTime
+from quantizer.report.placement_record import Placement
+from quantizer.report.tables.cause_lines import cause_lines
+from quantizer.report.verdict import verdict_of
+
+ENGINE = EngineFile(backend="openvino", path="model.engine", build_seconds=1.0, verified="ran here")
+
+
+def _latency(**milliseconds: float) -> Latency:
+    entries = latency_entries({name: [value] for name, value in milliseconds.items()})
+    return Latency(batch=8, sequence=None, threads=1, engines=entries)
+
+
+def _output(**changes: Any) -> OutputDistance:
+    values: Mapping[str, Any] = {
+        "output": "logits",
+        "batch": 8,
+        "sqnr_db": 25.0,
+        "cosine": 0.998,
+        "proxy_sqnr_db": 25.0,
+        "engine_to_proxy_db": 31.0,
+        "engine": True,
+    }
+    return OutputDistance(**{**values, **changes})
+
+
+FAST = {"engine": ENGINE, "latency": _latency(float=4.0, engine=2.0)}
+
+
+@pytest.mark.parametrize(
+    ("difference", "interval", "higher", "level", "said"),
+    [
+        (-0.004, (-0.006, 0.001), True, "usable", "accuracy 0.7960, -0.0040 to float, 0.500% of it"),
+        (-0.004, (-0.020, 0.010), True, "usable", "with chance it may be 2.50%: more rows tell"),
+        (+0.004, None, True, "usable", "accuracy 0.8040, +0.0040 to float"),
+        (-0.016, None, True, "look at this", "2.00% of it"),
+        (-0.040, None, True, "do not use", "5.00% of it"),
+        (-0.040, (-0.090, 0.010), True, "look at this", "which chance can explain: more rows tell"),
+        (+0.040, None, False, "do not use", "5.00% of it"),
+        (-0.040, None, False, "usable", "-0.0400 to float"),
+    ],
+)
+def test_on_the_score(
+    difference: float, interval: tuple[float, float] | None, higher: bool, level: str, said: str
+) -> None:
+    plain = Score(which="float", value=0.8, metric="accuracy", higher_is_better=higher)
+    engine = Score(
+        which="engine",
+        value=0.8 + difference,
+        metric="accuracy",
+        difference=difference,
+        interval=interval,
+        higher_is_better=higher,
+    )
+    verdict = verdict_of(
+        bare_record(scores=(plain, engine), outputs=(_output(sqnr_db=3.0, proxy_sqnr_db=3.0),), **FAST)
+    )
+    assert verdict.level == level
+    assert said in verdict.reasons[0]
+    assert "2.00x as fast as the float engine" in verdict.reasons
+
+
+@pytest.mark.parametrize(
+    ("decibels", "level"), [(20.0, "usable"), (19.9, "look at this"), (10.0, "look at this"), (9.9, "do not use")]
+)
+def test_on_the_worst_output_without_a_score(decibels: float, level: str) -> None:
+    outputs = (_output(), _output(output="pooled", sqnr_db=decibels, proxy_sqnr_db=decibels))
+    verdict = verdict_of(bare_record(outputs=outputs, **FAST))
+    assert verdict.level == level
+    assert f"the output of pooled is {decibels:.1f} dB from float, cosine 0.9980" in str(verdict)
+
+
+def test_an_output_without_a_difference() -> None:
+    assert verdict_of(bare_record(outputs=(_output(sqnr_db=None),), **FAST)).level == "usable"
+
+
+def test_nothing_to_judge_by() -> None:
+    verdict = verdict_of(bare_record())
+    assert verdict.level == "look at this"
+    assert verdict.reasons == ("neither a score nor the outputs were compared with the float model's",)
+
+
+def test_nothing_is_quantized() -> None:
+    site = Site(name="a", kind="linear", host_type="Linear", file="a.py", line=1, quantized=False, reason="excluded")
+    verdict = verdict_of(bare_record(coverage=(site,), outputs=(_output(),), **FAST))
+    assert str(verdict) == "do not use: nothing is quantized; 2.00x as fast as the float engine"
+
+
+def test_an_engine_that_is_no_faster() -> None:
+    record = bare_record(outputs=(_output(),), engine=ENGINE, latency=_latency(float=2.0, engine=4.0))
+    verdict = verdict_of(record)
+    assert verdict.level == "look at this"
+    assert "no faster than float here (0.50x): deploy float.engine" in verdict.reasons[0]
+
+
+def test_an_engine_that_is_not_its_proxy() -> None:
+    verdict = verdict_of(bare_record(outputs=(_output(sqnr_db=21.0, engine_to_proxy_db=22.0),), **FAST))
+    assert verdict.level == "look at this"
+    assert "the engine's output logits is 22.0 dB from that of the quantized model in PyTorch" in verdict.reasons[0]
+
+
+def test_an_engine_that_did_not_run() -> None:
+    verdict = verdict_of(bare_record(outputs=(_output(engine=False),), engine=ENGINE))
+    assert verdict.level == "look at this"
+    assert "the engine was built and did not run here" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("estimated", "taken", "said"),
+    [(False, 30.0, "20 us more a batch (measured)"), (True, 5.0, "5 us less a batch (est")],
+)
+def test_a_cure_says_what_it_costs(estimated: bool, taken: float, said: str) -> None:
+    placement = Placement(
+        where="openvino",
+        estimated=estimated,
+        low_ms=1.0,
+        float_ms=2.0,
+        predicted_ms=1.0,
+        back=0,
+        groups=(GroupTime(group="head", low_us=10.0, float_us=taken),),
+    )
+    leave = Cure(setting="exclude: {sites: [head]}", gain_db=2.0, alone_db=float("inf"))
+    (line,) = cause_lines([Cause(group="head", sqnr_db=20.0, cure=leave)], placement)
+    assert said in line
+    assert "batch" not in cause_lines([Cause(group="head", sqnr_db=20.0, cure=leave)])[0]

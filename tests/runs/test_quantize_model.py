@@ -1,0 +1,196 @@
+"""``quantize_model``: a module of one's own, from its data to engines, figures and a report, in one call."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import nn
+
+for _package in ("onnx", "onnxscript", "onnxruntime", "jinja2"):
+    pytest.importorskip(_package, reason="quantize_model needs quantizer[onnx,onnxruntime,report]")
+
+import quantizer  # noqa: E402
+from quantizer.engines.candidates import cpu_candidates  # noqa: E402
+from quantizer.errors import CalibrationError  # noqa: E402
+from quantizer.errors import ConfigError  # noqa: E402
+from quantizer.errors import QuantizerError  # noqa: E402
+from quantizer.errors import TaskError  # noqa: E402
+from quantizer.report import read_record  # noqa: E402
+
+ONNXRUNTIME = next(name for name in cpu_candidates()[0] if name.startswith("onnxruntime"))
+
+pytestmark = [
+    pytest.mark.usefixtures("exact_byte_products"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU auto is tensorrt"),
+]
+
+
+class Net(nn.Module):
+    """A small convolutional net, with dropout that eval mode switches off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        hidden: Tensor = torch.relu(self.norm(self.first(image)))
+        out: Tensor = self.head(nn.functional.dropout(hidden.mean((2, 3)), 0.5, self.training))
+        return out
+
+
+class Pairs(nn.Module):
+    """Two inputs by name, and a mapping of two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        hidden = self.linear(self.embed(tokens))
+        return {"hidden": hidden, "pooled": (hidden * weight[:, None, None]).mean(1)}
+
+
+def _images(rows: int = 4, batches: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(rows, 3, 8, 8, generator=generator) for _ in range(batches)]
+
+
+def _net() -> Net:
+    torch.manual_seed(3)
+    return Net().eval()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    torch.set_num_threads(1)
+    return quantizer.quantize_model(_net(), _images(), score=_mean_score, backend=ONNXRUNTIME)
+
+
+def _mean_score(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(torch.cat([model(image) for image in _images()]).mean())
+
+
+@pytest.mark.promise("three lines")
+def test_engines_figures_and_score(made: Any) -> None:
+    record, image = made.record, _images()[0]
+    with torch.no_grad():
+        expected = made.model(image)
+    torch.testing.assert_close(made.float_engine(image), expected, rtol=1e-4, atol=1e-5)
+    difference = made.engine(image) - expected
+    assert 0 < difference.abs().max() < 0.1
+    (output,) = record.outputs
+    assert output.engine
+    assert output.sqnr_db == pytest.approx(
+        float(10 * torch.log10(expected.square().sum() / difference.square().sum())), abs=0.1
+    )
+    assert [one.which for one in record.scores] == ["float", "proxy", "engine"]
+    assert record.scores[0].metric == "_mean_score"
+    assert record.scores[2].value == pytest.approx(_mean_score(made.engine))
+    assert record.scores[2].difference == pytest.approx(_mean_score(made.engine) - _mean_score(made.model))
+    assert {entry.name for entry in record.latency.engines} == {"float", "engine"}
+    assert record.latency.batch == 4
+    assert record.size[1].bytes == (made.folder / "model.engine").stat().st_size
+    proxy = made.quantizer.quantize(made.model)
+    torch.testing.assert_close(made.engine(image), proxy(image), rtol=1e-3, atol=1e-3)
+
+
+def test_summary_and_report(made: Any, tmp_path: Path) -> None:
+    said = made.summary()
+    assert "verdict usable: " in said or "verdict look at this: " in said
+    assert str(made.folder / "model.engine") in said
+    page = made.report(tmp_path / "r.html").read_text()
+    assert "<h1>Net</h1>" in page
+    assert 'class="judgement ' in page
+
+
+def test_saved_like_a_run(made: Any, tmp_path: Path) -> None:
+    folder = made.save(tmp_path / "saved")
+    assert read_record(folder / "report.json") == made.record
+    assert {"model.engine", "float.engine", "model.onnx", "float.onnx", "quantizer", "report.html"} <= {
+        path.name for path in folder.iterdir()
+    }
+    with pytest.raises(QuantizerError, match="exists already"):
+        made.save(folder)
+    assert made.save(folder, replace=True) == folder
+
+
+def test_the_model_is_not_changed_and_its_mode_is_none_of_the_result() -> None:
+    model = _net().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = _net()(_images()[0])
+    result = quantizer.quantize_model(model, _images(), backend=ONNXRUNTIME)
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    torch.testing.assert_close(result.float_engine(_images()[0]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_names_types_and_lengths_of_several_inputs() -> None:
+    torch.manual_seed(0)
+    model = Pairs().eval()
+    batches = [{"tokens": torch.randint(0, 32, (2, length)), "weight": torch.rand(2)} for length in (6, 4, 6)]
+    result = quantizer.quantize_model(model, batches, backend=ONNXRUNTIME)
+    with torch.no_grad():
+        expected = model(**batches[1])
+    for given in (result.engine(**batches[1]), result.engine(batches[1]["tokens"], weight=batches[1]["weight"])):
+        assert list(given) == ["hidden", "pooled"]
+        assert given["hidden"].shape == (2, 4, 16)
+        torch.testing.assert_close(given["pooled"], expected["pooled"], rtol=0.1, atol=0.05)
+    assert {one.output for one in result.record.outputs} == {"hidden", "pooled"}
+    assert result.record.latency.sequence == 6
+    with pytest.raises(CalibrationError, match=r"the input does not fit Pairs.forward\(.*missing a required argument"):
+        result.engine(batches[0]["tokens"])
+
+
+class _Variadic(nn.Module):
+    def forward(self, *images: Tensor) -> Tensor:
+        return images[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "error", "said"),
+    [
+        (_net, [], CalibrationError, "the calibration data is empty"),
+        (_net, [(torch.ones(2, 3, 8, 8), torch.ones(2))], CalibrationError, "batch 0 does not fit Net.forward"),
+        (_net, [{"image": [1.0]}], CalibrationError, "image is list; expected a tensor with the rows"),
+        (_net, [torch.tensor(1.0)], CalibrationError, r"image is a tensor of shape \[\]; expected a tensor with"),
+        (_Variadic, [torch.ones(2, 3)], CalibrationError, "variadic positional arguments have no names"),
+        (
+            lambda: "net",
+            [torch.ones(2, 3)],
+            QuantizerError,
+            "takes a float model, a torch.nn.Module, and this is 'net'",
+        ),
+    ],
+)
+def test_what_does_not_fit(model: Callable[[], Any], data: list[Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        quantizer.quantize_model(model(), data, backend=ONNXRUNTIME)
+
+
+def test_settings_are_those_of_a_quantizer() -> None:
+    with pytest.raises(ConfigError, match="bakend"):
+        quantizer.quantize_model(_net(), _images(), bakend="openvino")
+
+
+def test_a_score_that_is_no_number_and_what_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TaskError, match="the score of the .* is nan; expected a finite number"):
+        quantizer.quantize_model(_net(), _images(), score=lambda _: float("nan"), backend=ONNXRUNTIME)
+    assert not list(tmp_path.glob("quantizer-*"))
+    result = quantizer.quantize_model(_net(), _images(), backend=ONNXRUNTIME)
+    assert result.folder.parent.parent == tmp_path
+    del result
+    gc.collect()
+    assert not list(tmp_path.glob("quantizer-*"))
