@@ -187,16 +187,8 @@ class Quantizer(QuantizerViews):
         """
         wrapped = None if metric is None else Metric(function=metric, higher_is_better=higher_is_better)
         by = {"num": num, "ratio": ratio, "names": names, "max_drop": max_drop, "min_speedup": min_speedup}
-        return self._session.choose(
-            amp,
-            prices=prices,
-            metric=wrapped,
-            max_evaluations=max_evaluations,
-            costs=costs,
-            cache=cache,
-            tell=tell,
-            **by,
-        )
+        search = {"max_evaluations": max_evaluations, "cache": cache, "tell": tell}
+        return self._session.choose(amp, prices=prices, metric=wrapped, costs=costs, **search, **by)
 
     def clear_fallback(self) -> None:
         """Undo ``fallback``, and what ``for_backend`` carried over: all groups of the plan are quantized again."""
