@@ -15,7 +15,6 @@ from functools import cached_property
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from torch import nn
 
@@ -72,6 +71,7 @@ from quantizer.runs.run_context import bar
 from quantizer.runs.run_context import resume_files
 from quantizer.runs.run_context import sizes_of
 from quantizer.runs.run_engines import RunEngines
+from quantizer.runs.run_engines import nearest_form
 from quantizer.runs.search import causes_of
 from quantizer.runs.search import measure_sensitivity
 from quantizer.runs.search import search_fallback
@@ -206,7 +206,7 @@ class _Run:
         # An engine without the precision that was asked for is found before the time for its score is spent.
         self.scoring.take({"float": self.model, **forms})
         inspection = self._inspect(built["engine"])
-        scores = self.scoring.scores({**forms, **self._nearest(loaded, quantizer)})
+        scores = self.scoring.scores({**forms, **nearest_form(loaded, quantizer, self.model)})
         outputs = self._outputs(next(reversed(forms.values())), loaded.get("engine"))
         record = replace(self._record(quantizer, course, scores, built, loaded, inspection), outputs=outputs)
         self._write(record)
@@ -278,13 +278,6 @@ class _Run:
         with self.context.timer("quantize"):
             forms["proxy" if course is None else "qat"] = quantizer.quantize(self.model)
         return forms, course
-
-    def _nearest(self, engines: Mapping[str, Engine], quantizer: Quantizer) -> dict[str, nn.Module | Engine]:
-        """Return the engine; if it cannot run here, a simulation of its half precision, but nothing for float32."""
-        if engines:
-            return {"engine": engines["engine"]}
-        half = self.config.quantizer.target.torch_dtype is not torch.float32
-        return {"simulation": quantizer.simulate(self.model)} if half else {}
 
     def _outputs(self, proxy: nn.Module, engine: Engine | None) -> tuple[OutputDistance, ...]:
         """Return how far the outputs are from those of the float model, on rows of the evaluation."""

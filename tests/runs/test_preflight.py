@@ -65,7 +65,7 @@ def test_everything_that_is_wrong_is_told_at_once(
     (tmp_path / "taken").write_text("")
     values["output"] = str(tmp_path / "taken" / "done")
     monkeypatch.setattr("quantizer.runs.preflight.faults.find_spec", _without("onnxscript", "jinja2"))
-    with pytest.raises(QuantizerError) as told:
+    with pytest.raises(QuantizerError, match="the run cannot start") as told:
         _ready(values, tmp_path)
     first, *lines = str(told.value).splitlines()
     assert first == "the run cannot start, for 4 reasons:"

@@ -1,4 +1,4 @@
-"""What would keep a command from its end, found before it starts."""
+"""Checks before a command starts: all that would keep it from its end."""
 
 from __future__ import annotations
 
