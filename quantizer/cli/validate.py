@@ -62,7 +62,7 @@ example:
                 continue
             console.out(f"ok: {path}", highlight=False)
             for line in told:
-                console.print(Padding(Text(line), (0, 0, 0, 2)))
+                console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
             if args.verbose:
                 console.out(dump_yaml(config), highlight=False)
         return code

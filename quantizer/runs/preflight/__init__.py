@@ -1,4 +1,4 @@
-"""Checks before a command starts: all that would keep it from its end."""
+"""Faults that would keep a command from its end, found before it starts."""
 
 from __future__ import annotations
 

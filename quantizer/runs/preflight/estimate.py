@@ -74,8 +74,8 @@ def estimate(config: RunConfig, rows: Mapping[str, Sequence[Row]]) -> str | None
     seconds = passes * tokens * weights.multiplied / speed
     return (
         f"at least {_time(seconds)} of forward passes: {passes:,.0f} rows of about {tokens:.0f} tokens, times "
-        f"{weights.multiplied / 1e6:.1f} M weights, at {speed / 1e9:.0f} billion multiply-adds a second here. On "
-        f"top come observation, export, engines and their timing, minutes for a small model. And {memory}"
+        f"{weights.multiplied / 1e6:.1f} M weights, at {speed / 1e9:.0f} billion multiply-adds a second, as measured "
+        f"just now. On top come observation, export, engines and their timing, minutes for a small model. And {memory}"
     )
 
 
