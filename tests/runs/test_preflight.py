@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("transformers", reason="makes a transformers model: install quantizer[hf]")
-pytest.importorskip("openvino", reason="install quantizer[openvino]")
+pytest.importorskip("transformers", reason="makes a transformers model: install enginequant[hf]")
+pytest.importorskip("openvino", reason="install enginequant[openvino]")
 
 from tiny_run import tiny_run
 
@@ -69,7 +69,7 @@ def test_everything_that_is_wrong_is_told_at_once(
         _ready(values, tmp_path)
     first, *lines = str(told.value).splitlines()
     assert first == "the run cannot start, for 4 reasons:"
-    assert lines[0] == "  - onnxscript, jinja2 are not installed: run  pip install 'quantizer[onnx,report]'"
+    assert lines[0] == "  - onnxscript, jinja2 are not installed: run  pip install 'enginequant[onnx,report]'"
     assert lines[1].startswith("  - data.calibration: data set 'text-csv': there is no file")
     assert "data.evaluation: the rows hold label 7, but the model has 2 classes (0 to 1)" in lines[2]
     assert "taken is no folder; choose another folder" in lines[3]
@@ -108,10 +108,10 @@ def test_one_missing_package_is_the_error_that_it_always_was() -> None:
         raise MissingDependencyError("scipy", "hf")
 
     faults.of(missing)
-    with pytest.raises(MissingDependencyError, match=r"'scipy' is not installed: run  pip install 'quantizer\[hf\]'"):
+    with pytest.raises(MissingDependencyError, match=r"'scipy' is not installed: run  pip install 'enginequant\[hf\]'"):
         faults.raise_all("nothing can start")
     faults.of(missing)
-    with pytest.raises(QuantizerError, match=r"^scipy is not installed: run  pip install 'quantizer\[hf\]'$"):
+    with pytest.raises(QuantizerError, match=r"^scipy is not installed: run  pip install 'enginequant\[hf\]'$"):
         faults.raise_all("nothing can start")
     Faults().raise_all("nothing can start")
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from quantizer.errors import ConfigError
 from quantizer.errors import MissingDependencyError
 from quantizer.errors import QuantizerError
+from quantizer.errors import install_command
 
 __all__ = ["Faults", "require_package"]
 
@@ -52,7 +53,7 @@ class Faults:
         if missing:
             extras = ",".join(dict.fromkeys(missing.values()))
             verb = "is" if len(missing) == 1 else "are"
-            yield f"{', '.join(missing)} {verb} not installed: run  pip install 'quantizer[{extras}]'"
+            yield f"{', '.join(missing)} {verb} not installed: run  {install_command(extras)}"
         for error in self._found:
             if isinstance(error, ConfigError):
                 yield from error.problems

@@ -90,6 +90,8 @@ def _check_packages(faults: Faults, config: RunConfig) -> None:
     check_packages(faults, config.model.task)
     if "html" in config.report.formats:
         faults.of(partial(require_package, "jinja2", "report"))
+    if (tracker := config.report.track) is not None:
+        faults.of(partial(require_package, tracker, tracker))
     if chooses(config):
         faults.of(lambda: cpu_candidates(config.quantizer.candidates))
     elif config.quantizer.backend != AUTO:
